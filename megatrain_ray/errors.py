@@ -1,0 +1,32 @@
+"""Errors a user sees. Each carries one message (what, where, expected, got, next step) and the exit code of the CLI.
+
+All of them are built from plain strings, so they survive pickling between Ray actors.
+"""
+
+
+class MegatrainError(Exception):
+    """A run failed while running (exit code 1)."""
+
+    exit_code = 1
+
+
+class ConfigError(MegatrainError):
+    """A setting or an input is wrong: fix it and start again (exit code 2)."""
+
+    exit_code = 2
+
+
+class CapacityError(MegatrainError):
+    """What was asked for cannot fit; the message holds the arithmetic (exit code 3)."""
+
+    exit_code = 3
+
+
+class InterruptedRunError(MegatrainError):
+    """The run was interrupted, after a save unless `save_every: null` (exit code 130)."""
+
+    exit_code = 130
+
+
+class DeadlineError(MegatrainError):
+    """A stage did not finish within its stated bound; the message names the stage."""

@@ -1,0 +1,119 @@
+"""The event log of a step, on a virtual clock.
+
+Every operation that a device stage performs is accounted here when it is submitted: it starts when its stage is free,
+the operations it depends on have ended and the host could have submitted it, and it lasts what the cost model says.
+Costs are counted, never slept, so the log of one plan is the same on every run and every device, and overlap is a
+property that a test can read off it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Stage(Enum):
+    """What works concurrently: the compute stream, the two directions of PCIe, and the optimizer on the host."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class Op:
+    """What an operation is: its name, the layer it works on, and where it applies the micro-batch or fragment."""
+
+    name: str  # forward, recompute, backward, loss, load, offload, update
+    layer: int
+    micro_batch: int = -1
+    fragment: int = -1
+    num_bytes: int = 0
+
+    def __str__(self) -> str:
+        micro_batch = f".{self.micro_batch}" if self.micro_batch >= 0 else ""
+        fragment = f"/{self.fragment}" if self.fragment >= 0 else ""
+        return f"{self.name}[{self.layer}{micro_batch}{fragment}]"
+
+
+@dataclass(frozen=True)
+class Record:
+    """An operation on the virtual clock."""
+
+    stage: Stage
+    op: Op
+    start_s: float
+    end_s: float
+
+    def __str__(self) -> str:
+        return f"{self.stage.value}:{self.op}"
+
+
+CostModel = Callable[[Stage, Op], float]
+
+
+def unit_cost(stage: Stage, op: Op) -> float:
+    """Every operation takes one second."""
+    return 1.0
+
+
+# How far the host had come when it submits an operation. Each thread and each asyncio task has its own context, so a
+# task that waited for a transfer delays only what it submits afterwards.
+_host_time: ContextVar[float] = ContextVar("host_time", default=0.0)
+
+
+class Timeline:
+    """Accounts operations of the current step. Thread-safe; `clear()` between steps bounds its memory."""
+
+    def __init__(self, cost: CostModel = unit_cost) -> None:
+        self._cost = cost
+        self._lock = threading.Lock()
+        self._stage_end = dict.fromkeys(Stage, 0.0)
+        self._records: list[Record] = []
+
+    def account(self, stage: Stage, op: Op, after: Iterable[float] = ()) -> float:
+        """Returns when the operation ends on the virtual clock (seconds)."""
+        with self._lock:
+            start = max(self._stage_end[stage], self.host_time(), *after, 0.0)
+            end = start + self._cost(stage, op)
+            self._stage_end[stage] = end
+            self._records.append(Record(stage, op, start, end))
+            return end
+
+    def now(self, stage: Stage) -> float:
+        """When the last operation of a stage ends."""
+        with self._lock:
+            return self._stage_end[stage]
+
+    def stage_waits(self, stage: Stage, until_s: float) -> None:
+        """The stage does nothing before `until_s`."""
+        with self._lock:
+            self._stage_end[stage] = max(self._stage_end[stage], until_s)
+
+    @staticmethod
+    def host_time() -> float:
+        return _host_time.get()
+
+    @staticmethod
+    def host_waits(until_s: float) -> None:
+        """The calling thread or task learned of something that happened at `until_s`."""
+        _host_time.set(max(_host_time.get(), until_s))
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """In order of start; operations that start together stand in the order of the stages."""
+        order = {stage: i for i, stage in enumerate(Stage)}
+        with self._lock:
+            return tuple(sorted(self._records, key=lambda r: (r.start_s, order[r.stage])))
+
+    def clear(self) -> None:
+        """Forgets the records, not the clocks."""
+        with self._lock:
+            self._records.clear()
+
+    def busy_s(self, stage: Stage) -> float:
+        return sum(r.end_s - r.start_s for r in self.records if r.stage is stage)
