@@ -1,0 +1,58 @@
+"""Text to token ids: plain bytes, or the tokenizer of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from megatrain_ray.errors import ConfigError
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> TokenArray:
+        """The ids of a text, 1-D. No special tokens are added."""
+
+
+class ByteTokenizer:
+    """One id a byte of UTF-8, 0-255. Id 256 is kept free for the end of a document."""
+
+    def encode(self, text: str) -> TokenArray:
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+
+class FolderTokenizer:
+    """The tokenizer.json of a Hugging Face folder: local, and data only, no code of the folder runs."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError where the folder or its tokenizer.json is missing or broken."""
+        self._tokenizer = _read(folder)
+        self._tokenizer.no_truncation()  # a stored limit would cut a document short, and silently
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str) -> TokenArray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or a folder that holds a tokenizer.json. Raises ConfigError."""
+    return ByteTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
+
+
+def _read(folder: Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        missing = file if folder.is_dir() else folder
+        raise ConfigError(
+            f"data.tokenizer: no such {'file' if folder.is_dir() else 'folder'}: {missing}; "
+            "expected `bytes` or a local folder that holds a tokenizer.json"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+        raise ConfigError(f"data.tokenizer: cannot read {file}: {error}") from None

@@ -1,0 +1,55 @@
+"""Tokenizers: bytes, and a Hugging Face folder built here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.tokenizer import load_tokenizer
+from megatrain_ray.io.windows import load_windows
+
+WORDS = {"<s>": 0, "</s>": 1, "to": 2, "be": 3, "or": 4, "not": 5}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A word-level tokenizer that would add <s>, cut at 3 and pad to 8 if it were let."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(WORDS, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_bytes_are_the_bytes_of_utf8() -> None:
+    assert load_tokenizer("bytes").encode("aé\n").tolist() == [97, 0xC3, 0xA9, 10]
+    assert load_tokenizer("bytes").encode("").size == 0
+
+
+def test_a_folder_tokenizer_gives_the_whole_text_and_nothing_else(folder: Path) -> None:
+    assert load_tokenizer(str(folder)).encode("to be or not to be").tolist() == [2, 3, 4, 5, 2, 3]
+
+
+def test_ids_of_a_folder_tokenizer_are_checked_against_the_model(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    path, name = str(tmp_path / "a.txt"), str(folder)
+    with pytest.raises(ConfigError, match="token id 5, but the model's vocab_size is 5"):
+        load_windows(path, name, seq_len=2, packing=True, vocab_size=5)
+    windows = load_windows(path, name, seq_len=2, packing=True, vocab_size=6)
+    assert (windows.num_tokens, windows.num_windows) == (6, 2)
+
+
+def test_a_missing_folder_and_a_missing_or_broken_file_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such folder: .*absent; expected `bytes`"):
+        load_tokenizer(str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=r"no such file: .*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
