@@ -1,0 +1,230 @@
+"""The reference of parity: what this project promises to compute, in plain PyTorch.
+
+An unmodified Hugging Face model, plain autograd, torch.optim.AdamW(fused=True) on FP32 masters. It imports nothing of
+the product but the rounding of a working copy and the seed of dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import AutoModelForCausalLM
+
+from megatrain_ray.engine.dropout_seed import dropout_seed
+from megatrain_ray.engine.working_copy import to_working
+
+Named = dict[str, Tensor]
+
+
+class Sequences(Protocol):
+    """The sequences of one update: int64 [batch, seq_len] each; a target of -100 is not supervised."""
+
+    @property
+    def input_ids(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of a run that decide its numbers."""
+
+    steps: int
+    lr: float = 1e-3
+    min_lr: float = 0.0
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip: float | None = 1.0
+    seed: int = 0
+    precision: str = "fp32"
+    grad_dtype: str = "fp32"
+    micro_batch_size: int = 1
+    loss_chunk_tokens: int | None = None  # null: one chunk a micro-batch
+    num_threads: int = 1
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind; losses and the like have an entry for each of its own steps."""
+
+    step: int
+    adam_steps: int
+    masters: Named
+    exp_avg: Named
+    exp_avg_sq: Named
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)  # before clipping
+    learning_rates: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+
+
+def train_reference(folder: Path, batches: Iterable[Sequences], recipe: Recipe, start: Result | None = None) -> Result:
+    """Trains the model of `folder` on one batch an update; continues from `start` where one is given."""
+    with _threads(recipe.num_threads):
+        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        start = start or _beginning(folder, recipe)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(recipe.device).train()
+        masters = {name: nn.Parameter(master.clone()) for name, master in start.masters.items()}
+        optimizer = _optimizer(masters, recipe, start)
+        place = _Place(recipe.seed, start.step)
+        _seed_dropout(model, place)
+        losses, norms, rates, skipped = [], [], [], []
+        for batch in batches:
+            place.step += 1
+            _set_weights(model, masters)
+            loss, gradients = _gradients(model, batch, recipe, place)
+            for name, master in masters.items():
+                master.grad = gradients[name]
+            norm = get_total_norm(gradients.values(), foreach=False)
+            skip = recipe.clip is not None and not math.isfinite(norm)
+            rate = reference_learning_rate(
+                place.step, recipe.lr, recipe.min_lr, recipe.steps, recipe.warmup_steps, recipe.schedule
+            )
+            if not skip:
+                if recipe.clip is not None:
+                    clip_grads_with_norm_(masters.values(), recipe.clip, norm, foreach=False)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+            losses.append(loss)
+            norms.append(norm.item())
+            rates.append(rate)
+            skipped.append(skip)
+        adam_steps = start.adam_steps + skipped.count(False)
+        return Result(place.step, adam_steps, *_state(masters, optimizer), losses, norms, rates, skipped)
+
+
+def reference_learning_rate(
+    step: int, peak: float, min_lr: float, steps: int, warmup_steps: int, schedule: str
+) -> float:
+    """Linear warm-up to the peak at step `warmup_steps` (steps count from 1), then the schedule over the rest."""
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - 1 - warmup_steps) / (steps - warmup_steps)
+    return {
+        "constant": peak,
+        "linear": peak - (peak - min_lr) * progress,
+        "cosine": min_lr + (peak - min_lr) * (1 + math.cos(math.pi * progress)) / 2,
+    }[schedule]
+
+
+def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> tuple[float, Named]:
+    """Loss and FP32 gradients of one update: fresh ones of each micro-batch, summed in their order."""
+    num_supervised = int((batch.targets != -100).sum())
+    loss = 0.0
+    sums: Named = {}
+    inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
+    targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
+    for j in range(len(inputs)):
+        place.micro_batch = j
+        model.zero_grad(set_to_none=True)
+        loss += _backward(model, inputs[j], targets[j], num_supervised, recipe.loss_chunk_tokens)
+        for name, parameter in model.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            sums[name] = gradient.float() if j == 0 else sums[name] + gradient.float()
+    if recipe.grad_dtype == "bf16":
+        sums = {name: total.bfloat16().float() for name, total in sums.items()}
+    return loss, sums
+
+
+def _backward(model: Any, input_ids: Tensor, targets: Tensor, num_supervised: int, chunk: int | None) -> float:
+    """Gradients of one micro-batch into `.grad`; its share of the step's loss, chunk by chunk added in double.
+
+    The head's gradient is summed in FP32 over the chunks and rounded once; backward through the body then adds to it
+    what a tied embedding contributes.
+    """
+    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    loss, of_hidden = 0.0, []
+    of_head: Any = None
+    chunk = chunk or targets.numel()
+    for h, t in zip(hidden.detach().flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True):
+        h.requires_grad_()
+        part = F.cross_entropy(head(h).float(), t, ignore_index=-100, reduction="sum") / num_supervised
+        part.backward()
+        loss += part.item()
+        of_hidden.append(h.grad)
+        gradient = head.weight.grad.float()
+        of_head = gradient if of_head is None else of_head + gradient
+        head.weight.grad = None
+    head.weight.grad = of_head.to(head.weight.dtype)
+    hidden.backward(torch.cat(of_hidden).view_as(hidden))
+    return loss
+
+
+@dataclass
+class _Place:
+    """Where the run is, for the seed of dropout."""
+
+    seed: int
+    step: int
+    micro_batch: int = 0
+
+
+def _seed_dropout(model: Any, place: _Place) -> None:
+    """Seeds before (call 0) and after (call 1) the embedding, each decoder layer and the final norm."""
+    body = model.base_model
+    for layer, module in enumerate([model.get_input_embeddings(), *body.layers, body.norm]):
+
+        def seed(call: int, layer: int = layer) -> None:
+            torch.manual_seed(dropout_seed(place.seed, place.step, place.micro_batch, layer, call))
+
+        module.register_forward_pre_hook(lambda *_, seed=seed: seed(0))
+        module.register_forward_hook(lambda *_, seed=seed: seed(1))
+
+
+def _beginning(folder: Path, recipe: Recipe) -> Result:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(recipe.device)
+    masters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    zeros = {name: torch.zeros_like(master) for name, master in masters.items()}
+    return Result(0, 0, masters, zeros, zeros)
+
+
+def _optimizer(masters: Mapping[str, nn.Parameter], recipe: Recipe, start: Result) -> torch.optim.AdamW:
+    """AdamW with no decay on norms and biases, in the state of `start`."""
+    decayed = [p for p in masters.values() if p.dim() > 1]
+    plain = [p for p in masters.values() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
+    for name, p in masters.items():
+        step = torch.tensor(float(start.adam_steps), device=p.device)
+        m, v = start.exp_avg[name].clone(), start.exp_avg_sq[name].clone()
+        optimizer.state[p] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
+    return optimizer
+
+
+def _set_weights(model: Any, masters: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            master = masters[name].detach()
+            parameter.copy_(to_working(master) if parameter.dtype == torch.bfloat16 else master)
+
+
+def _state(masters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> tuple[Named, Named, Named]:
+    def of(key: str) -> Named:
+        return {name: optimizer.state[p][key] for name, p in masters.items()}
+
+    return {name: p.detach() for name, p in masters.items()}, of("exp_avg"), of("exp_avg_sq")
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
