@@ -1,0 +1,162 @@
+"""Arenas: host memory that the processes of a run share. Freed when the last of them is gone, whatever ended them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from megatrain_ray.errors import MegatrainError
+
+HUGE_PAGE = 2 << 20
+POPULATE_BYTES = 256 << 20  # a thread's portion
+MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+
+
+@dataclass(frozen=True)
+class ArenaHandle:
+    """Where an arena is: file descriptor `fd` of process `pid`, which may map it or only hold it.
+
+    `nbytes`: the size that was asked for; the mapping is `mapped_bytes` of it.
+    """
+
+    pid: int
+    fd: int
+    nbytes: int
+    name: str
+
+
+def create_memfd(name: str, nbytes: int) -> int:
+    """A file descriptor of new shared memory, all zeros; its size is `mapped_bytes(nbytes)`. Takes no RAM by itself.
+
+    Whoever holds it, without mapping it, keeps the memory alive. Raises MegatrainError.
+    """
+    fd = -1
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.truncate(fd, mapped_bytes(nbytes))
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise MegatrainError(f"cannot create arena {name} of {nbytes} bytes: {error.strerror}") from None
+    return fd
+
+
+def mapped_bytes(nbytes: int) -> int:
+    """The size of an arena's mapping: whole huge pages, at least one, so that an empty arena can be mapped as well."""
+    return max(1, -(-nbytes // HUGE_PAGE)) * HUGE_PAGE
+
+
+class Arena:
+    """Shared memory mapped into this process."""
+
+    def __init__(self, fd: int, handle: ArenaHandle) -> None:
+        """Maps `fd`, which stays the caller's. Use `create` or `attach`."""
+        self.handle = handle
+        mapping = mmap.mmap(fd, mapped_bytes(handle.nbytes))
+        with suppress(OSError):  # kernels without huge pages in shared memory refuse the advice
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._buffer: memoryview | None = memoryview(mapping)
+        self._own_fd: int | None = None
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Self:
+        """A new arena, all zeros, held by this process. Raises MegatrainError."""
+        fd = create_memfd(name, nbytes)
+        arena = cls(fd, ArenaHandle(os.getpid(), fd, nbytes, name))
+        arena._own_fd = fd
+        return arena
+
+    @classmethod
+    def attach(cls, handle: ArenaHandle) -> Self:
+        """Maps what another process of this machine holds.
+
+        Raises MegatrainError when the holder is gone, is another process by now or lives in another PID namespace.
+        """
+        fd = _open(handle)
+        try:
+            return cls(fd, handle)
+        finally:
+            os.close(fd)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole mapping, writable bytes: `handle.nbytes` and then zeros up to `mapped_bytes`.
+
+        Raises MegatrainError after `close`.
+        """
+        if self._buffer is None:
+            raise MegatrainError(f"arena {self.handle.name} is closed in this process")
+        return self._buffer
+
+    def populate(self, threads: int) -> None:
+        """Takes the RAM of `handle.nbytes` now, in `threads` threads; what is there stays. Raises MegatrainError."""
+        portions = range(0, self.handle.nbytes, POPULATE_BYTES)
+        with ThreadPoolExecutor(threads, thread_name_prefix="populate") as pool:
+            self._finish(pool.map(self._populate_portion, portions))
+
+    def close(self) -> None:
+        """Gives the memory up; views that are still in use keep it mapped until they are gone. Idempotent."""
+        # Dropped, never released or unmapped: torch.frombuffer keeps the object but not the buffer's export, so a
+        # release would succeed and leave its tensors without memory.
+        self._buffer = None
+        if self._own_fd is not None:
+            os.close(self._own_fd)
+            self._own_fd = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _finish(self, portions: Iterable[None]) -> None:
+        try:
+            for _ in portions:
+                pass
+        except OSError as error:
+            raise MegatrainError(
+                f"cannot take {self.handle.nbytes} bytes of RAM for arena {self.handle.name}: {error.strerror}"
+            ) from None
+
+    def _populate_portion(self, start: int) -> None:
+        portion = np.frombuffer(self.buffer, np.uint8)[start : min(start + POPULATE_BYTES, self.handle.nbytes)]
+        # Not mmap.madvise: that keeps the GIL while pages are zeroed, and one thread after the other would work.
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        if not madvise(ctypes.c_void_p(portion.ctypes.data), ctypes.c_size_t(portion.size), MADV_POPULATE_WRITE):
+            return
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:
+            raise OSError(code, os.strerror(code))
+        portion[:: mmap.PAGESIZE].max()  # an older kernel: in shared memory a read takes the page as well
+
+
+def _open(handle: ArenaHandle) -> int:
+    path = Path(f"/proc/{handle.pid}/fd/{handle.fd}")
+    try:
+        target = str(path.readlink())
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unreachable(handle, f"{path}: {error.strerror}") from None
+    if not target.startswith(f"/memfd:{handle.name} ") or os.fstat(fd).st_size != mapped_bytes(handle.nbytes):
+        os.close(fd)
+        raise _unreachable(handle, f"{path} is {target}")
+    return fd
+
+
+def _unreachable(handle: ArenaHandle, found: str) -> MegatrainError:
+    return MegatrainError(
+        f"cannot attach arena {handle.name} ({handle.nbytes} bytes) of process {handle.pid}: {found}; the process that "
+        "held it is gone, belongs to another user, or lives in another PID namespace: run all processes of a run as "
+        "one user in one container"
+    )

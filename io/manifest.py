@@ -1,0 +1,138 @@
+"""What a save consists of. The schema is versioned and stands in docs/save_format.md.
+
+Positions of state are *logical*: elements of a layer without padding, so they mean the same for any number of shards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatrain_ray.errors import MegatrainError
+
+FORMAT_VERSION: Final = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """Elements [start, stop) of one kind of one layer: `nbytes` from `offset` on in a blob, with their zlib.crc32."""
+
+    layer: str
+    start: int
+    stop: int
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class BlobEntry:
+    """One kind of state of one part: `pieces` one after the other."""
+
+    name: str
+    kind: str
+    nbytes: int
+    pieces: tuple[PieceEntry, ...]
+
+
+@dataclass(frozen=True)
+class PartManifest:
+    """What one optimizer shard wrote."""
+
+    part: int
+    blobs: tuple[BlobEntry, ...]
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """A parameter of a layer: its elements start at `start`, unless it is tied to another, whose elements it shares."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """`logical_size`: elements, the same for every kind."""
+
+    name: str
+    logical_size: int
+    parameters: tuple[ParameterEntry, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`step`: completed updates, of which AdamW counted `optimizer_step` and `num_skipped` changed nothing.
+
+    `itemsize`: bytes of an element by kind. `data`, `model`, `generation` and `config` are plain JSON: the data
+    position, the model's configuration, its generation_config.json if it came with one, the run's configuration.
+    """
+
+    version: Literal[1]
+    step: int
+    optimizer_step: int
+    num_skipped: int
+    precision: str
+    itemsize: dict[str, int]
+    layers: tuple[LayerEntry, ...]
+    data: dict[str, Any]
+    model: dict[str, Any]
+    config: dict[str, Any]
+    parts: tuple[PartManifest, ...]
+    generation: dict[str, Any] | None = None
+
+    def to_json(self) -> bytes:
+        return TypeAdapter(Manifest).dump_json(self) + b"\n"
+
+    def blobs(self) -> Iterator[BlobEntry]:
+        return (blob for part in self.parts for blob in part.blobs)
+
+    def gaps(self) -> list[str]:
+        """What the parts leave out or hold twice, in words; empty when every kind of every layer is there once."""
+        sizes = {(layer.name, kind): layer.logical_size for layer in self.layers for kind in self.itemsize}
+        spans: dict[tuple[str, str], list[tuple[int, int]]] = {key: [] for key in sizes}
+        for blob in self.blobs():
+            for piece in blob.pieces:
+                spans.setdefault((piece.layer, blob.kind), []).append((piece.start, piece.stop))
+        return [
+            f"{kind} of {layer}: expected each of {sizes.get((layer, kind), 0)} elements once, got {sorted(found)}"
+            for (layer, kind), found in spans.items()
+            if not _tile(sorted(found), sizes.get((layer, kind), 0))
+        ]
+
+
+def read_manifest(save_folder: Path) -> Manifest:
+    """Raises MegatrainError naming the file when it is missing, damaged or of another version."""
+    path = save_folder / MANIFEST_NAME
+    try:
+        text = path.read_bytes()
+        values = json.loads(text)
+    except OSError as error:
+        raise MegatrainError(f"cannot read {path}: {error.strerror}; without it there is no save") from None
+    except ValueError as error:
+        raise MegatrainError(f"{path} is damaged: {error}") from None
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != FORMAT_VERSION:
+        raise MegatrainError(
+            f"{path} has format version {version!r}, this release reads version {FORMAT_VERSION}"
+        )
+    try:
+        return TypeAdapter(Manifest).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise MegatrainError(f"{path} is damaged: {where}: {first['msg']}") from None
+
+
+def _tile(spans: list[tuple[int, int]], size: int) -> bool:
+    """Whether ascending spans cover [0, size) once."""
+    edges = [0, *(edge for span in spans for edge in span), size]
+    return all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,147 @@
+"""The weights of a Hugging Face safetensors folder, read in parts: never a whole file, never a whole parameter."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from megatrain_ray.errors import ConfigError
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a parameter lies: its bytes start at `offset` of a file."""
+
+    file: Path
+    offset: int
+    dtype: str  # as safetensors writes it
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightFolder:
+    """Names, shapes and values of the parameters in a folder. Every error is a ConfigError naming the file."""
+
+    path: Path
+    _stored: Mapping[str, _Stored]
+
+    @staticmethod
+    def open(path: Path | str) -> WeightFolder:
+        """Reads the headers of model.safetensors, or of the files that model.safetensors.index.json names.
+
+        Raises ConfigError for a folder without them, a missing file, and one that is truncated or no safetensors file.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder; expected one with {SINGLE_NAME} or {INDEX_NAME}")
+        index = folder / INDEX_NAME
+        if index.is_file():
+            return WeightFolder(folder, _read_indexed(index))
+        if (folder / SINGLE_NAME).is_file():
+            return WeightFolder(folder, _read_header(folder / SINGLE_NAME))
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        advice = "its weights are pickled, which is not read: save them as safetensors" if pickled else "is it a model?"
+        raise ConfigError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}: {advice}")
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises ConfigError when there is no such parameter."""
+        return self._find(name).shape
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ConfigError unless every named parameter is there, of that shape and of a type that can be read."""
+        for name, shape in shapes.items():
+            stored = self._find(name)
+            if stored.shape != tuple(shape):
+                raise ConfigError(f"{stored.file}: {name} has shape {stored.shape}, the model's has {tuple(shape)}")
+            _dtype(name, stored)
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened parameter: 1-D, fp32, a copy. Reads only those bytes.
+
+        Raises ConfigError for a name or range that is not there, another type than fp32, bf16 or fp16, and a file that
+        has changed since it was opened.
+        """
+        stored = self._find(name)
+        numel = math.prod(stored.shape)
+        if not 0 <= start <= stop <= numel:
+            raise ConfigError(f"{stored.file}: {name} has {numel} elements, expected {start} to {stop} of it")
+        values = torch.empty(stop - start, dtype=_dtype(name, stored))
+        self._fill(values, stored, start)
+        return values.float()
+
+    def _fill(self, values: torch.Tensor, stored: _Stored, start: int) -> None:
+        buffer = values.view(torch.uint8).numpy().data
+        position = stored.offset + start * values.itemsize
+        try:
+            with stored.file.open("rb") as file:
+                while buffer and (got := os.preadv(file.fileno(), [buffer], position)):
+                    buffer, position = buffer[got:], position + got
+        except OSError as error:
+            raise ConfigError(f"cannot read {stored.file}: {error.strerror}") from None
+        if buffer:
+            raise ConfigError(f"{stored.file} became shorter while it was read: {len(buffer)} bytes are missing")
+
+    def _find(self, name: str) -> _Stored:
+        if name not in self._stored:
+            raise ConfigError(f"{self.path} holds {len(self._stored)} parameters, but no {name}: is it of another model?")
+        return self._stored[name]
+
+
+def _dtype(name: str, stored: _Stored) -> torch.dtype:
+    if stored.dtype not in DTYPES:
+        raise ConfigError(f"{stored.file}: {name} is of type {stored.dtype}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[stored.dtype]
+
+
+def _read_indexed(index: Path) -> dict[str, _Stored]:
+    try:
+        files = json.loads(index.read_bytes())["weight_map"]
+        names = {str(name): str(file) for name, file in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
+    headers = {file: _read_header(_beside(index, file)) for file in sorted(set(names.values()))}
+    for name, file in names.items():
+        if name not in headers[file]:
+            raise ConfigError(f"{index.parent / file} holds no {name}, though {index.name} says so")
+    return {name: headers[file][name] for name, file in names.items()}
+
+
+def _beside(index: Path, name: str) -> Path:
+    file = index.parent / name
+    if Path(name).name != name or not file.is_file():
+        raise ConfigError(f"{index} names {name}, which is not in its folder: download the model again")
+    return file
+
+
+def _read_header(path: Path) -> dict[str, _Stored]:
+    """The library checks the file as a whole (offsets, sizes, length); it does not tell where the bytes lie."""
+    try:
+        with safetensors.safe_open(path, framework="pt"), path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except safetensors.SafetensorError as error:
+        raise ConfigError(f"{path} is damaged or no safetensors file: {error}; download the model again") from None
+    return {
+        name: _Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
