@@ -1,0 +1,118 @@
+"""AdamW on blocks that stay in a core's cache: one pass from gradient to residual, moments and working copy.
+
+Bit-equal to `torch.optim.AdamW(fused=True)` on whole FP32 tensors. torch rounds v otherwise in the scalar tail of a
+vector, so blocks are cut at multiples of 64 elements from a parameter's first one: only its own tail is scalar then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.layout import Span
+from megatrain_ray.engine.working_copy import join_into, split_into
+
+BLOCK_ELEMENTS = 1 << 18  # a multiple of 64; what a block reads and writes is then about 6 MiB
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """AdamW's constants, as `torch.optim.AdamW` takes them. `weight_decay` is for parameters that decay."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class Rates(NamedTuple):
+    """What varies from update to update. `step`: AdamW's own count from 1, as the FP32 scalar that torch takes.
+    `scale`: multiplies gradients, an FP32 value."""
+
+    step: Tensor
+    lr: float
+    scale: float
+
+
+class AdamState(NamedTuple):
+    """Some elements of one parameter, 1-D tensors of one length.
+
+    Split master: `working` bf16 and `residual` int16; else `working` is the FP32 master itself and `residual` None.
+    `m` and `v` fp32.
+    """
+
+    working: Tensor
+    residual: Tensor | None
+    m: Tensor
+    v: Tensor
+
+    def cut(self, span: Span) -> AdamState:
+        part = slice(*span)
+        residual = None if self.residual is None else self.residual[part]
+        return AdamState(self.working[part], residual, self.m[part], self.v[part])
+
+    def store(self, master: Tensor) -> None:
+        """Writes an FP32 master of the same length."""
+        if self.residual is None:
+            self.working.copy_(master)
+        else:
+            split_into(master, self.working, self.residual)
+
+
+class Scratch:
+    """One thread's buffers for a block, allocated once."""
+
+    def __init__(self) -> None:
+        self.gradient = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
+        self.master = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
+        self.bits = torch.empty(BLOCK_ELEMENTS, dtype=torch.int32)
+
+
+def blocks(length: int) -> Iterator[Span]:
+    """Cuts `length` elements into spans of at most BLOCK_ELEMENTS."""
+    for start in range(0, length, BLOCK_ELEMENTS):
+        yield Span(start, min(start + BLOCK_ELEMENTS, length))
+
+
+def adamw_block(
+    state: AdamState, gradient: Tensor, hyper: Hyper, rates: Rates, scratch: Scratch, *, decay: bool
+) -> None:
+    """Updates at most BLOCK_ELEMENTS elements in place. `gradient`: theirs, bf16 or fp32; is only read.
+
+    The block must start at a multiple of 64 elements from its parameter's first one, and end at one or at its last.
+    """
+    size = gradient.numel()
+    master = state.working
+    if state.residual is not None:
+        master = scratch.master[:size]
+        join_into(state.working, state.residual, master)
+    torch._fused_adamw_(
+        [master],
+        [_scaled(gradient, rates.scale, scratch.gradient[:size])],
+        [state.m],
+        [state.v],
+        [],
+        [rates.step],
+        lr=rates.lr,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        weight_decay=hyper.weight_decay if decay else 0.0,
+        eps=hyper.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    if state.residual is not None:
+        split_into(master, state.working, state.residual, scratch.bits[:size])
+
+
+def _scaled(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
+    """The gradient as FP32, times an FP32 `scale`: in `out`, or itself where that changes nothing."""
+    if gradient.dtype == torch.float32:
+        return gradient if scale == 1.0 else torch.mul(gradient, scale, out=out)
+    # The product of a bf16 tensor would be rounded to bf16 first.
+    out.copy_(gradient)
+    return out if scale == 1.0 else out.mul_(scale)

@@ -1,0 +1,60 @@
+"""Threads that work through blocks, each with one torch thread and its own scratch."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from megatrain_ray.engine.adamw import Scratch
+
+Job = Callable[[Scratch], None]
+
+
+class BlockPool:
+    """`num_threads` threads that take jobs from one queue. Which thread does a job may not matter to its result."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._scratch = [Scratch() for _ in range(num_threads)]
+        self._pool = _single_threaded_pool(num_threads)
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Returns when all are done; raises the first error of a job, after the threads have stopped working."""
+        queue = deque(jobs)
+
+        def work(scratch: Scratch) -> None:
+            while True:
+                try:
+                    job = queue.popleft()
+                except IndexError:
+                    return
+                job(scratch)
+
+        futures = [self._pool.submit(work, scratch) for scratch in self._scratch[: len(queue)]]
+        errors = [future.exception() for future in futures]
+        for error in filter(None, errors):
+            raise error
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        self._pool.shutdown()
+
+
+def _single_threaded_pool(num_threads: int) -> ThreadPoolExecutor:
+    """A thread takes torch's number of threads from the process's last setting when it first needs it. So all threads
+    start here, each with 1, and then the setting is put back for threads that others start later."""
+    setting = torch.get_num_threads()
+    started = threading.Barrier(num_threads)
+
+    def initialize() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # from here on later settings of other threads do not reach this one
+
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="adamw", initializer=initialize)
+    for future in [pool.submit(started.wait) for _ in range(num_threads)]:
+        future.result()
+    torch.set_num_threads(setting)
+    return pool

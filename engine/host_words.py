@@ -1,0 +1,215 @@
+"""HostWords: the only owner of the words in shared memory by which the GPU worker and the optimizer shards signal.
+
+An update u of a layer: the worker stores its gradient, lands it and (before or after) commits the header; each shard
+marks the layer begun, writes it, and publishes generation u. Stores release, loads acquire, so whoever sees a word
+sees what was written before it. Doorbells count changes: a waiter that looks after reading one misses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from enum import IntEnum
+
+from megatrain_ray.engine.shard import UpdateHeader
+from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.io.words import Words
+
+NUM_HEADERS = 4  # updates whose headers are kept: shards may lag behind the last committed one by three
+
+
+class _Word(IntEnum):
+    COMMITTED = 0  # the last update whose header is valid
+    STOP = 1
+    FAILED = 2  # 1 + index of a shard that failed
+    LANDED_BELL = 3  # of commits, landings and stop
+    GENERATION_BELL = 4  # of generations, failures and stop
+
+
+class _Header(IntEnum):
+    UPDATE = 0
+    ADAM_STEP = 1
+    LR = 2  # bits of a float64, as is SCALE
+    SCALE = 3
+    SKIP = 4
+
+
+_FIRST_LANDED = len(_Word) + NUM_HEADERS * len(_Header)
+
+
+class HostWords:
+    """Per layer: landed and gradient start; per shard and layer: begun and generation. All zero to begin with."""
+
+    def __init__(self, buffer: memoryview, num_layers: int, num_shards: int) -> None:
+        """`buffer`: shared memory of at least `num_words` 8-byte words, aligned to 8 bytes."""
+        self._words = Words(buffer, self.num_words(num_layers, num_shards))
+        self._num_layers = num_layers
+        self._num_shards = num_shards
+
+    @staticmethod
+    def num_words(num_layers: int, num_shards: int) -> int:
+        return _FIRST_LANDED + 2 * num_layers * (1 + num_shards)
+
+    def reset(self, generation: int) -> None:
+        """Before any shard runs: every layer has `generation`, nothing has landed since."""
+        for word in range(self.num_words(self._num_layers, self._num_shards)):
+            self._words.store(word, 0)
+        self._words.store(_Word.COMMITTED, generation)
+        for layer in range(self._num_layers):
+            self._words.store(self._landed(layer), generation)
+            for shard in range(self._num_shards):
+                self._words.store(self._begun(shard, layer), generation)
+                self._words.store(self._generation(shard, layer), generation)
+
+    def commit(self, header: UpdateHeader) -> None:
+        """Fixes the next update's header. Raises MegatrainError when it is not the next or shards lag too far."""
+        oldest = min(self.generation(layer) for layer in range(self._num_layers))
+        committed = self._words.load(_Word.COMMITTED)
+        if header.update != committed + 1 or oldest < header.update - NUM_HEADERS + 1:
+            raise MegatrainError(
+                f"update {header.update} cannot be committed: the last one was {committed}, the slowest layer is at "
+                f"generation {oldest}, expected at least {header.update - NUM_HEADERS + 1}"
+            )
+        first = self._header(header.update)
+        self._words.store(first + _Header.UPDATE, header.update)
+        self._words.store(first + _Header.ADAM_STEP, header.adam_step)
+        self._words.store_float(first + _Header.LR, header.lr)
+        self._words.store_float(first + _Header.SCALE, header.scale)
+        self._words.store(first + _Header.SKIP, int(header.skip))
+        self._words.store(_Word.COMMITTED, header.update)
+        self._words.add(_Word.LANDED_BELL, 1)
+
+    def header(self, update: int) -> UpdateHeader:
+        """Of an update that is committed and not finished by its reader. Raises MegatrainError for any other."""
+        first = self._header(update)
+        header = UpdateHeader(
+            update=self._words.load(first + _Header.UPDATE),
+            adam_step=self._words.load(first + _Header.ADAM_STEP),
+            lr=self._words.load_float(first + _Header.LR),
+            scale=self._words.load_float(first + _Header.SCALE),
+            skip=bool(self._words.load(first + _Header.SKIP)),
+        )
+        if header.update != update:
+            raise MegatrainError(f"the header of update {update} is not there: its place holds update {header.update}")
+        return header
+
+    def land(self, layer: int, update: int, gradient_start: int) -> None:
+        """The layer's gradient is complete in the slab, from byte `gradient_start` on.
+
+        Raises MegatrainError while a shard may still read the layer's previous one.
+        """
+        if self.generation(layer) != update - 1:
+            raise MegatrainError(
+                f"the gradient of layer {layer} landed for update {update}, but the layer is at generation "
+                f"{self.generation(layer)}, expected {update - 1}"
+            )
+        self._words.store(self._landed(layer) + 1, gradient_start)
+        self._words.store(self._landed(layer), update)
+        self._words.add(_Word.LANDED_BELL, 1)
+
+    def gradient_start(self, layer: int) -> int:
+        """Byte offset in the slab of the gradient that landed last."""
+        return self._words.load(self._landed(layer) + 1)
+
+    def wait_landed(self, layer: int, update: int, timeout_s: float) -> bool:
+        """Waits until the update is committed and the layer's gradient is there; False after `timeout_s` or on stop."""
+
+        def landed() -> bool:
+            committed = self._words.load(_Word.COMMITTED)
+            return self.stopped or min(committed, self._words.load(self._landed(layer))) >= update
+
+        return self._wait(_Word.LANDED_BELL, landed, timeout_s) and not self.stopped
+
+    def begin(self, shard: int, layer: int, update: int) -> None:
+        """Before the first write: a layer whose begun word is ahead of its generation is torn."""
+        self._words.store(self._begun(shard, layer), update)
+
+    def begun(self, shard: int, layer: int) -> int:
+        return self._words.load(self._begun(shard, layer))
+
+    def finish(self, shard: int, layer: int, update: int) -> None:
+        """After the last write: the shard's part of the layer has generation `update`."""
+        self._words.store(self._generation(shard, layer), update)
+        self._words.add(_Word.GENERATION_BELL, 1)
+
+    def generation(self, layer: int) -> int:
+        """The generation that every shard's part of the layer has reached."""
+        return min(self._words.load(self._generation(shard, layer)) for shard in range(self._num_shards))
+
+    def wait_generation(self, layer: int, update: int, timeout_s: float) -> None:
+        """Raises DeadlineError after `timeout_s`, MegatrainError when a shard failed or the shards were stopped."""
+
+        def reached() -> bool:
+            if self.generation(layer) >= update:
+                return True
+            self.check()
+            return False
+
+        if not self._wait(_Word.GENERATION_BELL, reached, timeout_s):
+            generations = [self._words.load(self._generation(s, layer)) for s in range(self._num_shards)]
+            raise DeadlineError(
+                f"optimizer: layer {layer} did not reach generation {update} within {timeout_s} s; its shards are at "
+                f"{generations}, landed {self._words.load(self._landed(layer))}, committed "
+                f"{self._words.load(_Word.COMMITTED)}"
+            )
+
+    def check(self) -> None:
+        """Raises MegatrainError when a shard failed or the shards were stopped."""
+        failed = self._words.load(_Word.FAILED)
+        if failed:
+            raise MegatrainError(f"optimizer shard {failed - 1} failed; its own error says why")
+        if self.stopped:
+            raise MegatrainError("the optimizer shards were stopped")
+
+    def generation_bell(self) -> int:
+        """Grows with every generation of a shard, failure and stop. Read it before looking, then wait for more."""
+        return self._words.load(_Word.GENERATION_BELL)
+
+    def wait_generation_bell(self, seen: int, timeout_s: float) -> int:
+        """Waits until the bell is beyond `seen`, at most `timeout_s`, and returns it."""
+        return self._wait_bell(_Word.GENERATION_BELL, seen, timeout_s)
+
+    def stop(self) -> None:
+        """Tells the shards to end before their next layer."""
+        self._words.store(_Word.STOP, 1)
+        self._words.add(_Word.LANDED_BELL, 1)
+        self._words.add(_Word.GENERATION_BELL, 1)
+
+    @property
+    def stopped(self) -> bool:
+        return self._words.load(_Word.STOP) != 0
+
+    def fail(self, shard: int) -> None:
+        """Flags that a shard will finish nothing more."""
+        self._words.store(_Word.FAILED, shard + 1)
+        self._words.add(_Word.GENERATION_BELL, 1)
+
+    def _wait(self, bell: _Word, ready: Callable[[], bool], timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            seen = self._words.load(bell)
+            if ready():
+                return True
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._wait_bell(bell, seen, left_s)
+
+    def _wait_bell(self, bell: _Word, seen: int, timeout_s: float) -> int:
+        with contextlib.suppress(DeadlineError):
+            return self._words.wait_at_least(bell, seen + 1, timeout_s)
+        return self._words.load(bell)
+
+    def _header(self, update: int) -> int:
+        return len(_Word) + update % NUM_HEADERS * len(_Header)
+
+    def _landed(self, layer: int) -> int:
+        """The gradient's start is the next word."""
+        return _FIRST_LANDED + 2 * layer
+
+    def _begun(self, shard: int, layer: int) -> int:
+        return _FIRST_LANDED + 2 * (self._num_layers * (1 + shard) + layer)
+
+    def _generation(self, shard: int, layer: int) -> int:
+        return self._begun(shard, layer) + 1

@@ -1,0 +1,222 @@
+"""FlatLayout: the only owner of byte offsets. A layer's parameters (or gradients) as one 1-D buffer.
+
+Two coordinate systems, both counted in elements. *Padded*: where an element lies in a flat, with every parameter
+aligned. *Logical*: the same elements without padding; saves use it, so that they restore onto any number of shards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+ALIGN_ELEMENTS = 128  # 256 bytes of a two-byte type: coalesced loads, and every cut below stays on a vector boundary
+CUT_ELEMENTS = 2048  # 4096 bytes of a two-byte type: O_DIRECT- and page-safe for every state class
+NODE_CUT_ELEMENTS = 1 << 20  # 2 MiB of a two-byte type: a huge page is never shared by two NUMA nodes
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class Span(NamedTuple):
+    """A half-open range of elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter inside a flat. A tied parameter owns no elements here: `tied_to` names the one that does."""
+
+    name: str  # in the model and its checkpoint: model.layers.3.self_attn.q_proj.weight
+    local: str  # in the layer's template: self_attn.q_proj.weight
+    shape: tuple[int, ...]
+    start: int  # padded coordinate
+    decay: bool
+    tied_to: str | None = None
+
+    @property
+    def numel(self) -> int:
+        return 0 if self.tied_to else math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+class Run(NamedTuple):
+    """Elements of one parameter that lie together: `length` of them, at these three coordinates."""
+
+    segment: Segment
+    padded: int
+    logical: int
+    in_segment: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a layout needs to know of a parameter."""
+
+    name: str
+    local: str
+    shape: tuple[int, ...]
+    decay: bool = True
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """One layer: its parameters in model order, aligned; a padded size that is a multiple of CUT_ELEMENTS."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    fragments: tuple[Span, ...]
+
+    @staticmethod
+    def build(name: str, parameters: Sequence[ParameterSpec], num_fragments: int = 1) -> FlatLayout:
+        segments, position = [], 0
+        for p in parameters:
+            segment = Segment(p.name, p.local, p.shape, position, p.decay, p.tied_to)
+            segments.append(segment)
+            position = round_up(segment.stop, ALIGN_ELEMENTS)
+        size = round_up(position, CUT_ELEMENTS)
+        return FlatLayout(name, tuple(segments), _fragments(segments, size, num_fragments))
+
+    @cached_property
+    def size(self) -> int:
+        """Padded elements."""
+        return self.fragments[-1].stop
+
+    @cached_property
+    def logical_size(self) -> int:
+        return sum(s.numel for s in self.segments)
+
+    @cached_property
+    def owned(self) -> tuple[Segment, ...]:
+        """The segments that hold elements: all but the tied ones."""
+        return tuple(s for s in self.segments if not s.tied_to)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Segment]:
+        return {s.name: s for s in self.segments}
+
+    def segment(self, name: str) -> Segment:
+        """Raises KeyError for a name that is not of this layer."""
+        return self._by_name[name]
+
+    def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """The parameter `name` as a view of `flat` (1-D, `size` elements of any type)."""
+        segment = self._by_name[name]
+        return flat[segment.start : segment.stop].view(segment.shape)
+
+    def cuts(self, num_shards: int, granularity: int = CUT_ELEMENTS) -> tuple[Span, ...]:
+        """One contiguous span a shard, cut at multiples of `granularity` elements; together they cover the layer.
+
+        Cuts are multiples of 64 elements from the start of every parameter, so that torch's vectorised AdamW rounds
+        each shard's part as it rounds the whole tensor. A shard of a small layer may get an empty span.
+        """
+        units = math.ceil(self.size / granularity)
+        edges = [min(self.size, units * k // num_shards * granularity) for k in range(num_shards)] + [self.size]
+        return tuple(Span(a, b) for a, b in itertools.pairwise(edges))
+
+    def runs(self, span: Span) -> Iterator[Run]:
+        """The parts of parameters inside a padded span, in order; padding is left out."""
+        logical = 0
+        for s in self.owned:
+            start, stop = max(s.start, span.start), min(s.stop, span.stop)
+            if start < stop:
+                yield Run(s, start, logical + start - s.start, start - s.start, stop - start)
+            logical += s.numel
+
+    def logical(self, span: Span) -> Span:
+        """The logical span of a padded one."""
+        return Span(self._logical_position(span.start), self._logical_position(span.stop))
+
+    def _logical_position(self, padded: int) -> int:
+        return sum(max(0, min(s.stop, padded) - s.start) for s in self.owned)
+
+
+def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tuple[Span, ...]:
+    """Cuts at parameter boundaries nearest to equal parts; fewer fragments where there are fewer parameters."""
+    starts = sorted({s.start for s in segments if s.numel and s.start})
+    edges = [0]
+    for k in range(1, num_fragments):
+        later = [s for s in starts if s > edges[-1]]
+        if later:
+            edges.append(min(later, key=lambda s, k=k: abs(s - size * k // num_fragments)))  # type: ignore[misc]
+    edges.append(size)
+    return tuple(Span(a, b) for a, b in itertools.pairwise(edges))
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """All layers in the order of a forward, and where each starts in an arena that holds them one after the other."""
+
+    layers: tuple[FlatLayout, ...]
+    parameter_order: tuple[str, ...]  # of `model.parameters()`, tied ones once: the order of the norm of norms
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First element of each layer in an arena of whole flats (each a multiple of CUT_ELEMENTS)."""
+        starts, position = [], 0
+        for layer in self.layers:
+            starts.append(position)
+            position += layer.size
+        return tuple(starts)
+
+    @property
+    def size(self) -> int:
+        return sum(layer.size for layer in self.layers)
+
+    @property
+    def logical_size(self) -> int:
+        return sum(layer.logical_size for layer in self.layers)
+
+    @cached_property
+    def owner(self) -> Mapping[str, int]:
+        """Layer index that owns the elements of each parameter, by name."""
+        return {s.name: i for i, layer in enumerate(self.layers) for s in layer.owned}
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """What one shard owns: a contiguous span of every layer, stored one after the other in its state arenas."""
+
+    model: ModelLayout
+    index: int
+    num_shards: int
+    granularity: int = CUT_ELEMENTS
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Per layer, in padded coordinates of that layer."""
+        return tuple(layer.cuts(self.num_shards, self.granularity)[self.index] for layer in self.model.layers)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First element of each layer's part in this shard's state."""
+        starts, position = [], 0
+        for span in self.spans:
+            starts.append(position)
+            position += span.size
+        return tuple(starts)
+
+    @property
+    def size(self) -> int:
+        return sum(span.size for span in self.spans)
+
+    def slice(self, layer: int) -> slice:
+        """Where layer `layer`'s part lies in this shard's state (elements)."""
+        return slice(self.starts[layer], self.starts[layer] + self.spans[layer].size)

@@ -1,0 +1,78 @@
+"""ShardLoop: the thread that serves one shard's updates, driven by words in shared memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.errors import DeadlineError
+
+IDLE_S = 1.0  # a shard looks at the stop word at least this often, should whoever rings the bell have died before
+
+
+class ShardLoop:
+    """Per update, layer after layer in `order`: wait for header and gradient, update, publish the generation."""
+
+    def __init__(
+        self,
+        shard: AdamShard,
+        words: HostWords,
+        slab: Tensor,
+        gradient_dtype: torch.dtype,
+        order: Sequence[int],
+        generation: int,
+    ) -> None:
+        """`slab`: 1-D uint8, shared, gradients of `gradient_dtype` at byte offsets. `generation`: updates already in
+        the state; the next one is the first that is served."""
+        self._shard = shard
+        self._index = shard.layout.index
+        self._words = words
+        self._slab = slab
+        self._gradient_dtype = gradient_dtype
+        self._order = order
+        self._generation = generation
+        self._error: BaseException | None = None
+        # A daemon: a process whose parent forgot to stop it must still be able to exit.
+        self._thread = threading.Thread(target=self._run, name=f"shard {self._index}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout_s: float | None) -> None:
+        """Waits for the end, which stop or a failure brings; raises what went wrong, or DeadlineError after `timeout_s`
+        (None: waits for as long as the loop serves)."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(f"optimizer shard {self._index} did not end within {timeout_s} s of being asked to")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        update = self._generation + 1
+        try:
+            while self._serve(update):
+                update += 1
+        except BaseException as error:
+            self._error = error
+            self._words.fail(self._index)
+
+    def _serve(self, update: int) -> bool:
+        """One update of every layer; False when told to stop."""
+        for layer in self._order:
+            while not self._words.wait_landed(layer, update, IDLE_S):
+                if self._words.stopped:
+                    return False
+            self._words.begin(self._index, layer, update)
+            self._shard.update(layer, self._gradient(layer), self._words.header(update))
+            self._words.finish(self._index, layer, update)
+        return True
+
+    def _gradient(self, layer: int) -> Tensor:
+        start = self._words.gradient_start(layer)
+        num_bytes = self._shard.layout.model.layers[layer].size * self._gradient_dtype.itemsize
+        return self._slab[start : start + num_bytes].view(self._gradient_dtype)

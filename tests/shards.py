@@ -1,0 +1,196 @@
+"""A small model's shards, gradients for them, and what torch.optim.AdamW(fused=True) makes of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.working_copy import join
+
+HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+NAN_BYTES = 0xFF  # of bf16 and fp32 alike; as int16 it is -1
+
+
+def model_layout() -> ModelLayout:
+    """Odd sizes, a tied parameter, a layer smaller than one cut and one with a parameter over several shards."""
+    layers = (
+        FlatLayout.build("embedding", [ParameterSpec("embed", "weight", (301, 33))]),
+        FlatLayout.build(
+            "layers.0",
+            [
+                ParameterSpec("norm", "norm", (77,), decay=False),
+                ParameterSpec("up", "up", (129, 67)),
+                ParameterSpec("bias", "bias", (1,), decay=False),
+                ParameterSpec("down", "down", (67, 129)),
+            ],
+        ),
+        FlatLayout.build(
+            "head",
+            [ParameterSpec("final", "final", (77,), decay=False), ParameterSpec("lm", "w", (301, 33), True, "embed")],
+        ),
+    )
+    return ModelLayout(layers, ("embed", "norm", "up", "bias", "down", "final"))
+
+
+class Dictionary:
+    """A WeightSource over tensors."""
+
+    def __init__(self, masters: Mapping[str, Tensor]) -> None:
+        self._masters = masters
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._masters[name].flatten()[start:stop]
+
+
+def random_masters(layout: ModelLayout) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {s.name: torch.randn(s.shape, generator=generator) for layer in layout.layers for s in layer.owned}
+
+
+def poisoned(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((size * dtype.itemsize,), NAN_BYTES, dtype=torch.uint8).view(dtype)
+
+
+@dataclass(frozen=True)
+class ShardedState:
+    """The tensors of all shards of a model: `own` are residual, m and v by shard."""
+
+    parts: Sequence[ShardLayout]
+    working: Tensor
+    own: Sequence[Mapping[str, Tensor]]
+
+    @property
+    def layout(self) -> ModelLayout:
+        return self.parts[0].model
+
+    def flat(self, kind: str, layer: int) -> Tensor:
+        """A layer's state of one kind, all shards together."""
+        if kind == "working":
+            start = self.layout.starts[layer]
+            return self.working[start : start + self.layout.layers[layer].size]
+        return torch.cat([own[kind][part.slice(layer)] for part, own in zip(self.parts, self.own, strict=True)])
+
+    def values(self, kind: str) -> dict[str, Tensor]:
+        """Every parameter's master, m or v."""
+        found = {}
+        for index, layer in enumerate(self.layout.layers):
+            flat = self.flat("working" if kind == "master" else kind, index)
+            if kind == "master" and "residual" in self.own[0]:
+                flat = join(flat, self.flat("residual", index))
+            found |= {s.name: layer.view(flat, s.name) for s in layer.owned}
+        return found
+
+    def all_bytes(self) -> list[Tensor]:
+        tensors = [self.working, *(t for own in self.own for t in own.values())]
+        return [t.view(torch.uint8).clone() for t in tensors]
+
+
+@dataclass(frozen=True)
+class Shards(ShardedState):
+    """All shards of a model in one process."""
+
+    shards: Sequence[AdamShard]
+
+    def update(self, gradients: Sequence[Tensor], header: UpdateHeader) -> None:
+        for layer, gradient in enumerate(gradients):
+            for shard in self.shards:
+                shard.update(layer, gradient, header)
+
+    def load(self, source: WeightSource) -> None:
+        for shard in self.shards:
+            shard.load(source)
+
+
+def shard_over(
+    part: ShardLayout, precision: Precision, working: Tensor, own: Mapping[str, Tensor], num_threads: int
+) -> AdamShard:
+    residual = own.get("residual")
+    return AdamShard(
+        part,
+        precision,
+        working=working,
+        residual=residual,
+        m=own["m"],
+        v=own["v"],
+        hyper=HYPER,
+        num_threads=num_threads,
+    )
+
+
+@contextmanager
+def open_shards(precision: Precision, num_shards: int) -> Iterator[Shards]:
+    """Every element poisoned to begin with; shard k works with k + 1 threads."""
+    layout = model_layout()
+    parts = [ShardLayout(layout, k, num_shards) for k in range(num_shards)]
+    working = poisoned(layout.size, precision.working_dtype)
+    own = [{kind: poisoned(part.size, dtype) for kind, dtype in precision.state_kinds} for part in parts]
+    shards = [shard_over(parts[k], precision, working, own[k], k + 1) for k in range(num_shards)]
+    try:
+        yield Shards(parts, working, own, shards)
+    finally:
+        for shard in shards:
+            shard.close()
+
+
+def headers(num: int) -> list[UpdateHeader]:
+    """Ten updates: the third is skipped, some are scaled."""
+    result, adam_step = [], 0
+    for update in range(1, num + 1):
+        skip = update == 3
+        adam_step += not skip
+        scale = float(torch.tensor(0.3 if update % 2 else 1.0))
+        result.append(UpdateHeader(update, adam_step, 1e-2 / update, scale, skip))
+    return result
+
+
+def flat_gradients(layout: ModelLayout, update: int, dtype: torch.dtype) -> list[Tensor]:
+    """NaN in the padding."""
+    generator = torch.Generator().manual_seed(update)
+    flats = [poisoned(layer.size, dtype) for layer in layout.layers]
+    for layer, flat in zip(layout.layers, flats, strict=True):
+        for segment in layer.owned:
+            layer.view(flat, segment.name).copy_(torch.randn(segment.shape, generator=generator))
+    return flats
+
+
+def reference(layout: ModelLayout, num_updates: int, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
+    """master, m and v by parameter from torch's own optimizer on whole tensors."""
+    parameters = {name: torch.nn.Parameter(t) for name, t in random_masters(layout).items()}
+    segments = [(layer, s) for layer in layout.layers for s in layer.owned]
+    decaying = [parameters[s.name] for _, s in segments if s.decay]
+    others = [parameters[s.name] for _, s in segments if not s.decay]
+    groups = [{"params": decaying, "weight_decay": HYPER.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(HYPER.beta1, HYPER.beta2), eps=HYPER.eps, fused=True)
+    for header in headers(num_updates):
+        flats = dict(
+            zip((layer.name for layer in layout.layers), flat_gradients(layout, header.update, dtype), strict=True)
+        )
+        for layer, s in segments:
+            parameters[s.name].grad = layer.view(flats[layer.name], s.name).float() * torch.tensor(header.scale)
+        for group in optimizer.param_groups:
+            group["lr"] = header.lr
+        if not header.skip:
+            optimizer.step()
+    states = {name: optimizer.state[p] for name, p in parameters.items()}
+    return {
+        "master": {name: p.detach() for name, p in parameters.items()},
+        "m": {name: state["exp_avg"] for name, state in states.items()},
+        "v": {name: state["exp_avg_sq"] for name, state in states.items()},
+    }
+
+
+def assert_equal(state: ShardedState, expected: Mapping[str, Mapping[str, Tensor]]) -> None:
+    for kind, by_name in expected.items():
+        got = state.values(kind)
+        assert got.keys() == by_name.keys()
+        for name, want in by_name.items():
+            assert torch.equal(got[name].view(torch.int32), want.view(torch.int32)), f"{kind} of {name}"

@@ -1,0 +1,252 @@
+"""ShardLoop and HostWords: shards driven by words in shared memory, in threads and in processes of their own."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.host_words import NUM_HEADERS, HostWords
+from megatrain_ray.engine.layout import ModelLayout, ShardLayout
+from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.shard import UpdateHeader
+from megatrain_ray.engine.shard_loop import ShardLoop
+from megatrain_ray.errors import DeadlineError, MegatrainError
+from tests.shards import (
+    Dictionary,
+    ShardedState,
+    Shards,
+    assert_equal,
+    flat_gradients,
+    headers,
+    model_layout,
+    open_shards,
+    random_masters,
+    reference,
+    shard_over,
+)
+
+FORWARD, BACKWARD = (0, 1, 2), (2, 1, 0)
+WAIT_S = 60.0
+PRECISION = Precision.BF16
+
+
+def new_words(num_shards: int = 2, num_layers: int = 3, generation: int = 0) -> HostWords:
+    words = HostWords(
+        memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, num_shards))), num_layers, num_shards
+    )
+    words.reset(generation)
+    return words
+
+
+def header(update: int) -> UpdateHeader:
+    return UpdateHeader(update=update, adam_step=update, lr=0.1, scale=1.0, skip=False)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a GPU worker does to the host: gradients into the slab, landings, commits."""
+
+    layout: ModelLayout
+    words: HostWords
+    slab: Tensor  # every layer's gradient (bf16) at its own place
+
+    def land(self, update: int, layer: int, gradient: Tensor) -> None:
+        """As soon as the slab is free again."""
+        self.words.wait_generation(layer, update - 1, WAIT_S)
+        start = 2 * self.layout.starts[layer]
+        self.slab[start : start + gradient.nbytes].copy_(gradient.view(torch.uint8))
+        self.words.land(layer, update, start)
+
+    def run(self, num_updates: int, *, commit_first: bool) -> None:
+        """Gradients land in backward order; the commit comes before them (no clipping) or after (clipping)."""
+        for update_header in headers(num_updates):
+            update = update_header.update
+            if commit_first:
+                self.words.commit(update_header)
+            for layer in BACKWARD:
+                self.land(update, layer, flat_gradients(self.layout, update, torch.bfloat16)[layer])
+            if not commit_first:
+                self.words.commit(update_header)
+        for layer in FORWARD:
+            self.words.wait_generation(layer, num_updates, WAIT_S)
+
+
+@contextmanager
+def serving(shards: Shards, words: HostWords, slab: Tensor, order: tuple[int, ...]) -> Iterator[list[ShardLoop]]:
+    loops = [ShardLoop(shard, words, slab, torch.bfloat16, order, generation=0) for shard in shards.shards]
+    for loop in loops:
+        loop.start()
+    try:
+        yield loops
+    finally:
+        words.stop()
+
+
+@pytest.mark.parametrize(("order", "commit_first"), [(FORWARD, False), (BACKWARD, True)])
+def test_threads_serve_ten_updates_exactly(order: tuple[int, ...], commit_first: bool) -> None:
+    with open_shards(PRECISION, 2) as shards:
+        words, slab = new_words(), torch.zeros(2 * shards.layout.size, dtype=torch.uint8)
+        shards.load(Dictionary(random_masters(shards.layout)))
+        with serving(shards, words, slab, order) as loops:
+            Worker(shards.layout, words, slab).run(10, commit_first=commit_first)
+        for loop in loops:
+            loop.join(WAIT_S)
+        assert [words.begun(shard, layer) for shard in range(2) for layer in range(3)] == [10] * 6
+        assert_equal(shards, reference(shards.layout, 10, torch.bfloat16))
+
+
+def serve_in_a_process(paths: dict[str, str], index: int, num_shards: int) -> None:
+    """The main of a shard process. It maps its own state only."""
+    part = ShardLayout(model_layout(), index, num_shards)
+    words = HostWords(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
+    own = state_tensors(mapped(paths[f"state {index}"]), part)
+    shard = shard_over(part, PRECISION, mapped(paths["working"]).view(PRECISION.working_dtype), own, num_threads=1)
+    shard.load(Dictionary(random_masters(part.model)))
+    loop = ShardLoop(shard, words, mapped(paths["slab"]), torch.bfloat16, FORWARD, generation=0)
+    loop.start()
+    loop.join(timeout_s=None)
+    shard.close()
+
+
+def state_tensors(memory: Tensor, part: ShardLayout) -> dict[str, Tensor]:
+    sizes = [part.size * dtype.itemsize for _, dtype in PRECISION.state_kinds]
+    pieces = memory.split(sizes)
+    return {kind: piece.view(dtype) for (kind, dtype), piece in zip(PRECISION.state_kinds, pieces, strict=True)}
+
+
+def mapped(path: str) -> Tensor:
+    with Path(path).open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+
+
+@contextmanager
+def memfds(sizes: dict[str, int]) -> Iterator[dict[str, str]]:
+    """Shared memory by name, as paths that other processes can open while this one lives."""
+    fds = {name: os.memfd_create(name) for name in sizes}
+    for name, fd in fds.items():
+        os.truncate(fd, sizes[name])
+    try:
+        yield {name: f"/proc/{os.getpid()}/fd/{fd}" for name, fd in fds.items()}
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+def test_processes_share_words_working_copies_and_slab_only() -> None:
+    layout, num_shards = model_layout(), 2
+    parts = [ShardLayout(layout, k, num_shards) for k in range(num_shards)]
+    sizes = {"words": 8 * HostWords.num_words(3, num_shards), "working": 2 * layout.size, "slab": 2 * layout.size}
+    sizes |= {f"state {part.index}": 10 * part.size for part in parts}
+    context = multiprocessing.get_context("spawn")
+    with memfds(sizes) as paths:
+        words = HostWords(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
+        words.reset(0)
+        children = [context.Process(target=serve_in_a_process, args=(paths, k, num_shards)) for k in range(num_shards)]
+        for child in children:
+            child.start()
+        try:
+            Worker(layout, words, mapped(paths["slab"])).run(4, commit_first=False)
+        finally:
+            words.stop()
+            for child in children:
+                child.join(WAIT_S)
+        assert [child.exitcode for child in children] == [0] * num_shards
+        own = [state_tensors(mapped(paths[f"state {part.index}"]), part) for part in parts]
+        state = ShardedState(parts, mapped(paths["working"]).view(PRECISION.working_dtype), own)
+        assert_equal(state, reference(layout, 4, torch.bfloat16))
+
+
+def test_a_failing_shard_is_flagged_and_leaves_its_layer_torn() -> None:
+    with open_shards(PRECISION, 2) as shards:
+        words, slab = new_words(), torch.zeros(2 * shards.layout.size, dtype=torch.uint8)
+        with serving(shards, words, slab[:64], FORWARD) as loops:  # a slab that holds no whole gradient
+            words.commit(header(1))
+            words.land(0, 1, 0)
+            with pytest.raises(MegatrainError, match=r"optimizer shard [01] failed"):
+                words.wait_generation(0, 1, WAIT_S)
+        for loop in loops:
+            with pytest.raises(RuntimeError):
+                loop.join(WAIT_S)
+        assert (words.begun(0, 0), words.generation(0)) == (1, 0)
+
+
+def test_stop_ends_idle_shards_and_whoever_waits_for_them() -> None:
+    with open_shards(PRECISION, 2) as shards:
+        words, slab = new_words(), torch.zeros(2 * shards.layout.size, dtype=torch.uint8)
+        with serving(shards, words, slab, FORWARD) as loops:
+            words.land(1, 1, 0)  # not the layer they wait for, nor is anything committed
+        for loop in loops:
+            loop.join(WAIT_S)
+        with pytest.raises(MegatrainError, match="were stopped"):
+            words.wait_generation(0, 1, WAIT_S)
+        assert words.generation(1) == 0
+
+
+def test_a_loop_that_does_not_end_is_named() -> None:
+    with open_shards(PRECISION, 1) as shards:
+        words, slab = new_words(1), torch.zeros(1, dtype=torch.uint8)
+        with serving(shards, words, slab, FORWARD) as loops, pytest.raises(DeadlineError, match="shard 0 did not end"):
+            loops[0].join(0.0)
+        loops[0].join(WAIT_S)
+
+
+def test_waiting_is_bounded_and_says_where_things_stand() -> None:
+    words = new_words(generation=6)
+    words.land(1, 7, 0)
+    words.finish(0, 1, 7)
+    with pytest.raises(DeadlineError, match=r"layer 1 did not reach generation 7 .* shards are at \[7, 6\], landed 7"):
+        words.wait_generation(1, 7, 0.0)
+    assert not words.wait_landed(1, 7, 0.0), "landed, but not committed"
+    words.commit(header(7))
+    assert words.wait_landed(1, 7, 0.0)
+    assert not words.wait_landed(0, 7, 0.0), "committed, but not landed"
+
+
+def test_the_bell_counts_what_happens() -> None:
+    words = new_words()
+    seen = words.generation_bell()
+    assert words.wait_generation_bell(seen, 0.0) == seen
+    words.finish(1, 2, 1)
+    assert words.wait_generation_bell(seen, WAIT_S) > seen
+
+
+def test_a_header_is_exact_and_outlives_later_commits() -> None:
+    words = new_words(generation=9)
+    committed = [UpdateHeader(10 + k, 7 + k, 0.1 / 3 * k, float("nan") if k == 2 else 0.3, k == 2) for k in range(3)]
+    for one in committed:
+        words.commit(one)
+    assert [repr(words.header(one.update)) for one in committed] == [repr(one) for one in committed]
+    with pytest.raises(MegatrainError, match="its place holds update 10"):
+        words.header(10 + NUM_HEADERS)
+
+
+def test_commits_come_in_order_and_never_overtake_a_shard_by_a_ring() -> None:
+    words = new_words(generation=0)
+    with pytest.raises(MegatrainError, match="update 2 cannot be committed: the last one was 0"):
+        words.commit(header(2))
+    for update in range(1, NUM_HEADERS):
+        words.commit(header(update))
+    with pytest.raises(MegatrainError, match="at generation 0, expected at least 1"):
+        words.commit(header(NUM_HEADERS))
+    for shard in range(2):
+        for layer in range(3):
+            words.finish(shard, layer, 1)
+    words.commit(header(NUM_HEADERS))
+
+
+def test_a_gradient_may_not_land_on_one_that_is_still_read() -> None:
+    words = new_words()
+    words.land(0, 1, 128)
+    words.finish(0, 0, 1)
+    with pytest.raises(MegatrainError, match="layer 0 landed for update 2, but the layer is at generation 0"):
+        words.land(0, 2, 256)
+    assert words.gradient_start(0) == 128
