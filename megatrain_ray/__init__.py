@@ -1,0 +1,25 @@
+"""Exact full-precision training of language models far larger than GPU memory, orchestrated by Ray."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatrain_ray.config import TrainConfig
+    from megatrain_ray.trainer import Trainer
+
+__all__ = ["TrainConfig", "Trainer", "__version__"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # PEP 562: importing an io or engine module must import neither Ray nor what the trainer needs.
+    if name == "Trainer":
+        from megatrain_ray.trainer import Trainer
+
+        return Trainer
+    if name == "TrainConfig":
+        from megatrain_ray.config import TrainConfig
+
+        return TrainConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

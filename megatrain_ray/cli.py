@@ -1,0 +1,113 @@
+"""The command line. Torch and Ray are imported by the commands that need them: a wrong key is reported at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatrain_ray import __version__
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.config_file import load_config
+from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
+
+LATER_COMMANDS = ("bench", "doctor", "tokenizer")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns its exit code: 0 done, 1 failed while running (a traceback where nobody expected it),
+    2 a setting or input is wrong, 3 cannot fit, 130 interrupted."""
+    options = _parse(argv)
+    try:
+        return _run(options)
+    except MegatrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return InterruptedRunError.exit_code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    if options.command in LATER_COMMANDS:
+        return options
+    # argparse takes the overrides of `plan CONFIG --json key=value` for strangers.
+    strangers = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
+    if strangers:
+        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+    if rest:
+        options.overrides += rest
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatrain", description="Train large language models from host memory.")
+    parser.add_argument("--version", action="version", version=f"megatrain-ray {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train, or resume the run in run_dir")
+    plan = commands.add_parser("plan", help="show where everything would live, and whether it fits")
+    plan.add_argument("--json", action="store_true", help="the plan as in plan.json")
+    for command in (train, plan):
+        command.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.lr=1e-4")
+    export = commands.add_parser("export", help="write the newest save as a Hugging Face folder")
+    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    export.add_argument("out_dir", type=Path, metavar="OUT_DIR")
+    export.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the working copy's")
+    inspect = commands.add_parser("inspect", help="configuration, saves, last rows, checksums")
+    inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    for name in LATER_COMMANDS:
+        commands.add_parser(name, add_help=False)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    match options.command:
+        case "train":
+            return _train(load_config(options.config, options.overrides))
+        case "plan":
+            return _plan(load_config(options.config, options.overrides), as_json=options.json)
+        case "export":
+            return _export(options.run_dir, options.out_dir, options.dtype)
+        case "inspect":
+            return _inspect(options.run_dir)
+        case later:
+            raise ConfigError(f"megatrain {later} comes with a later version")
+
+
+def _train(config: TrainConfig) -> int:
+    from megatrain_ray.trainer import Trainer
+
+    summary = Trainer(config).fit()
+    if summary.loss is None:
+        print(f"already at step {summary.step} of {config.train.steps}: nothing to do ({summary.run_dir})")
+    else:
+        print(f"done: step {summary.step}, loss {summary.loss:.4f} ({summary.run_dir})")
+    return 0
+
+
+def _plan(config: TrainConfig, *, as_json: bool) -> int:
+    from megatrain_ray.planning import plan_config
+
+    plan = plan_config(config)
+    print(plan.to_json().rstrip("\n") if as_json else plan.describe())
+    return 0
+
+
+def _export(run_dir: Path, out_dir: Path, dtype: str | None) -> int:
+    from megatrain_ray.exporting import export_run
+
+    export_run(run_dir, out_dir, dtype)
+    print(f"exported to {out_dir}")
+    return 0
+
+
+def _inspect(run_dir: Path) -> int:
+    from megatrain_ray.inspect_run import inspect_run
+
+    report, good = inspect_run(run_dir)
+    print(report)
+    return 0 if good else MegatrainError.exit_code

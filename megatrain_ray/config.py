@@ -1,0 +1,245 @@
+"""What a run is: the settings of a configuration file, checked when they are put together.
+
+Sizes are bytes after construction, whatever they were written as. Keys that a later version brings are no fields: they
+are refused by name (config_problems.py), never accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+
+from megatrain_ray.config_problems import describe_problems
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.units import parse_size
+
+
+def _only(allowed: Any) -> AfterValidator:
+    """Refuses every value but one, until a later version brings the others."""
+
+    def check(value: Any) -> Any:
+        if value != allowed:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ValueError(f"{shown} comes with a later version; leave the key out")
+        return value
+
+    return AfterValidator(check)
+
+
+def _sources(value: Any) -> str | tuple[str, ...]:
+    sources = [value] if isinstance(value, str) else value
+    if not isinstance(sources, (list, tuple)) or not sources:
+        raise ValueError(f"expected a path, a glob, or a list of these; got {value!r}")
+    if any(isinstance(source, dict) for source in sources):
+        raise ValueError("weighted sources ({path, weight}) come with a later version; list plain paths")
+    if not all(isinstance(source, str) and source for source in sources):
+        raise ValueError(f"expected a path, a glob, or a list of these; got {value!r}")
+    return value if isinstance(value, str) else tuple(sources)
+
+
+def _model_settings(value: Any) -> dict[str, Any] | str:
+    if isinstance(value, (dict, str)) and value:
+        return value
+    raise ValueError(f"expected a mapping of the model's settings, or the path of a config.json; got {value!r}")
+
+
+Text = Annotated[str, Field(min_length=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Group(BaseModel):
+    """Settings that belong together. Unknown keys, wrong types and non-finite numbers are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(Group):
+    path: Text | None = None
+    """Folder or hub id whose weights training starts from."""
+    config: Annotated[dict[str, Any] | Text, BeforeValidator(_model_settings)] | None = None
+    """Mapping, or path of a config.json: this shape with random weights."""
+    seed: Seed = 0
+    """Of the random weights."""
+    trust_remote_code: Annotated[bool, _only(False)] = False
+    """Whether code that comes with a model may run."""
+
+
+class DataConfig(Group):
+    kind: Annotated[Literal["pretrain", "sft"], _only("pretrain")] = "pretrain"
+    """Plain text, or chats of which the answers are learned."""
+    path: Annotated[str | tuple[str, ...], BeforeValidator(_sources)]
+    """Text files: a path, a glob, or a list of these."""
+    tokenizer: Text | None = None
+    """Folder, hub id, or `bytes` (ids 0-255, 256 ends a document). Unset: model.path's own."""
+    seq_len: Count
+    """Tokens of a sequence, inputs and targets alike (cut from windows of seq_len + 1)."""
+    packing: bool = True
+    """Join documents before cutting windows; false cuts each document alone."""
+    shuffle: bool = True
+    """Draw windows in a new random order each epoch."""
+    seed: Seed = 0
+    """Of the order."""
+
+
+class OptimizationConfig(Group):
+    steps: Count
+    """Updates in total, those before a resume included."""
+    batch_size: Count | None = None
+    """Sequences of an update, over all GPUs."""
+    micro_batch_size: Count | None = None
+    """Sequences of one forward on one GPU."""
+    accumulate: Count | None = None
+    """Micro-batches of an update."""
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Peak learning rate."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate that the schedule ends at."""
+    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    """How the learning rate falls from its peak over `steps`."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Updates until the learning rate has its peak."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled decay of matrices per update, times the learning rate."""
+    betas: Annotated[tuple[Rate, Rate], Field(strict=False)] = (0.9, 0.95)
+    """Decay of AdamW's two moments per update."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of AdamW's second moment."""
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global norm of the gradients; null: no clipping."""
+    seed: Seed = 0
+    """Of dropout."""
+    precision: Literal["bf16", "fp32", "tf32"] = "bf16"
+    """Number format of the compute; masters are FP32 always."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients summed over micro-batches leave the device."""
+    deterministic: bool = False
+    """Use kernels that give the same bits on every run."""
+
+
+class HardwareConfig(Group):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where layers run; auto: a GPU where there is one."""
+    num_gpus: Annotated[Count, _only(1)] = 1
+    """GPUs that share an update."""
+    hbm_limit: Size | None = None
+    """Bytes of GPU memory to use at most; null: what is there."""
+    ram_limit: Size | None = None
+    """Bytes of host memory to use at most; null: what is there."""
+    num_shards: Count | None = None
+    """Optimizer processes; null: one per NUMA node."""
+
+
+class TrainConfig(Group):
+    """A whole configuration. Raises ConfigError, with a line for every problem, when it is constructed."""
+
+    model: ModelConfig
+    """The model: model.path (weights from there) or model.config (random weights)."""
+    data: DataConfig
+    """The text: data.path and data.seq_len at least."""
+    train: OptimizationConfig
+    """The updates: train.steps at least."""
+    hardware: HardwareConfig = HardwareConfig()
+    """The machine."""
+    run_dir: Text
+    """Folder of the run: configuration, plan, metrics, saves."""
+    resume: bool = True
+    """Continue the run that run_dir holds; false: it must hold none."""
+    save_every: Annotated[int, Field(ge=0)] | None = 0
+    """Updates between saves; 0: at the end and on interrupt only; null: never."""
+    save_keep: Count = 2
+    """Newest saves that are kept."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            config = handler(value)
+        except ValidationError as error:
+            raise ConfigError(describe_problems(error, cls)) from None
+        if problems := list(_disagreements(config)):
+            raise ConfigError("\n".join(problems))
+        return config
+
+    @property
+    def tokenizer(self) -> str:
+        """data.tokenizer, or model.path's own."""
+        name = self.data.tokenizer or self.model.path
+        assert name is not None  # _disagreements
+        return name
+
+    def split(self) -> tuple[int, int]:
+        """(micro_batch_size, accumulate) of one GPU. Micro-batches of 1 where batch_size alone is given."""
+        train = self.train
+        if _split_is_free(train):
+            return 1, (train.batch_size or 1) // self.hardware.num_gpus
+        return train.micro_batch_size or 1, train.accumulate or 1
+
+    def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
+        """The same with split and tokenizer filled in; a split that is left open stays that of the `earlier` run."""
+        micro_batch_size, accumulate = self.split()
+        batch_size = micro_batch_size * accumulate * self.hardware.num_gpus
+        if earlier and _split_is_free(self.train) and earlier.resolve().train.batch_size == batch_size:
+            micro_batch_size, accumulate = earlier.split()
+        split = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "accumulate": accumulate}
+        return self.model_copy(
+            update={
+                "train": self.train.model_copy(update=split),
+                "data": self.data.model_copy(update={"tokenizer": self.tokenizer}),
+            }
+        )
+
+
+def _split_is_free(train: OptimizationConfig) -> bool:
+    return train.micro_batch_size is None and train.accumulate is None
+
+
+def _disagreements(config: TrainConfig) -> Iterator[str]:
+    """Settings that are right alone and wrong together; each line says what to set instead."""
+    model, train = config.model, config.train
+    if model.path is not None and model.config is not None:
+        yield "model.path and model.config are both set: keep path to start from its weights, config for random ones"
+    if model.path is None and model.config is None:
+        yield "model.path or model.config is required: a folder with weights, or a shape to fill with random ones"
+    if model.config is not None and model.path is None and config.data.tokenizer is None:
+        yield "data.tokenizer is required with model.config: a folder with a tokenizer.json, or bytes"
+    if train.min_lr > train.lr:
+        yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
+    if train.warmup_steps > train.steps:
+        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; set fewer"
+    yield from _batch_disagreements(config)
+
+
+def _batch_disagreements(config: TrainConfig) -> Iterator[str]:
+    train, num_gpus = config.train, config.hardware.num_gpus
+    if train.batch_size is None or _split_is_free(train):
+        return
+    micro_batch_size, accumulate = config.split()
+    product = micro_batch_size * accumulate * num_gpus
+    if product == train.batch_size:
+        return
+    factor, rest = divmod(train.batch_size, product)
+    remedy = f"train.batch_size: {product}"
+    if rest == 0 and train.accumulate is None:
+        remedy = f"train.accumulate: {factor}"
+    elif rest == 0 and train.micro_batch_size is None:
+        remedy = f"train.micro_batch_size: {factor}"
+    yield (
+        f"train.batch_size: {train.batch_size} disagrees with micro_batch_size × accumulate × num_gpus = "
+        f"{micro_batch_size} × {accumulate} × {num_gpus} = {product} (each 1 when unset); set {remedy}"
+    )

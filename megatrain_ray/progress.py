@@ -1,0 +1,95 @@
+"""What a person sees of a running training: a bar on a terminal, lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+from megatrain_ray.units import format_count, format_duration
+
+MAX_LINES = 50  # of a run, where it is not a terminal
+RECENT_STEPS = 20  # whose mean is the speed that time left is reckoned with
+
+
+class ProgressView(Protocol):
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Shows a row of metrics; rows come in the order of steps."""
+
+
+@contextmanager
+def make_progress(steps: int, completed: int, stream: TextIO | None = None) -> Iterator[ProgressView]:
+    """The view for `stream` (standard output unless given) of a run that goes from `completed` to `steps` updates."""
+    stream = stream or sys.stdout
+    if stream.isatty():
+        with _bar(stream) as bar:
+            yield BarView(bar, steps, completed)
+    else:
+        yield LineView(stream, steps, completed)
+
+
+class BarView:
+    """A bar that is redrawn in place."""
+
+    def __init__(self, bar: RichProgress, steps: int, completed: int) -> None:
+        self._bar = bar
+        self._left = TimeLeft(steps)
+        self._task = bar.add_task("train", total=steps, completed=completed, status="starting")
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self._bar.update(self._task, completed=row["step"], status=f"{_summary(row)}  {self._left.after(row)} left")
+
+
+class LineView:
+    """A line for every step of a short run; of a longer one every n-th, the first and the last."""
+
+    def __init__(self, stream: TextIO, steps: int, completed: int) -> None:
+        self._stream = stream
+        self._steps = steps
+        self._first = completed + 1
+        self._every = max(1, math.ceil((steps - completed) / MAX_LINES))
+        self._left = TimeLeft(steps)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        step = row["step"]
+        left = self._left.after(row)
+        if step % self._every == 0 or step in (self._first, self._steps):
+            print(f"step {step}/{self._steps}  {_summary(row)}  {left} left", file=self._stream, flush=True)
+
+
+class TimeLeft:
+    """Remaining steps times the mean of recent ones; the first step of a process does not count, it compiles."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._num_rows = 0
+
+    def after(self, row: Mapping[str, Any]) -> str:
+        if self._num_rows == 1:
+            self._recent.clear()
+        self._num_rows += 1
+        self._recent.append(row["step_s"])
+        return format_duration((self._steps - row["step"]) * sum(self._recent) / len(self._recent))
+
+
+def _summary(row: Mapping[str, Any]) -> str:
+    skipped = "  skipped: the gradient is not finite" if row["skipped"] else ""
+    return f"loss {row['loss']:.4f}  {format_count(row['tokens_per_s'])} tokens/s{skipped}"
+
+
+def _bar(stream: TextIO) -> RichProgress:
+    columns = (
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+    return RichProgress(*columns, console=Console(file=stream))

@@ -1,0 +1,149 @@
+"""A run directory: what a run is (config.yaml, plan.json), how it went (metrics.jsonl), and its saves and logs.
+
+config.yaml    resolved configuration; there is a run where this file is
+plan.json      written before step 1
+metrics.jsonl  a row an update, in order of steps
+saves/step_N/  weights and optimizer state after N updates
+logs/          what processes wrote
+lock           held while the run is in use
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.config_file import dump_config, load_config, resume_diff
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.run_lock import hold_lock
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where a run's files are, and what they say. Reading needs no lock."""
+
+    path: Path  # absolute: actors have other working directories
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def saves(self) -> Path:
+        return self.path / "saves"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def holds_run(self) -> bool:
+        return self.config_file.exists()
+
+    def read_config(self) -> TrainConfig:
+        """Raises ConfigError where there is no run, and where its configuration is not one of this version."""
+        if not self.holds_run:
+            raise ConfigError(f"{self.path} holds no run: {self.config_file.name} is missing; name the run_dir of one")
+        return load_config(self.config_file)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics, without a torn last line that a kill can leave."""
+        try:
+            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        return [row for line in lines if (row := _parse_row(line))]
+
+
+@dataclass(frozen=True)
+class RunDir(RunFiles):
+    """A run directory in use: the lock is held, `config` may run in it and is resolved."""
+
+    config: TrainConfig
+
+    @staticmethod
+    @contextmanager
+    def open(config: TrainConfig) -> Iterator[RunDir]:
+        """Locks `config.run_dir` for the block and checks that `config` may start or resume the run there.
+
+        Writes nothing but the lock; where nothing is written in the block either, nothing stays behind. Raises
+        ConfigError: in use, cannot be written to, holds a run that must not be resumed or not with these settings.
+        """
+        files = RunFiles(Path(config.run_dir).absolute())
+        with hold_lock(files.path):
+            earlier = files.read_config() if files.holds_run else None
+            if earlier is not None:
+                _check_resume(files.path, earlier, config)
+            yield RunDir(files.path, config.resolve(earlier))
+
+    def begin(self, plan_json: str, step: int) -> None:
+        """Makes the folder hold a run that goes on after `step` updates. Each file changes atomically, config last."""
+        self.saves.mkdir(exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+        self._cut(step)
+        _write_atomically(self.plan_file, plan_json)
+        _write_atomically(self.config_file, dump_config(self.config))
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Adds a row of metrics; non-finite numbers become null."""
+        line = json.dumps(_finite(row), allow_nan=False) + "\n"
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def _cut(self, step: int) -> None:
+        """Drops the rows after `step`: training goes on from there and writes them again."""
+        if self.metrics_file.exists():
+            kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
+            _write_atomically(self.metrics_file, "".join(kept))
+
+
+def _check_resume(path: Path, earlier: TrainConfig, config: TrainConfig) -> None:
+    if not config.resume:
+        raise ConfigError(f"resume is false, but {path} holds a run; set resume: true, or choose another run_dir")
+    if diff := resume_diff(earlier, config):
+        lines = "".join(f"\n  {line}" for line in diff)
+        raise ConfigError(f"{path} holds a run with other settings; set them back, or choose another run_dir:{lines}")
+
+
+def _parse_row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """The file is the old one or the new one, whatever happens in between; durable on return."""
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,73 @@
+"""The lock of a run directory: held by one process, released by the kernel when that process dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain_ray.errors import ConfigError
+
+
+@contextmanager
+def hold_lock(folder: Path) -> Iterator[None]:
+    """Holds `folder`/lock for the block. The folder is made where it is missing.
+
+    Raises ConfigError where another process holds it (with its pid) or the folder cannot be written to. After the block
+    everything made here goes again, the folder and its new parents too, where the block put nothing into the folder.
+    """
+    lock = folder / "lock"
+    before = set(folder.iterdir()) if folder.is_dir() else set()
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _open_and_lock(lock)
+    except OSError as error:
+        _remove_empty(missing)
+        raise ConfigError(
+            f"run_dir: cannot write to {folder}: {error.strerror}; choose a folder that can be written to"
+        ) from None
+    try:
+        yield
+    finally:
+        if lock not in before and set(folder.iterdir()) == {lock, *before}:
+            lock.unlink()
+            _remove_empty(missing)
+        os.close(file)
+
+
+def _open_and_lock(lock: Path) -> int:
+    """A locked file descriptor that holds this process's pid."""
+    while True:
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(file, 32).decode(errors="replace").strip() or "unknown"
+            os.close(file)
+            raise ConfigError(
+                f"run_dir: {lock.parent} is in use by process {holder}; wait for it, or choose another run_dir"
+            ) from None
+        if _is_current(file, lock):
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+            return file
+        os.close(file)  # its owner removed the file before we locked it
+
+
+def _is_current(file: int, lock: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), lock.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Innermost first; one that others have put something into stays."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return

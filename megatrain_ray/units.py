@@ -1,0 +1,67 @@
+"""Sizes, durations and counts as people write them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+SIZE_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of `24GiB` (2^30), `24GB` (10^9), `1.5 TiB`, or of a plain number of bytes.
+
+    Raises ValueError for anything else, a fraction of a byte and negative numbers included.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = SIZE_PATTERN.fullmatch(text) if isinstance(text, str) else None
+    scale = SIZE_UNITS.get(match[2]) if match else None
+    if match and scale:
+        size = Decimal(match[1]) * scale  # exact: 0.1 TB is 100000000000 bytes
+        if size == int(size):
+            return int(size)
+    raise ValueError(
+        f"expected bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB, as in 24GiB; got {text!r}"
+    )
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`23.50 GiB`: two decimals, in the largest of KiB, MiB, GiB, TiB that leaves at least 1; bytes below 1 KiB."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if num_bytes >= SIZE_UNITS[unit]:
+            return f"{num_bytes / SIZE_UNITS[unit]:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def format_duration(seconds: float) -> str:
+    """`42s`, `3m 07s`, `5h 02m`, `2d 04h`: two units, rounded to whole seconds first."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if hours == 0:
+        return f"{minutes}m {whole % 60:02}s"
+    if days == 0:
+        return f"{hours}h {minutes % 60:02}m"
+    return f"{days}d {hours % 24:02}h"
+
+
+def format_count(count: float) -> str:
+    """`950`, `12.3k`, `7.62B`: three significant digits with k, M, B or T (powers of 10^3)."""
+    for power, suffix in ((12, "T"), (9, "B"), (6, "M"), (3, "k")):
+        # What rounds up to the next unit is written in it: 999950 is 1.00M, never 1000k.
+        if float(f"{count:.3g}") >= 10**power:
+            return f"{count / 10**power:#.3g}".rstrip(".") + suffix
+    return f"{count:.3g}"

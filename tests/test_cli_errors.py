@@ -1,0 +1,136 @@
+"""Exit codes and messages of the command line where something is wrong, found before torch or Ray is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import megatrain_ray
+from megatrain_ray.cli import main
+from megatrain_ray.errors import CapacityError, InterruptedRunError, MegatrainError
+from tests.settings import settings
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings(run_dir=str(tmp_path / "run"))))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.stepz=1"], "train.stepz: unknown key; did you mean train.steps?"),
+        (["train.lr=fast"], "train.lr: expected a number, got 'fast'"),
+        (["model.config={hidden_size: 8}"], "model.path and model.config are both set"),
+        (["hardware.num_gpus=2"], "hardware.num_gpus: 2 comes with a later version"),
+        (["train.lr"], "override 'train.lr': expected key=value"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_wrong_setting_is_one_line_and_exit_2(
+    file: str, command: str, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, file, *overrides]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(p.name for p in Path(file).parent.iterdir()) == ["run.yaml"]
+
+
+def test_options_and_overrides_may_come_in_any_order(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--json", file, "a=1", "b=2"], [file, "--json", "a=1", "b=2"], [file, "a=1", "--json", "b=2"]):
+        assert main(["plan", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert "a: unknown key" in err
+        assert "b: unknown key" in err
+
+
+def test_a_missing_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["bench", "x.yaml", "--json"], ["doctor"], ["doctor", "--help"], ["tokenizer", "train", "x"]]
+)
+def test_commands_of_later_versions_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"error: megatrain {arguments[0]} comes with a later version\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["fly"], ["train"], ["plan", "x", "--fast"], ["inspect", "x", "a=1"], ["export", "x", "y", "--dtype", "fp8"]],
+)
+def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_a_wrong_key_is_reported_without_torch_or_ray(file: str) -> None:
+    code = (
+        "import sys\nfrom megatrain_ray.cli import main\n"
+        f"assert main(['train', {file!r}, 'train.stepz=1']) == 2\n"
+        "assert not {'ray', 'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatrain_ray", "inspect", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {tmp_path} holds no run")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (MegatrainError("a shard died"), 1),
+        (CapacityError("needs 2 TiB"), 3),
+        (InterruptedRunError("saved at step 3"), 130),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_what_a_run_raises_decides_the_exit_code(
+    file: str,
+    error: BaseException,
+    exit_code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(config: Any) -> int:
+        raise error
+
+    monkeypatch.setattr("megatrain_ray.cli._train", fail)
+    assert main(["train", file]) == exit_code
+    assert capsys.readouterr().err == f"error: {error if str(error) else 'interrupted'}\n"
+
+
+def test_the_package_and_its_metadata_have_one_version(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert megatrain_ray.__version__ == project["version"]
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"megatrain-ray {project['version']}\n"
+
+
+def test_exports_are_lazy() -> None:
+    code = (
+        "import sys, megatrain_ray\nassert 'pydantic' not in sys.modules\nmegatrain_ray.TrainConfig\n"
+        "assert 'ray' not in sys.modules\nassert not hasattr(megatrain_ray, 'nothing')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,234 @@
+"""What a configuration accepts and refuses; every refusal names the key and what to do."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.errors import ConfigError
+from tests.settings import MISSING, config, settings
+
+RANDOM_MODEL = {"model__path": MISSING, "model__config": {"hidden_size": 8}}
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**changes)
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_the_table() -> None:
+    assert config().model_dump() == {
+        "model": {"path": "model", "config": None, "seed": 0, "trust_remote_code": False},
+        "data": {
+            "kind": "pretrain",
+            "path": "text.txt",
+            "tokenizer": None,
+            "seq_len": 8,
+            "packing": True,
+            "shuffle": True,
+            "seed": 0,
+        },
+        "train": {
+            "steps": 4,
+            "batch_size": None,
+            "micro_batch_size": None,
+            "accumulate": None,
+            "lr": 1e-4,
+            "min_lr": 0.0,
+            "schedule": "cosine",
+            "warmup_steps": 0,
+            "weight_decay": 0.1,
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+            "clip": 1.0,
+            "seed": 0,
+            "precision": "bf16",
+            "grad_dtype": "fp32",
+            "deterministic": False,
+        },
+        "hardware": {"device": "auto", "num_gpus": 1, "hbm_limit": None, "ram_limit": None, "num_shards": None},
+        "run_dir": "run",
+        "resume": True,
+        "save_every": 0,
+        "save_keep": 2,
+    }
+
+
+def test_a_number_may_be_written_without_a_point_and_a_size_as_text() -> None:
+    written = config(train__lr=1, train__betas=[0, 0.5], hardware__hbm_limit="24GiB", hardware__ram_limit=5)
+    assert (written.train.lr, written.train.betas) == (1.0, (0.0, 0.5))
+    assert (written.hardware.hbm_limit, written.hardware.ram_limit) == (24 << 30, 5)
+
+
+def test_it_cannot_be_changed_and_survives_pickling() -> None:
+    whole = config(**RANDOM_MODEL, data__tokenizer="bytes", data__path=["a", "b"])
+    assert pickle.loads(pickle.dumps(whole)) == whole
+    with pytest.raises(ValueError, match="frozen"):
+        whole.train.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__lr": "1e-4"}, "train.lr: expected a number, got '1e-4'"),
+        ({"train__lr": True}, "train.lr: expected a number, got true"),
+        ({"train__lr": float("nan")}, "train.lr: expected a finite number, got nan"),
+        ({"train__steps": 10.0}, "train.steps: expected an integer, got 10.0"),
+        ({"train__steps": MISSING}, "train.steps: required. Updates in total, those before a resume included."),
+        ({"train__betas": [0.9]}, "train.betas.1: required."),
+        ({"train__betas": 0.9}, "train.betas: expected a list, got 0.9"),
+        ({"train__schedule": "cos"}, "train.schedule: expected 'cosine', 'constant' or 'linear', got 'cos'"),
+        ({"data__packing": "yes"}, "data.packing: expected true or false, got 'yes'"),
+        ({"run_dir": 7}, "run_dir: expected text (in quotes where it looks like something else), got 7"),
+        ({"run_dir": ""}, "run_dir: expected a text that is not empty, got ''"),
+        ({"train": None}, "train: expected a mapping, got null"),
+        ({"train": MISSING}, "train: required. The updates: train.steps at least."),
+        ({"model__config": 3}, "model.config: expected a mapping of the model's settings, or the path of a "
+                               "config.json; got 3"),
+        ({"data__path": []}, "data.path: expected a path, a glob, or a list of these; got []"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_names_key_expected_and_got(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**changes) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train__steps", 0),
+        ("train__batch_size", 0),
+        ("train__accumulate", -1),
+        ("train__lr", 0),
+        ("train__min_lr", -1e-9),
+        ("train__warmup_steps", -1),
+        ("train__weight_decay", -0.1),
+        ("train__betas", [0.9, 1.0]),
+        ("train__eps", 0.0),
+        ("train__clip", 0),
+        ("train__seed", -1),
+        ("data__seq_len", 0),
+        ("hardware__hbm_limit", 0),
+        ("hardware__num_shards", 0),
+        ("save_every", -1),
+        ("save_keep", 0),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
+    assert refusal(**{key: value}).startswith(key.replace("__", "."))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__stepz": 1}, "train.stepz: unknown key; did you mean train.steps?"),
+        ({"trian": {}}, "trian: unknown key; did you mean train?"),
+        ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
+        ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
+                                "hardware.hbm_limit, hardware.ram_limit, hardware.num_shards"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**changes) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data__kind", "sft"),
+        ("data__eval_path", "x"),
+        ("data__eval_path", None),
+        ("data__text_field", "text"),
+        ("data__path", [{"path": "x", "weight": 1.0}]),
+        ("eval_every", 0),
+        ("max_failures", 3),
+        ("save_compress", "zstd"),
+        ("spill", None),
+        ("spill__path", "x"),
+        ("log__tensorboard", True),
+        ("model__trust_remote_code", True),
+        ("hardware__num_gpus", 2),
+    ],
+)
+def test_what_a_later_version_brings_is_refused_in_one_line(key: str, value: Any) -> None:
+    message = refusal(**{key: value})
+    assert message.startswith(key.replace("__", ".") + ": ")
+    assert "later version" in message
+    assert "\n" not in message
+
+
+def test_all_problems_come_in_one_message() -> None:
+    assert refusal(train__lr="x", train__stepz=1, hardware__device="tpu").splitlines() == [
+        "train.lr: expected a number, got 'x'",
+        "train.stepz: unknown key; did you mean train.steps?",
+        "hardware.device: expected 'auto', 'cpu' or 'cuda', got 'tpu'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__config": "shape.json"}, "model.path and model.config are both set: keep path"),
+        ({"model__path": MISSING}, "model.path or model.config is required"),
+        (RANDOM_MODEL, "data.tokenizer is required with model.config"),
+        ({"train__min_lr": 1.0}, "train.min_lr: 1.0 is more than train.lr: 0.0001"),
+        ({"train__warmup_steps": 5}, "train.warmup_steps: 5 is more than train.steps: 4"),
+    ],
+)
+def test_settings_that_disagree(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**{"model": {"path": "model"}, **changes}).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch_size", "accumulate", "split"),
+    [
+        (None, None, None, (1, 1)),
+        (6, None, None, (1, 6)),
+        (None, 3, None, (3, 1)),
+        (None, None, 5, (1, 5)),
+        (None, 3, 5, (3, 5)),
+        (15, 3, 5, (3, 5)),
+    ],
+)
+def test_the_split_of_a_step(
+    batch_size: int | None, micro_batch_size: int | None, accumulate: int | None, split: tuple[int, int]
+) -> None:
+    asked = config(train__batch_size=batch_size, train__micro_batch_size=micro_batch_size, train__accumulate=accumulate)
+    assert asked.split() == split
+    train = asked.resolve().train
+    assert (train.batch_size, train.micro_batch_size, train.accumulate) == (split[0] * split[1], *split)
+    TrainConfig.model_validate(asked.resolve().model_dump())
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"train__micro_batch_size": 2}, "train.accumulate: 4"),
+        ({"train__accumulate": 4}, "train.micro_batch_size: 2"),
+        ({"train__micro_batch_size": 3}, "train.batch_size: 3"),
+        ({"train__micro_batch_size": 2, "train__accumulate": 2}, "train.batch_size: 4"),
+    ],
+)
+def test_batch_sizes_that_disagree_say_what_to_set(changes: dict[str, Any], remedy: str) -> None:
+    assert refusal(train__batch_size=8, **changes).endswith(f"set {remedy}")
+
+
+def test_the_tokenizer_is_the_models_own_unless_set() -> None:
+    assert config().resolve().data.tokenizer == "model"
+    assert config(data__tokenizer="bytes").resolve().data.tokenizer == "bytes"
+
+
+def test_a_resume_keeps_a_split_that_is_left_open() -> None:
+    earlier = config(train__micro_batch_size=2, train__accumulate=3).resolve()
+    assert config(train__batch_size=6).resolve(earlier).split() == (2, 3)
+    assert config(train__batch_size=4).resolve(earlier).split() == (1, 4)
+    assert config(train__micro_batch_size=3, train__accumulate=2).resolve(earlier).split() == (3, 2)
+
+
+def test_it_may_be_built_from_its_groups() -> None:
+    whole = config()
+    assert TrainConfig(model=whole.model, data=whole.data, train=whole.train, run_dir="run") == whole
+    assert settings()["run_dir"] == whole.run_dir

@@ -1,0 +1,61 @@
+"""Lines and bar: what is shown, how often, and the time left."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+
+from megatrain_ray.progress import TimeLeft, make_progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 2.5, "tokens_per_s": 12345.0, "step_s": 2.0, "skipped": False} | changes
+
+
+def shown_steps(steps: int, completed: int) -> list[int]:
+    stream = io.StringIO()
+    with make_progress(steps, completed, stream) as view:
+        for step in range(completed + 1, steps + 1):
+            view.update(row(step))
+    return [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_says_step_loss_speed_and_time_left() -> None:
+    stream = io.StringIO()
+    with make_progress(10, 3, stream) as view:
+        view.update(row(4))
+        view.update(row(5, loss=math.nan, skipped=True))
+    assert stream.getvalue().splitlines() == [
+        "step 4/10  loss 2.5000  12.3k tokens/s  12s left",
+        "step 5/10  loss nan  12.3k tokens/s  skipped: the gradient is not finite  10s left",
+    ]
+
+
+def test_a_short_run_shows_every_step_and_a_long_one_about_fifty() -> None:
+    assert shown_steps(50, 0) == list(range(1, 51))
+    assert shown_steps(1001, 100) == [101, *range(114, 1001, 19), 1001]
+
+
+def test_the_first_step_of_a_process_does_not_count_for_the_time_left() -> None:
+    left = TimeLeft(100)
+    assert left.after(row(1, step_s=60.0)) == "1h 39m"
+    assert left.after(row(2, step_s=1.0)) == "1m 38s"
+    assert left.after(row(3, step_s=3.0)) == "3m 14s"
+
+
+@pytest.mark.parametrize("completed", [0, 1])
+def test_a_terminal_gets_a_bar(completed: int) -> None:
+    stream = Terminal()
+    with make_progress(2, completed, stream) as view:
+        view.update(row(2))
+    shown = stream.getvalue()
+    assert "step 2/2" in shown.replace("\x1b[0m", "")
+    assert "loss 2.5000" in shown

@@ -1,0 +1,190 @@
+"""A run directory: locked in use, atomic, checked before anything is written, and gone where nothing was."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.run_dir import RunDir, RunFiles
+from megatrain_ray.run_lock import hold_lock
+from tests.settings import config
+
+
+def in_folder(folder: Path, **changes: Any) -> TrainConfig:
+    return config(run_dir=str(folder), **changes)
+
+
+def begin(folder: Path, step: int = 0, **changes: Any) -> None:
+    with RunDir.open(in_folder(folder, **changes)) as run:
+        run.begin("{}\n", step)
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 2.5, "exposed_s": {"h2d": 0.1}} | changes
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() if p.is_file() else "" for p in sorted(folder.rglob("*"))}
+
+
+def lock_elsewhere(folder: Path, then: str) -> subprocess.CompletedProcess[str]:
+    """In another process: hold the lock and run a statement."""
+    code = (
+        "import os, signal\nfrom pathlib import Path\nfrom megatrain_ray.run_lock import hold_lock\n"
+        f"with hold_lock(Path({str(folder)!r})): {then}"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def refusal(wanted: TrainConfig) -> str:
+    with pytest.raises(ConfigError) as caught, RunDir.open(wanted):
+        pytest.fail("opened")
+    return str(caught.value)
+
+
+def test_a_run_is_its_resolved_configuration_and_its_plan(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    begin(folder, train__batch_size=6)
+    assert sorted(content(folder)) == ["config.yaml", "lock", "logs", "plan.json", "saves"]
+    stored = RunFiles(folder).read_config()
+    assert (stored.train.batch_size, stored.train.micro_batch_size, stored.train.accumulate) == (6, 1, 6)
+    assert stored.data.tokenizer == "model"
+    assert content(folder)["plan.json"] == "{}\n"
+
+
+def test_a_resume_has_the_runs_split_and_its_own_other_settings(tmp_path: Path) -> None:
+    begin(tmp_path, train__micro_batch_size=2, train__accumulate=3)
+    with RunDir.open(in_folder(tmp_path, train__batch_size=6, train__steps=99)) as run:
+        assert run.config.split() == (2, 3)
+        run.begin("{}", 0)
+    assert RunFiles(tmp_path).read_config().train.steps == 99
+
+
+def test_a_relative_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with RunDir.open(in_folder(Path("run"))) as run:
+        assert run.path == tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resume": False}, "resume is false, but {} holds a run; set resume: true, or choose another run_dir"),
+        ({"train__lr": 1.0}, "{} holds a run with other settings; set them back, or choose another run_dir:\n"
+                             "  train.lr: 0.0001 -> 1.0"),
+    ],
+)  # fmt: skip
+def test_a_refused_resume_changes_nothing(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    begin(tmp_path)
+    before = content(tmp_path)
+    assert refusal(in_folder(tmp_path, **changes)) == message.format(tmp_path)
+    assert content(tmp_path) == before
+
+
+def test_resume_false_is_fine_in_a_folder_without_a_run(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    begin(tmp_path, resume=False)
+    assert RunFiles(tmp_path).holds_run
+
+
+@pytest.mark.parametrize("error", [CapacityError("does not fit"), KeyboardInterrupt()])
+def test_a_run_that_fails_before_it_begins_leaves_no_folder(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), RunDir.open(in_folder(tmp_path / "deep" / "run")):
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with RunDir.open(in_folder(tmp_path)):
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+    assert content(tmp_path) == {"notes.txt": "mine"}
+
+
+def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None:
+    with hold_lock(tmp_path):
+        other = lock_elsewhere(tmp_path, "pass")
+    assert f"ConfigError: run_dir: {tmp_path} is in use by process {os.getpid()}; " in other.stderr
+
+
+def test_a_killed_holder_does_not_block_the_next_run(tmp_path: Path) -> None:
+    assert lock_elsewhere(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)").returncode == -signal.SIGKILL
+    assert (tmp_path / "lock").exists()
+    begin(tmp_path)
+
+
+def test_a_lock_file_that_was_removed_meanwhile_is_not_taken_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our open and our flock the holder ends its run and removes the file: a third process could lock anew."""
+    flock, calls = fcntl.flock, []
+
+    def remove_first(file: int, operation: int) -> None:
+        calls.append(file)
+        if len(calls) == 1:
+            (tmp_path / "lock").unlink()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with hold_lock(tmp_path):
+        assert len(calls) == 2
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+
+
+@pytest.mark.parametrize("folder", ["/proc/new/run", "/proc/self"])
+def test_a_folder_that_cannot_be_written_to(folder: str) -> None:
+    """Of /proc the kernel refuses new files even to root."""
+    message = refusal(in_folder(Path(folder)))
+    assert message.startswith(f"run_dir: cannot write to {folder}: ")
+    assert message.endswith("; choose a folder that can be written to")
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    assert refusal(in_folder(tmp_path / "run")).startswith(f"run_dir: cannot write to {tmp_path / 'run'}: File exists")
+    assert refusal(in_folder(tmp_path / "run" / "x")).startswith("run_dir: cannot write to ")
+
+
+def test_a_broken_configuration_in_the_folder_is_named(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / "config.yaml").write_text("train: [")
+    assert refusal(in_folder(tmp_path)).startswith(f"{tmp_path / 'config.yaml'}, line 1, column 9: broken YAML")
+
+
+def test_rows_are_strict_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    with RunDir.open(in_folder(tmp_path)) as run:
+        run.begin("{}", 0)
+        run.append(row(1, loss=math.nan, grad_norm=math.inf, exposed_s={"h2d": -math.inf}))
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "exposed_s": {"h2d": None}}
+
+
+def test_a_resume_cuts_the_rows_after_the_restored_step_and_a_torn_one(tmp_path: Path) -> None:
+    with RunDir.open(in_folder(tmp_path)) as run:
+        run.begin("{}", 0)
+        for step in range(1, 5):
+            run.append(row(step, loss=0.1 * step))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [r["step"] for r in RunFiles(tmp_path).rows()] == [1, 2, 3, 4]
+    begin(tmp_path, step=3)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:3]
+    begin(tmp_path, step=0)
+    assert RunFiles(tmp_path).rows() == []
+
+
+def test_reading_a_folder_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no run: config\.yaml is missing"):
+        RunFiles(tmp_path).read_config()
