@@ -61,11 +61,6 @@ def unit_cost(stage: Stage, op: Op) -> float:
     return 1.0
 
 
-# How far the host had come when it submits an operation. Each thread and each asyncio task has its own context, so a
-# task that waited for a transfer delays only what it submits afterwards.
-_host_time: ContextVar[float] = ContextVar("host_time", default=0.0)
-
-
 class Timeline:
     """Accounts operations of the current step. Thread-safe; `clear()` between steps bounds its memory."""
 
@@ -74,11 +69,14 @@ class Timeline:
         self._lock = threading.Lock()
         self._stage_end = dict.fromkeys(Stage, 0.0)
         self._records: list[Record] = []
+        # How far the host had come when it submits an operation. Each thread and each asyncio task has its own
+        # context, so a task that waited for a transfer delays only what it submits afterwards.
+        self._host_time: ContextVar[float] = ContextVar("host_time", default=0.0)
 
     def account(self, stage: Stage, op: Op, after: Iterable[float] = ()) -> float:
         """Returns when the operation ends on the virtual clock (seconds)."""
         with self._lock:
-            start = max(self._stage_end[stage], self.host_time(), *after, 0.0)
+            start = max(self._stage_end[stage], self._host_time.get(), *after, 0.0)
             end = start + self._cost(stage, op)
             self._stage_end[stage] = end
             self._records.append(Record(stage, op, start, end))
@@ -94,14 +92,9 @@ class Timeline:
         with self._lock:
             self._stage_end[stage] = max(self._stage_end[stage], until_s)
 
-    @staticmethod
-    def host_time() -> float:
-        return _host_time.get()
-
-    @staticmethod
-    def host_waits(until_s: float) -> None:
+    def host_waits(self, until_s: float) -> None:
         """The calling thread or task learned of something that happened at `until_s`."""
-        _host_time.set(max(_host_time.get(), until_s))
+        self._host_time.set(max(self._host_time.get(), until_s))
 
     @property
     def records(self) -> tuple[Record, ...]:

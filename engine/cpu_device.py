@@ -1,0 +1,125 @@
+"""The CPU as a device: the compute thread plus one real thread for each transfer direction.
+
+Device memory is ordinary memory, separate from the host arenas, so that every copy and every wait of the CUDA device
+happens here too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+
+import torch
+
+from megatrain_ray.engine.device import DEADLINE_S, Device, Event, MemoryStatistics
+from megatrain_ray.errors import DeadlineError
+from megatrain_ray.trace import Stage, Timeline
+
+
+class CpuEvent:
+    """Done when its future is."""
+
+    def __init__(self, at_s: float, name: str) -> None:
+        self.at_s = at_s
+        self._name = name
+        self._future: Future[None] = Future()
+
+    def synchronize(self, timeout_s: float = DEADLINE_S) -> None:
+        try:
+            self._future.result(timeout_s)
+        except FutureTimeout:
+            raise DeadlineError(f"{self._name} did not finish within {timeout_s:.0f} s") from None
+
+    def run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:  # kept for whoever waits for this event
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+
+class _TransferThread:
+    """Runs copies in the order of submission, each after its events."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[CpuEvent, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, event: CpuEvent, work: Callable[[], None]) -> None:
+        self._queue.put((event, work))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(DEADLINE_S)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, work = item
+            event.run(work)
+
+
+class CpuDevice(Device):
+    kind = "cpu"
+
+    def __init__(self, timeline: Timeline | None = None, num_threads: int | None = None) -> None:
+        """`num_threads` of the compute thread's operators; results of matrix products depend on it."""
+        super().__init__(timeline)
+        self.torch_device = torch.device("cpu")
+        self._num_threads = num_threads or torch.get_num_threads()
+        self._threads = {stage: _TransferThread(stage.value) for stage in (Stage.H2D, Stage.D2H)}
+
+    def _copy(
+        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], end_s: float
+    ) -> Event:
+        if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
+            raise ValueError(f"{stage.value}: cannot copy {source.nbytes} bytes into {target.nbytes}")
+        event = CpuEvent(end_s, f"{stage.value} copy of {source.nbytes} bytes")
+
+        def work() -> None:
+            for earlier in after:
+                earlier.synchronize()
+            # Not a torch call: those belong to the compute thread, whose OpenMP threads this would compete with.
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+        self._threads[stage].submit(event, work)
+        return event
+
+    def _wait(self, event: Event, cause: str) -> None:
+        with self.exposed(cause):
+            event.synchronize()
+
+    def record(self) -> Event:
+        event = CpuEvent(self.timeline.now(Stage.COMPUTE), "compute")
+        event.run(lambda: None)  # the compute thread is its own stage: what was submitted is done
+        return event
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        torch.get_num_threads()  # from here on settings of other threads do not reach this one
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Nothing to do: all memory is reachable."""
+
+    def memory(self) -> MemoryStatistics:
+        return MemoryStatistics(self._reserved_bytes, self._reserved_bytes)
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.close()
+        self._threads = {}

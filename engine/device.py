@@ -1,0 +1,117 @@
+"""The device seam: three stages that run concurrently (compute, h2d, d2h), events that order them, and memory.
+
+Order between stages is by events, on the device; the host never waits for a transfer to let another begin. One thread
+(the compute thread) runs everything that builds or walks autograd graphs; copies may be submitted from any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatrain_ray.trace import Op, Stage, Timeline
+
+DEADLINE_S = 600.0  # no stage of a step may take longer; a stuck one is named in the error
+
+
+class Event(Protocol):
+    """A point in the order of a stage."""
+
+    at_s: float  # on the virtual clock
+
+    def synchronize(self, timeout_s: float = DEADLINE_S) -> None:
+        """Blocks the host until the stage has come here. Raises what the operation raised."""
+
+
+@dataclass(frozen=True)
+class MemoryStatistics:
+    reserved_bytes: int  # asked for through `allocate`: slots, gradient slots, sums
+    peak_bytes: int  # of all tensors on the device; equals reserved_bytes where the device cannot tell
+
+
+class Device(ABC):
+    """A place that computes. Implementations: CpuDevice (three threads), CudaDevice (three streams)."""
+
+    kind: str
+    torch_device: torch.device
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self.timeline = timeline or Timeline()
+        self._reserved_bytes = 0
+        self._exposed_s: dict[str, float] = {}
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """A 1-D uint8 tensor on the device, 512-byte aligned, that lives as long as the caller keeps it."""
+        self._reserved_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event]) -> Event:
+        """Submits a copy to a transfer stage; it begins after the given events. Returns the event of its end."""
+        end_s = self.timeline.account(stage, op, [e.at_s for e in after])
+        return self._copy(stage, target, source, after, end_s)
+
+    @contextmanager
+    def compute(self, op: Op) -> Iterator[None]:
+        """Operations of the block belong to `op`. Compute thread only."""
+        self.timeline.account(Stage.COMPUTE, op)
+        yield
+        self.timeline.host_waits(self.timeline.now(Stage.COMPUTE))
+
+    def wait(self, event: Event, cause: str) -> None:
+        """The compute stage waits for the event; the time it stands still is exposed time of that cause."""
+        self.timeline.stage_waits(Stage.COMPUTE, event.at_s)
+        self._wait(event, cause)
+
+    @contextmanager
+    def exposed(self, cause: str) -> Iterator[None]:
+        """The compute thread waits on the host in this block."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add_exposed(cause, time.perf_counter() - start)
+
+    def add_exposed(self, cause: str, seconds: float) -> None:
+        self._exposed_s[cause] = self._exposed_s.get(cause, 0.0) + seconds
+
+    def take_exposed(self) -> dict[str, float]:
+        """Seconds the compute stage waited since the last call, by cause."""
+        taken, self._exposed_s = self._exposed_s, {}
+        return taken
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event after everything submitted to the compute stage so far."""
+
+    @abstractmethod
+    def _copy(
+        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], end_s: float
+    ) -> Event: ...
+
+    @abstractmethod
+    def _wait(self, event: Event, cause: str) -> None: ...
+
+    @abstractmethod
+    def activate(self) -> AbstractContextManager[None]:
+        """Makes the calling thread the compute thread for the block (current stream, SDPA selection)."""
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seeds the generators that dropout draws from (63-bit seed)."""
+
+    @abstractmethod
+    def pin(self, host: torch.Tensor) -> None:
+        """Makes host memory directly reachable by transfers until `close`."""
+
+    @abstractmethod
+    def memory(self) -> MemoryStatistics: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for what was submitted and frees threads, streams and pinned ranges. Idempotent."""

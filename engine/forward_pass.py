@@ -1,0 +1,139 @@
+"""The model's own forward, suspended at every layer.
+
+A micro-batch's forward runs in a greenlet. A proxy stands where a layer was; calling it hands a LayerCall to the step
+and suspends the forward until the step brings the outputs. So any number of forwards can be under way at once, in any
+loop order, with masks, rotary embeddings and scaling computed by the model itself.
+
+Backward goes over the calls in reverse. Gradients that leave a call go to the leaf they belong to, or, where the model
+did something between two calls, wait at the glue's end until every later call has sent its share, as autograd does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import nn
+
+from megatrain_ray.engine.layer_call import LayerCall
+from megatrain_ray.errors import MegatrainError
+
+
+class LayerProxy(nn.Module):
+    """Stands for the module at `path`; attributes that the model reads off its layers are the module's."""
+
+    def __init__(self, path: str, original: nn.Module) -> None:
+        super().__init__()
+        self.path = path
+        self.__dict__["_original"] = original  # not a submodule: the model must not find parameters here
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        current = getcurrent()
+        if not isinstance(current, _Suspendable):
+            raise MegatrainError(f"{self.path} was called outside a forward pass")
+        return current.suspend(self.path, args, kwargs)
+
+
+class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
+    """A forward that can stand still in a proxy."""
+
+    num_calls = 0
+
+    def suspend(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = LayerCall(self.num_calls, path, args, kwargs)
+        self.num_calls += 1
+        return self.parent.switch(call)
+
+
+class ForwardPass:
+    """One micro-batch: forward call by call, then backward call by call. Compute thread only."""
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        """`forward` runs the model with proxies in it; its result is `result` once `pending` is None."""
+        self._greenlet = _Suspendable(forward)
+        self.pending: LayerCall | None = None
+        self.result: Any = None
+        self.calls: list[LayerCall] = []
+        self._owner: dict[int, int] = {}  # id(leaf) → call; the calls keep their leaves alive
+        self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def start(self) -> None:
+        """Runs to the first call."""
+        self._switch()
+
+    def resume(self, outputs: Any) -> None:
+        """Brings the pending call's outputs and runs to the next one, or to the end."""
+        call = self.pending
+        if call is None:
+            raise RuntimeError("no call is pending")
+        self.calls.append(call)
+        self._owner.update({id(leaf): call.index for leaf in call.leaves})
+        self._switch(outputs)
+
+    def _switch(self, *values: Any) -> None:
+        answer = self._greenlet.switch(*values)
+        finished = self._greenlet.dead
+        self.pending = None if finished else answer
+        if finished:
+            self.result = answer
+
+    def send(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Adds a gradient to a tensor of the forward: a call's output or glue computed from outputs."""
+        if gradient is None or not tensor.requires_grad:
+            return
+        key = id(tensor)
+        if key in self._owner:
+            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+        elif key in self._waiting:
+            _, before, latest = self._waiting[key]
+            self._waiting[key] = (tensor, before + gradient, latest)
+        else:
+            self._waiting[key] = (tensor, gradient, self._latest_call(tensor))
+
+    def settle(self, call: LayerCall) -> None:
+        """Runs the glue between this call and later ones backward: afterwards its leaves' gradients are complete."""
+        ready = [key for key, (_, _, latest) in self._waiting.items() if latest >= call.index]
+        entries = [self._waiting.pop(key) for key in ready]
+        if entries:
+            # retain_graph: glue that ends at an earlier call may share operations with what runs now.
+            torch.autograd.backward([e[0] for e in entries], [e[1] for e in entries], retain_graph=True)
+
+    def backward(self, call: LayerCall) -> list[torch.Tensor | None]:
+        """Sends the gradients of the last call that is left to its inputs; returns those of its parameters.
+
+        The call must be settled and have a graph. Its leaves and arguments are freed.
+        """
+        ports = call.ports
+        gradients, of_parameters = call.backward()
+        for port, gradient in zip(ports, gradients, strict=True):
+            self.send(port.tensor, gradient)
+        for leaf in call.leaves:
+            del self._owner[id(leaf)]
+        call.free()
+        self.calls.remove(call)
+        return of_parameters
+
+    def free(self) -> None:
+        self.calls.clear()
+        self._owner.clear()
+        self._waiting.clear()
+        self.result = None
+
+    def _latest_call(self, tensor: torch.Tensor) -> int:
+        """The last call whose output the tensor was computed from."""
+        latest, seen, stack = -1, set(), [tensor.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                latest = max(latest, self._owner.get(id(leaf), -1))
+            stack.extend(next_node for next_node, _ in node.next_functions)
+        return latest

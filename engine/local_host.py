@@ -1,0 +1,109 @@
+"""Host side in one process: shards as plain objects, updates in a thread, accounted on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.seams import HostWeights, Lease
+from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.slab import SlabPool
+from megatrain_ray.trace import Op, Stage, Timeline
+
+
+class LocalHost:
+    """ParamSource and GradSink over shards of this process. Build and use on the event loop."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: ModelLayout,
+        working: torch.Tensor,
+        shards: Sequence[AdamShard],
+        timeline: Timeline,
+        generation: int = 0,
+    ) -> None:
+        """`working`: 1-D, every layer's working copy at `layout.starts`. `generation`: updates already in it."""
+        self._layout = layout
+        self._working = working
+        self._shards = shards
+        self._timeline = timeline
+        num_layers = len(layout.layers)
+        self._order = plan.layer_order
+        self._slab = SlabPool(torch.empty(plan.slab_bytes, dtype=torch.uint8), layout, plan.wire_dtype)
+        self._generations = [generation] * num_layers
+        self._ready_at_s = [0.0] * num_layers
+        self._headers: dict[int, tuple[UpdateHeader, float]] = {}
+        self._landed: dict[tuple[int, int], tuple[Lease, float]] = {}
+        self._changed = asyncio.Condition()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="optimizer")
+        self._next = generation + 1
+        self._error: BaseException | None = None
+        self._task = asyncio.create_task(self._serve(), name="local optimizer")
+
+    async def fetch(self, layer: int, generation: int) -> HostWeights:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._error or self._generations[layer] >= generation)
+        if self._error:
+            raise self._error
+        start = self._layout.starts[layer]
+        flat = self._working[start : start + self._layout.layers[layer].size]
+        return HostWeights(flat, self._ready_at_s[layer])
+
+    async def lease(self, layer: int) -> Lease:
+        return await self._slab.lease(layer)
+
+    async def land(self, lease: Lease, update: int, at_s: float) -> None:
+        async with self._changed:
+            self._landed[update, lease.layer] = (lease, at_s)
+            self._changed.notify_all()
+
+    async def commit(self, header: UpdateHeader, at_s: float) -> None:
+        async with self._changed:
+            self._headers[header.update] = (header, at_s)
+            self._changed.notify_all()
+
+    async def drain(self, generation: int) -> None:
+        """Waits until every layer has this generation."""
+        for layer in range(len(self._layout.layers)):
+            await self.fetch(layer, generation)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._executor.shutdown()
+
+    async def _serve(self) -> None:
+        try:
+            while True:
+                await self._update(self._next)
+                self._next += 1
+        except Exception as error:
+            async with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    async def _landing(self, update: int, layer: int) -> tuple[Lease, float]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: update in self._headers and (update, layer) in self._landed)
+            return self._landed.pop((update, layer))
+
+    async def _update(self, update: int) -> None:
+        loop = asyncio.get_running_loop()
+        for layer in self._order:
+            lease, landed_s = await self._landing(update, layer)
+            header, committed_s = self._headers[update]
+            for shard in self._shards:
+                await loop.run_in_executor(self._executor, shard.update, layer, lease.flat, header)
+            after = (committed_s, landed_s)
+            self._ready_at_s[layer] = self._timeline.account(Stage.OPTIMIZER, Op("update", layer), after)
+            await self._slab.release(layer)
+            async with self._changed:
+                self._generations[layer] = update
+                self._changed.notify_all()
+        del self._headers[update]

@@ -1,0 +1,82 @@
+"""Chunked cross-entropy: head and loss over some tokens at a time, with the gradient of each chunk taken at once, so
+that logits never exist whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+IGNORED = -100  # a target that is not supervised
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """Loss of each chunk (its share of the step's loss), gradient of the hidden state, gradients of the head's
+    parameters; None where nothing flowed."""
+
+    losses: list[torch.Tensor]
+    hidden: torch.Tensor
+    parameters: list[torch.Tensor | None]
+
+
+def chunked_loss(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    *,
+    chunk_tokens: int,
+    num_supervised: int,
+) -> LossResult:
+    """Sum of cross-entropy over supervised tokens ÷ `num_supervised` (of the whole step), and its gradients.
+
+    hidden: [B, T, D]. targets: [B, T], `IGNORED` where unsupervised. `logits`: [1, t, D] → [1, t, V] with
+    `parameters` bound. With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and
+    rounded once; with one they are as autograd made them.
+    """
+    tokens = hidden.detach().reshape(1, -1, hidden.shape[-1])
+    flat_targets = targets.reshape(-1)
+    chunks = range(0, tokens.shape[1], chunk_tokens)
+    losses = []
+    hidden_gradient = torch.empty_like(tokens)
+    sums = _Sums(len(parameters), several=len(chunks) > 1)
+    for start in chunks:
+        chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(True)
+        with torch.enable_grad():
+            scores = logits(chunk).float()
+            chunk_targets = flat_targets[start : start + chunk_tokens]
+            loss = F.cross_entropy(
+                scores.view(-1, scores.shape[-1]), chunk_targets, reduction="sum", ignore_index=IGNORED
+            )
+            loss = loss / num_supervised
+        of_chunk, *of_parameters = torch.autograd.grad(loss, [chunk, *parameters], allow_unused=True)
+        hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
+        sums.add(of_parameters)
+        losses.append(loss.detach())
+    return LossResult(losses, hidden_gradient.view(hidden.shape), sums.rounded())
+
+
+class _Sums:
+    """Gradients of the head over chunks."""
+
+    def __init__(self, count: int, *, several: bool) -> None:
+        self._sums: list[torch.Tensor | None] = [None] * count
+        self._dtypes: list[torch.dtype | None] = [None] * count
+        self._several = several
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            before = self._sums[i]
+            self._dtypes[i] = gradient.dtype
+            if before is None:
+                self._sums[i] = gradient.float() if self._several else gradient
+            else:
+                before += gradient
+
+    def rounded(self) -> list[torch.Tensor | None]:
+        return [None if s is None else s.to(dtype) for s, dtype in zip(self._sums, self._dtypes, strict=True)]

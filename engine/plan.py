@@ -1,0 +1,157 @@
+"""The plan: which tier everything lives on, how a step runs, and how many bytes that takes. The engine obeys it.
+
+The schema is versioned and stands in docs/plan_format.md; `plan.json` in a run directory is `Plan.to_json()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+from pydantic import TypeAdapter
+
+from megatrain_ray.engine.residency import SlotSpec
+from megatrain_ray.engine.visits import LoopOrder
+
+
+class Tier(Enum):
+    HBM = "hbm"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class ActivationPolicy(Enum):
+    """What of a layer's forward waits for its backward: KEEP all that autograd saves, or its inputs only."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+
+
+class Precision(Enum):
+    BF16 = "bf16"
+    FP32 = "fp32"
+    TF32 = "tf32"
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """Of the working copy: what streams."""
+        return torch.bfloat16 if self is Precision.BF16 else torch.float32
+
+    @property
+    def state_kinds(self) -> tuple[tuple[str, torch.dtype], ...]:
+        """Shard-owned state beside the working copy: 10 bytes per parameter for bf16, else 8."""
+        moments = (("m", torch.float32), ("v", torch.float32))
+        return (("residual", torch.int16), *moments) if self is Precision.BF16 else moments
+
+
+class Recovery(Enum):
+    """What the death of one process costs. FROM_SAVE: the steps since the last save."""
+
+    FROM_SAVE = "from save"
+
+
+class UpdateOrder(Enum):
+    """FORWARD: layer 0 first, once the clip scale is known. BACKWARD: as gradients land."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Where a layer's tensors live and what happens to its activations."""
+
+    name: str
+    num_parameters: int
+    num_fragments: int
+    weights: Tier
+    state: Tier
+    gradients: Tier
+    activations: ActivationPolicy
+    updated_by: str  # cpu
+
+
+@dataclass(frozen=True)
+class ByteCount:
+    """One row of the arithmetic."""
+
+    tier: Tier
+    name: str
+    num_bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides placement and order. Sizes in bytes, counts in `num_`."""
+
+    version: Literal[1]
+    device: str
+    precision: Precision
+    order: LoopOrder
+    micro_batch_size: int
+    num_micro_batches: int
+    seq_len: int
+    layers: tuple[LayerPlan, ...]
+    slots: tuple[SlotSpec, ...]
+    gradient_slot_bytes: tuple[int, ...]  # one for each layer where sums stay on the device, else a ring
+    leaving_slot_bytes: tuple[int, ...]  # where rounded sums leave from; empty when nothing is rounded
+    gradient_dtype: str  # of what leaves the device: bfloat16 or float32
+    sum_dtype: str  # of the gradient slots
+    slab_bytes: int
+    update_order: UpdateOrder
+    loss_chunk_tokens: int
+    num_shards: int
+    shard_cut_elements: int
+    num_compute_threads: int
+    num_shard_threads: int
+    recovery: Recovery
+    uploads_per_step: int
+    hbm_limit_bytes: int | None
+    ram_limit_bytes: int
+    rows: tuple[ByteCount, ...]
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return _dtype(self.gradient_dtype)
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        return _dtype(self.sum_dtype)
+
+    @property
+    def sums_stay_on_device(self) -> bool:
+        return len(self.gradient_slot_bytes) == len(self.layers)
+
+    @property
+    def num_fragments(self) -> int:
+        return max(layer.num_fragments for layer in self.layers)
+
+    @property
+    def layer_order(self) -> range:
+        """The order in which an update visits layers."""
+        num_layers = len(self.layers)
+        return range(num_layers) if self.update_order is UpdateOrder.FORWARD else range(num_layers - 1, -1, -1)
+
+    def total_bytes(self, tier: Tier) -> int:
+        return sum(row.num_bytes for row in self.rows if row.tier is tier)
+
+    def to_json(self) -> str:
+        return TypeAdapter(Plan).dump_json(self, indent=1).decode() + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Raises pydantic.ValidationError for text that is no plan of this version."""
+        return TypeAdapter(Plan).validate_json(text)
+
+    def describe(self) -> str:
+        """The table that `megatrain plan` prints."""
+        from megatrain_ray.engine.plan_report import describe  # the report knows the plan, not the other way round
+
+        return describe(self)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

@@ -1,0 +1,65 @@
+"""A plan in words: the table of `megatrain plan`, and the message when nothing fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatrain_ray.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from megatrain_ray.engine.plan import Plan, Tier
+
+
+def describe(plan: Plan) -> str:
+    """Bytes per tier, then how a step runs."""
+    parameters = sum(layer.num_parameters for layer in plan.layers)
+    recomputed = sum(layer.activations.value == "recompute" for layer in plan.layers)
+    lines = [
+        f"{format_count(parameters)} parameters in {len(plan.layers)} layers, {plan.precision.value}, {plan.device}",
+        *_tier_lines(plan),
+        "",
+        f"step      {plan.num_micro_batches} micro-batches of {plan.micro_batch_size} × {plan.seq_len} tokens, "
+        f"{plan.order.value.replace('_', ' ')}",
+        f"weights   stream from the host, {plan.uploads_per_step} uploads a step through {len(plan.slots)} slots",
+        f"keep      activations of {len(plan.layers) - recomputed} layers; recompute those of {recomputed}",
+        f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
+        f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
+        f"update    AdamW in {plan.update_order.value} order, {plan.num_shards} × {plan.num_shard_threads} threads",
+        f"recover   {plan.recovery.value}",
+    ]
+    return "\n".join(lines)
+
+
+def _tier_lines(plan: Plan) -> list[str]:
+    lines: list[str] = []
+    for tier in dict.fromkeys(row.tier for row in plan.rows):
+        rows = [row for row in plan.rows if row.tier is tier]
+        lines += ["", f"{tier.value:<10}{format_bytes(sum(r.num_bytes for r in rows)):>12}   {_limit(plan, tier)}"]
+        lines += [f"  {r.name:<22}{format_bytes(r.num_bytes):>12}   {r.formula}" for r in rows]
+    return lines
+
+
+def _limit(plan: Plan, tier: Tier) -> str:
+    limit = plan.hbm_limit_bytes if tier.value == "hbm" else plan.ram_limit_bytes
+    if limit is None:
+        return "(part of host memory)"
+    return f"of {format_bytes(limit)}"
+
+
+def explain_misfit(plan: Plan) -> str:
+    """Which tier overflows in the smallest plan there is, by how much, and what would help."""
+    hbm = sum(r.num_bytes for r in plan.rows if r.tier.value == "hbm")
+    host = sum(r.num_bytes for r in plan.rows if r.tier.value == "host")
+    on_host = host + (hbm if plan.device == "cpu" else 0)
+    problems = []
+    if plan.hbm_limit_bytes is not None and hbm > plan.hbm_limit_bytes:
+        problems.append(
+            f"needs {format_bytes(hbm)} of device memory, {format_bytes(plan.hbm_limit_bytes)} available: raise "
+            "hardware.hbm_limit, or lower train.micro_batch_size or data.seq_len"
+        )
+    if on_host > plan.ram_limit_bytes:
+        problems.append(
+            f"needs {format_bytes(on_host)} of host RAM, {format_bytes(plan.ram_limit_bytes)} available: raise "
+            "hardware.ram_limit if the machine has more, or use a smaller model"
+        )
+    return "; ".join(problems) + "\n" + "\n".join(_tier_lines(plan))

@@ -1,0 +1,317 @@
+"""make_plan: from a model's layout, a machine and limits to a Plan, or to an error with the arithmetic. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatrain_ray.engine.layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS, ModelLayout, ShardLayout
+from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.plan import (
+    ActivationPolicy,
+    ByteCount,
+    LayerPlan,
+    Plan,
+    Precision,
+    Recovery,
+    Tier,
+    UpdateOrder,
+)
+from megatrain_ray.engine.plan_report import explain_misfit
+from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
+from megatrain_ray.engine.structure import ActivationBytes
+from megatrain_ray.engine.visits import LoopOrder, visits
+from megatrain_ray.errors import CapacityError
+
+# A chunk of logits in the working type, in FP32, and their gradient in both stay under this together.
+LOGITS_BYTES = 1 << 30
+# Held by a process for each of them: the interpreter, torch and Ray; 0.45 to 0.62 GiB seen with torch 2.13 on Linux.
+PROCESS_BYTES = 640 << 20
+# A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess until a plan is compared with NVML.
+CONTEXT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the plan may use. `hbm_bytes`: None where the device's memory is host memory."""
+
+    device: str
+    num_cpus: int
+    num_nodes: int
+    ram_bytes: int
+    hbm_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, as far as placement goes."""
+
+    precision: Precision
+    round_gradients: bool  # train.grad_dtype: bf16
+    clip: bool
+    micro_batch_size: int
+    num_micro_batches: int
+    seq_len: int
+    num_shards: int | None = None
+    num_fragments: int = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a step, before anybody knows whether it fits."""
+
+    order: LoopOrder
+    activations: ActivationPolicy
+    num_block_slots: int
+    num_edge_slots: int
+
+
+def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
+    """The first candidate that fits every limit. Raises CapacityError with the arithmetic of the smallest one."""
+    plan = None
+    for candidate in candidates(structure, request):
+        plan = build_plan(structure, activations, machine, request, candidate)
+        if fits(plan):
+            return plan
+    assert plan is not None
+    raise CapacityError(explain_misfit(plan))
+
+
+def build_plan(
+    structure: ModelStructure,
+    activations: ActivationBytes,
+    machine: Machine,
+    request: Request,
+    candidate: Candidate,
+) -> Plan:
+    """The plan of one candidate, whether it fits or not."""
+    layout = structure.layout(request.num_fragments)
+    return _Builder(structure, layout, activations, machine, request, candidate).plan()
+
+
+def fits(plan: Plan) -> bool:
+    hbm, host = plan.total_bytes(Tier.HBM), plan.total_bytes(Tier.HOST)
+    if plan.device == "cpu":
+        host += hbm
+    return host <= plan.ram_limit_bytes and (plan.hbm_limit_bytes is None or hbm <= plan.hbm_limit_bytes)
+
+
+def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidate]:
+    """Fastest first: recomputation costs a third of the compute, streaming per micro-batch only PCIe time."""
+    num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in structure.layers)
+    several = request.num_micro_batches > 1
+    orders = [LoopOrder.LAYERS_OUTER, LoopOrder.MICRO_BATCHES_OUTER] if several else [LoopOrder.MICRO_BATCHES_OUTER]
+    # Three slots: one in use, one arriving, one to let a late load catch up; two still overlap.
+    for policy in ActivationPolicy:
+        for num_block_slots, num_edge_slots in ((3, 2), (2, 1)):
+            for order in orders:
+                yield Candidate(order, policy, min(num_block_slots, num_blocks), num_edge_slots)
+
+
+def step_residency(structure: ModelStructure, layout: ModelLayout, plan: Plan) -> Residency:
+    """The slots' contents during a step of this plan."""
+    return _residency(structure, layout, plan.precision, plan.slots, plan.order, plan.num_micro_batches)
+
+
+def _residency(
+    structure: ModelStructure,
+    layout: ModelLayout,
+    precision: Precision,
+    slots: Sequence[SlotSpec],
+    order: LoopOrder,
+    num_micro_batches: int,
+) -> Residency:
+    item = precision.working_dtype.itemsize
+    num_bytes: dict[FragmentId, int] = {}
+    groups: dict[FragmentId, str] = {}
+    for i, layer in enumerate(layout.layers):
+        for f, span in enumerate(layer.fragments):
+            num_bytes[FragmentId(i, f)] = span.size * item
+            groups[FragmentId(i, f)] = group_of(structure.layers[i].kind, f)
+    needs = [needed_fragments(layout, v.layer) for v in visits(len(layout.layers), num_micro_batches, order)]
+    return plan_residency(needs, num_bytes, groups, slots)
+
+
+def group_of(kind: LayerKind, fragment: int) -> str:
+    return f"block/{fragment}" if kind is LayerKind.BLOCK else "edge"
+
+
+def needed_fragments(layout: ModelLayout, layer: int) -> tuple[FragmentId, ...]:
+    """Of the layer itself and of the owners of its tied parameters."""
+    segments = layout.layers[layer].segments
+    owners = sorted({layout.owner[s.tied_to] for s in segments if s.tied_to} | {layer})
+    return tuple(FragmentId(i, f) for i in owners for f in range(len(layout.layers[i].fragments)))
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Fills in a plan for one candidate."""
+
+    structure: ModelStructure
+    layout: ModelLayout
+    activations: ActivationBytes
+    machine: Machine
+    request: Request
+    candidate: Candidate
+
+    def plan(self) -> Plan:
+        r, c, m = self.request, self.candidate, self.machine
+        num_shards = r.num_shards or m.num_nodes
+        slots = self._slots()
+        residency = _residency(self.structure, self.layout, r.precision, slots, c.order, r.num_micro_batches)
+        plan = Plan(
+            version=1,
+            device=m.device,
+            precision=r.precision,
+            order=c.order,
+            micro_batch_size=r.micro_batch_size,
+            num_micro_batches=r.num_micro_batches,
+            seq_len=r.seq_len,
+            layers=self._layers(),
+            slots=slots,
+            gradient_slot_bytes=self._gradient_slots(),
+            leaving_slot_bytes=self._leaving_slots(),
+            gradient_dtype=_name(self._wire),
+            sum_dtype=_name(self._sums),
+            slab_bytes=self._slab_bytes(),
+            update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
+            loss_chunk_tokens=self._chunk_tokens(),
+            num_shards=num_shards,
+            shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
+            num_compute_threads=max(1, m.num_cpus),
+            num_shard_threads=max(1, m.num_cpus // num_shards),
+            recovery=Recovery.FROM_SAVE,
+            uploads_per_step=len(residency.loads),
+            hbm_limit_bytes=m.hbm_bytes,
+            ram_limit_bytes=m.ram_bytes,
+            rows=(),
+        )
+        return replace(plan, rows=(*self._hbm_rows(plan), *self._host_rows(plan)))
+
+    @property
+    def _sums(self) -> torch.dtype:
+        return torch.float32 if self.request.num_micro_batches > 1 else self.request.precision.working_dtype
+
+    @property
+    def _wire(self) -> torch.dtype:
+        return torch.bfloat16 if self.request.round_gradients else self._sums
+
+    def _layers(self) -> tuple[LayerPlan, ...]:
+        # The embedding keeps only indices, the head's loss runs at once: there is nothing to recompute.
+        return tuple(
+            LayerPlan(
+                name=layer.name,
+                num_parameters=layer.logical_size,
+                num_fragments=len(layer.fragments),
+                weights=Tier.HOST,
+                state=Tier.HOST,
+                gradients=Tier.HOST,
+                activations=self.candidate.activations if spec.kind is LayerKind.BLOCK else ActivationPolicy.KEEP,
+                updated_by="cpu",
+            )
+            for layer, spec in zip(self.layout.layers, self.structure.layers, strict=True)
+        )
+
+    def _slots(self) -> tuple[SlotSpec, ...]:
+        item = self.request.precision.working_dtype.itemsize
+        kinds = [spec.kind for spec in self.structure.layers]
+        largest: dict[int, int] = {}
+        for layer, kind in zip(self.layout.layers, kinds, strict=True):
+            for f, span in enumerate(layer.fragments if kind is LayerKind.BLOCK else ()):
+                largest[f] = max(largest.get(f, 0), span.size * item)
+        blocks = [
+            SlotSpec(group_of(LayerKind.BLOCK, f), num_bytes)
+            for _ in range(self.candidate.num_block_slots)
+            for f, num_bytes in largest.items()
+        ]
+        edges = [self.layout.layers[0].size * item, self.layout.layers[-1].size * item]
+        tied = any(s.tied_to for s in self.layout.layers[-1].segments)
+        if self.candidate.num_edge_slots == 1 and not tied:
+            edges = [max(edges)]
+        return (*blocks, *(SlotSpec("edge", num_bytes) for num_bytes in edges))
+
+    def _gradient_slots(self) -> tuple[int, ...]:
+        sizes = [layer.size * self._sums.itemsize for layer in self.layout.layers]
+        if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
+            return tuple(sizes)
+        return (max(sizes),) * 2
+
+    def _leaving_slots(self) -> tuple[int, ...]:
+        if self._wire is self._sums:
+            return ()
+        return (max(layer.size for layer in self.layout.layers) * self._wire.itemsize,) * 2
+
+    def _slab_bytes(self) -> int:
+        sizes = [layer.size * self._wire.itemsize for layer in self.layout.layers]
+        return sum(sizes) if self.request.clip else min(sum(sizes), 4 * max(sizes))
+
+    def _chunk_tokens(self) -> int:
+        tokens = self.request.micro_batch_size * self.request.seq_len
+        return min(tokens, max(128, LOGITS_BYTES // self._logits_bytes(1) // 128 * 128))
+
+    def _logits_bytes(self, num_tokens: int) -> int:
+        return num_tokens * self.structure.vocab_size * (2 * self.request.precision.working_dtype.itemsize + 8)
+
+    def _hbm_rows(self, plan: Plan) -> Iterator[ByteCount]:
+        live = self.request.num_micro_batches if plan.order is LoopOrder.LAYERS_OUTER else 1
+        item = plan.precision.working_dtype.itemsize
+        kept = sum(
+            k
+            for k, layer in zip(self.activations.kept, plan.layers, strict=True)
+            if layer.activations is ActivationPolicy.KEEP
+        )
+        boundary = sum(self.activations.boundary)
+        largest = max(layer.size for layer in self.layout.layers)
+        work = 2 * max(self.activations.kept) + 2 * max(self.activations.boundary) + largest * item
+        head = self._head_bytes(plan)
+        rows: Mapping[str, tuple[int, str]] = {
+            "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
+            "gradient slots": (
+                sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes),
+                f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving",
+            ),
+            "boundary activations": (live * boundary, f"{live} micro-batches × {boundary}"),
+            "kept activations": (live * kept, f"{live} micro-batches × {kept}"),
+            "one layer's backward": (work, "2 × kept + 2 × boundary + gradients of the largest layer"),
+            "loss": (head, f"logits of {plan.loss_chunk_tokens} tokens, head gradient, tied gradients"),
+            "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
+        }
+        return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+    def _head_bytes(self, plan: Plan) -> int:
+        """Logits of a chunk, the hidden state's gradient, the head's gradient sum, and one tied gradient for each
+        micro-batch whose embedding has not had its backward."""
+        tokens = self.request.micro_batch_size * self.request.seq_len
+        head = self.layout.layers[-1]
+        chunked = plan.loss_chunk_tokens < tokens
+        elements = sum(max(s.numel, _size(s.shape)) for s in head.segments)
+        tied = sum(_size(s.shape) for s in head.segments if s.tied_to)
+        live = self.request.num_micro_batches if plan.order is LoopOrder.LAYERS_OUTER else 1
+        item = plan.precision.working_dtype.itemsize
+        return (
+            self._logits_bytes(plan.loss_chunk_tokens)
+            + 2 * max(self.activations.boundary)
+            + (elements * 4 if chunked else 0)
+            + tied * item * live
+        )
+
+    def _host_rows(self, plan: Plan) -> Iterator[ByteCount]:
+        working = self.layout.size * plan.precision.working_dtype.itemsize
+        per_element = sum(dtype.itemsize for _, dtype in plan.precision.state_kinds)
+        shards = [ShardLayout(self.layout, k, plan.num_shards, plan.shard_cut_elements) for k in range(plan.num_shards)]
+        state = sum(shard.size for shard in shards) * per_element
+        num_processes = 4 + plan.num_shards
+        yield ByteCount(Tier.HOST, "working copy", working, f"{self.layout.size} padded elements")
+        yield ByteCount(Tier.HOST, "optimizer state", state, f"{per_element} bytes × {self.layout.size}")
+        yield ByteCount(Tier.HOST, "gradients in waiting", plan.slab_bytes, f"{plan.gradient_dtype} slab")
+        yield ByteCount(Tier.HOST, "processes", num_processes * PROCESS_BYTES, f"{num_processes} × {PROCESS_BYTES}")
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

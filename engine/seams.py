@@ -1,0 +1,52 @@
+"""Where weights come from and gradients go: the seam between the streaming engine and whoever keeps the state.
+
+An *update* is numbered like the step whose gradients it consumes, from 1. Generation g of a layer's working copy is
+what update g wrote; generation 0 is what the run started from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megatrain_ray.engine.shard import UpdateHeader
+
+
+class HostWeights(NamedTuple):
+    """A layer's working copy in host memory (1-D, padded size) and when it became ready on the virtual clock."""
+
+    flat: torch.Tensor
+    ready_at_s: float
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A temporary hold on a part of the slab, for one layer's gradient: `flat` is 1-D, padded size, wire type."""
+
+    layer: int
+    start_bytes: int
+    flat: torch.Tensor
+
+
+class ParamSource(Protocol):
+    async def fetch(self, layer: int, generation: int) -> HostWeights:
+        """Waits for that generation of the layer. The tensor stays valid until the layer's next gradient lands."""
+
+
+class GradSink(Protocol):
+    async def lease(self, layer: int) -> Lease:
+        """Waits for room in the slab."""
+
+    async def land(self, lease: Lease, update: int, at_s: float) -> None:
+        """The gradient is complete in the lease, which the sink now owns."""
+
+    async def commit(self, header: UpdateHeader, at_s: float) -> None:
+        """Fixes scale, learning rate and step of an update before its first write."""
+
+    async def drain(self, generation: int) -> None:
+        """Waits until every layer has this generation."""
+
+    async def close(self) -> None:
+        """Stops what works in the background. Idempotent."""

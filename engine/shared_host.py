@@ -1,0 +1,96 @@
+"""Host side across processes: working copies and gradients in shared arenas, shards behind signal words."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from megatrain_ray.engine.device import DEADLINE_S
+from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.seams import HostWeights, Lease
+from megatrain_ray.engine.shard import UpdateHeader
+from megatrain_ray.engine.slab import SlabPool
+from megatrain_ray.errors import DeadlineError
+
+WATCH_SLICE_S = 0.5  # how long the watcher sleeps at most before it looks whether it should stop
+
+
+class SharedHost:
+    """ParamSource and GradSink of the GPU worker. Build and use on one event loop.
+
+    A watcher thread sleeps on the shards' bell and wakes the loop; so a generation costs the loop one wake-up, not a
+    poll.
+    """
+
+    def __init__(
+        self, plan: Plan, layout: ModelLayout, working: torch.Tensor, slab: torch.Tensor, words: HostWords
+    ) -> None:
+        """`working`: 1-D, every layer's working copy at `layout.starts`. `slab`: 1-D uint8."""
+        self._layout = layout
+        self._working = working
+        self._slab = SlabPool(slab, layout, plan.wire_dtype)
+        self._words = words
+        self._held: dict[int, int] = {}
+        self._changed = asyncio.Condition()
+        self._closed = False
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="generation watcher")
+        self._task = asyncio.create_task(self._watch(), name="generation watcher")
+
+    async def fetch(self, layer: int, generation: int) -> HostWeights:
+        """Raises DeadlineError when the generation does not come, MegatrainError when a shard failed."""
+        if self._words.generation(layer) < generation:
+            await self._wait(layer, generation)
+        start = self._layout.starts[layer]
+        return HostWeights(self._working[start : start + self._layout.layers[layer].size], 0.0)
+
+    async def lease(self, layer: int) -> Lease:
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await self._slab.lease(layer)
+        except TimeoutError:
+            raise DeadlineError(f"no room for the gradient of layer {layer} within {DEADLINE_S:.0f} s") from None
+
+    async def land(self, lease: Lease, update: int, at_s: float) -> None:
+        self._held[lease.layer] = update
+        self._words.land(lease.layer, update, lease.start_bytes)
+
+    async def commit(self, header: UpdateHeader, at_s: float) -> None:
+        self._words.commit(header)
+
+    async def drain(self, generation: int) -> None:
+        for layer in range(len(self._layout.layers)):
+            await self.fetch(layer, generation)
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._task
+        self._executor.shutdown()
+
+    async def _wait(self, layer: int, generation: int) -> None:
+        def arrived() -> bool:
+            self._words.check()
+            return self._words.generation(layer) >= generation
+
+        try:
+            async with asyncio.timeout(DEADLINE_S), self._changed:
+                await self._changed.wait_for(arrived)
+        except TimeoutError:
+            raise DeadlineError(
+                f"layer {layer} did not get generation {generation} within {DEADLINE_S:.0f} s: a shard is stuck"
+            ) from None
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        seen = self._words.generation_bell()
+        while not self._closed:
+            seen = await loop.run_in_executor(self._executor, self._words.wait_generation_bell, seen, WATCH_SLICE_S)
+            for layer, update in list(self._held.items()):
+                if self._words.generation(layer) >= update:
+                    del self._held[layer]
+                    await self._slab.release(layer)
+            async with self._changed:
+                self._changed.notify_all()

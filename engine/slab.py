@@ -1,0 +1,53 @@
+"""The gradient slab: host memory where gradients wait for their update, handed out by lease."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.seams import Lease
+from megatrain_ray.errors import CapacityError
+
+
+class SlabPool:
+    """Leases of a slab that holds every layer's gradient, each at its own place, or of a smaller one in equal parts.
+
+    Event loop only. A lease is released when every shard has its update; clipped steps need the whole-model slab,
+    because no update may start before the last gradient's norm is known.
+    """
+
+    def __init__(self, slab: torch.Tensor, layout: ModelLayout, dtype: torch.dtype) -> None:
+        """`slab`: 1-D uint8. Raises CapacityError when the largest gradient does not fit."""
+        self._slab = slab
+        self._layout = layout
+        self._dtype = dtype
+        sizes = [layer.size * dtype.itemsize for layer in layout.layers]
+        self._own_place = slab.nbytes >= sum(sizes)
+        part = max(sizes)
+        if slab.nbytes < part:
+            raise CapacityError(f"the gradient slab has {slab.nbytes} bytes, the largest layer needs {part}")
+        num_parts = len(sizes) if self._own_place else slab.nbytes // part
+        self._starts = [start * dtype.itemsize for start in layout.starts] if self._own_place else []
+        self._free = [i * part for i in range(num_parts)]
+        self._held: dict[int, int] = {}
+        self._changed = asyncio.Condition()
+
+    async def lease(self, layer: int) -> Lease:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._available(layer))
+            start = self._starts[layer] if self._own_place else self._free.pop(0)
+            self._held[layer] = start
+        num_bytes = self._layout.layers[layer].size * self._dtype.itemsize
+        return Lease(layer, start, self._slab[start : start + num_bytes].view(self._dtype))
+
+    async def release(self, layer: int) -> None:
+        async with self._changed:
+            start = self._held.pop(layer)
+            if not self._own_place:
+                self._free.append(start)
+            self._changed.notify_all()
+
+    def _available(self, layer: int) -> bool:
+        return layer not in self._held and (self._own_place or bool(self._free))

@@ -1,0 +1,91 @@
+"""SlotRing: byte regions of device memory that fragments stream through, with asserted states."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from megatrain_ray.errors import MegatrainError
+
+
+class SlotState(Enum):
+    FREE = "holds nothing anybody may read"
+    FILLING = "a copy into it was submitted or is about to be"
+    READY = "holds a fragment; readable after its arrival event"
+    IN_USE = "bound to a template; a graph or kernel may read it"
+
+
+_ALLOWED = {
+    SlotState.FREE: {SlotState.FILLING},
+    SlotState.FILLING: {SlotState.READY},
+    SlotState.READY: {SlotState.IN_USE, SlotState.FREE},
+    SlotState.IN_USE: {SlotState.READY, SlotState.FREE},
+}
+
+
+class SlotStateError(MegatrainError):
+    """A slot was used against its protocol: a bug in the engine, never in the input."""
+
+
+class Slot:
+    """One region. `holder` says whose fragment it holds, for messages."""
+
+    def __init__(self, index: int, region: torch.Tensor) -> None:
+        self.index = index
+        self.region = region
+        self.state = SlotState.FREE
+        self.holder = ""
+
+    def to(self, state: SlotState, holder: str) -> None:
+        """Raises SlotStateError unless the protocol allows the step; FREE forgets the holder."""
+        if state not in _ALLOWED[self.state]:
+            by = f" by {self.holder}" if self.holder else ""
+            raise SlotStateError(
+                f"slot {self.index} is {self.state.name}{by}; {holder} cannot make it {state.name}, only "
+                f"{' or '.join(sorted(s.name for s in _ALLOWED[self.state]))}"
+            )
+        self.state = state
+        self.holder = "" if state is SlotState.FREE else holder
+
+
+@dataclass(frozen=True)
+class SlotStatistics:
+    num_slots: int
+    num_bytes: int
+    by_state: dict[str, int]
+
+
+class SlotRing:
+    """All slots of a plan, cut from one allocation. Transitions come from two threads: the loop and the compute one."""
+
+    def __init__(self, memory: torch.Tensor, slot_bytes: Sequence[int], *, poison: bool = False) -> None:
+        """`memory`: 1-D uint8, at least `sum(slot_bytes)`. `poison` fills released slots with NaN."""
+        self._lock = threading.Lock()
+        self._poison = poison
+        self._slots: list[Slot] = []
+        start = 0
+        for index, num_bytes in enumerate(slot_bytes):
+            self._slots.append(Slot(index, memory[start : start + num_bytes]))
+            start += num_bytes
+
+    def __getitem__(self, index: int) -> Slot:
+        return self._slots[index]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def to(self, index: int, state: SlotState, holder: str) -> None:
+        with self._lock:
+            slot = self._slots[index]
+            slot.to(state, holder)
+            if self._poison and state is SlotState.FREE:
+                slot.region.detach().fill_(0xFF)  # NaN in bf16 and fp32
+
+    def statistics(self) -> SlotStatistics:
+        with self._lock:
+            by_state = {state.name: sum(s.state is state for s in self._slots) for state in SlotState}
+        return SlotStatistics(len(self._slots), sum(s.region.nbytes for s in self._slots), by_state)

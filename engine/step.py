@@ -1,0 +1,256 @@
+"""One step on the compute thread: forwards, loss and backwards in the order of the visits.
+
+The order of a step is data (visits.py). This file says what happens in a visit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain_ray.engine.device import Device
+from megatrain_ray.engine.dropout_seed import dropout_seed
+from megatrain_ray.engine.forward_pass import ForwardPass
+from megatrain_ray.engine.gradients import Departure, GradientStore
+from megatrain_ray.engine.layer_call import LayerCall
+from megatrain_ray.engine.layout import ModelLayout, Segment
+from megatrain_ray.engine.loss import chunked_loss
+from megatrain_ray.engine.model import ModelStructure, Skeleton
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.residents import Residents
+from megatrain_ray.engine.streamer import LayerStreamer
+from megatrain_ray.engine.template import Template, Templates
+from megatrain_ray.engine.visits import Phase, Visit
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.trace import Op
+
+
+@dataclass(frozen=True)
+class World:
+    """The step's share of this rank. `num_supervised`: target tokens of the step over all ranks and micro-batches."""
+
+    num_supervised: int
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """input_ids and targets: int64 [B, T] in host memory; a target of -100 is not supervised."""
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepInput:
+    step: int  # from 1
+    micro_batches: tuple[MicroBatch, ...]
+    world: World
+    dropout_seed: int
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """`bad_parameter`: the first in model order whose gradient is not finite."""
+
+    loss: float
+    grad_norm: float
+    bad_parameter: str | None
+
+
+class StepRunner:
+    """Runs steps of one plan. Compute thread only."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        structure: ModelStructure,
+        layout: ModelLayout,
+        device: Device,
+        skeleton: Skeleton,
+        streamer: LayerStreamer,
+        residents: Residents,
+        store: GradientStore,
+        depart: Callable[[Departure], None],
+    ) -> None:
+        self._plan = plan
+        self._structure = structure
+        self._layout = layout
+        self._device = device
+        self._skeleton = skeleton
+        self._streamer = streamer
+        self._residents = residents
+        self._store = store
+        self._depart = depart
+        self._segments = _segments_by_module(structure, layout)
+        templates = Templates()
+        self._templates = {
+            path: templates.get(module, [local for _, local in self._segments[path]])
+            for path, module in skeleton.modules.items()
+        }
+        self.num_forwards = 0
+
+    def run(self, step: StepInput, visits: tuple[Visit, ...]) -> StepOutput:
+        """All visits; returns when the loss and the norm are known on the host."""
+        self._store.begin()
+        state = _StepState(step, [self._forward_pass(mb) for mb in step.micro_batches])
+        for visit in visits:
+            with self._streamer.layer(visit.index) as regions, self._residents.bound(regions):
+                for j in visit.micro_batches:
+                    self._visit(visit, j, state)
+                if visit.last:
+                    self._depart(self._store.finish(visit.layer, self._device))
+        return self._output(state)
+
+    def _forward_pass(self, micro_batch: MicroBatch) -> ForwardPass:
+        input_ids = micro_batch.input_ids.to(self._device.torch_device)
+        return ForwardPass(lambda: self._skeleton.forward(input_ids))
+
+    def _visit(self, visit: Visit, j: int, state: _StepState) -> None:
+        forward_pass = state.passes[j]
+        if visit.phase is Phase.BACKWARD:
+            gradients = self._backward(visit.layer, j, state)
+            self._store.add(visit.layer, gradients)
+            if not forward_pass.calls:
+                forward_pass.free()
+            return
+        if visit.phase is Phase.FORWARD and visit.layer == 0:
+            self._seed(state.step, j, 0, 1)
+            forward_pass.start()
+        self._forward(visit.layer, j, state)
+        if visit.phase is Phase.HEAD:
+            gradients = self._loss(j, state)
+            gradients |= self._backward(visit.layer, j, state)
+            state.tied[j] = {name: g for name, g in gradients.items() if self._layout.owner[name] != visit.layer}
+            self._store.add(visit.layer, gradients)
+
+    def _forward(self, layer: int, j: int, state: _StepState) -> None:
+        """Runs every call of the layer that the micro-batch's forward makes."""
+        forward_pass = state.passes[j]
+        keep = self._plan.layers[layer].activations is ActivationPolicy.KEEP
+        while (call := forward_pass.pending) is not None and self._layer_of(call) == layer:
+            with self._bound(call.path) as (function, parameters), self._device.compute(Op("forward", layer, j)):
+                self._seed(state.step, j, layer, 0)
+                saving = self._residents.saving() if keep else None
+                outputs = call.forward(function, parameters, saving)
+                self.num_forwards += 1
+            self._seed(state.step, j, layer, 1)
+            forward_pass.resume(outputs)
+
+    def _loss(self, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
+        """Loss of one micro-batch; sends its gradient into the forward pass and returns that of the head."""
+        forward_pass = state.passes[j]
+        hidden = self._final_hidden(forward_pass)
+        with ExitStack() as stack:
+            named: list[tuple[Segment, torch.Tensor]] = []
+            for path in sorted(self._structure.loss_modules):
+                _, parameters = stack.enter_context(self._bound(path))
+                named += [(s, p) for (s, _), p in zip(self._segments[path], parameters, strict=True)]
+            stack.enter_context(self._residents.saving())
+            stack.enter_context(self._device.compute(Op("loss", len(self._layout.layers) - 1, j)))
+            result = chunked_loss(
+                self._skeleton.logits,
+                hidden,
+                state.step.micro_batches[j].targets.to(self._device.torch_device),
+                [parameter for _, parameter in named],
+                chunk_tokens=self._plan.loss_chunk_tokens,
+                num_supervised=state.step.world.num_supervised,
+            )
+        forward_pass.send(hidden, result.hidden)
+        state.losses += result.losses
+        auxiliary = getattr(forward_pass.result, "aux_loss", None)
+        if auxiliary is not None:
+            # A mean over the micro-batches of the step: the term is no sum over tokens.
+            share = 1 / (len(state.passes) * state.step.world.size)
+            forward_pass.send(auxiliary, torch.full_like(auxiliary, share))
+            state.losses.append(auxiliary.detach() * share)
+        forward_pass.result = None
+        return {s.tied_to or s.name: g for (s, _), g in zip(named, result.parameters, strict=True)}
+
+    def _final_hidden(self, forward_pass: ForwardPass) -> torch.Tensor:
+        if forward_pass.pending is not None:
+            raise MegatrainError(f"the forward called {forward_pass.pending.path} after its last layer")
+        hidden: torch.Tensor = forward_pass.result.last_hidden_state
+        return hidden
+
+    def _backward(self, layer: int, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
+        """Backward of the layer's calls, last one first; gradients by parameter name."""
+        forward_pass = state.passes[j]
+        gradients: dict[str, torch.Tensor | None] = {}
+        while forward_pass.calls and self._layer_of(call := forward_pass.calls[-1]) == layer:
+            forward_pass.settle(call)
+            if not call.has_graph:
+                self._recompute(call, layer, j, state)
+            with self._device.compute(Op("backward", layer, j)):
+                of_parameters = forward_pass.backward(call)
+            names = [segment.name for segment, _ in self._segments[call.path]]
+            gradients.update(zip(names, of_parameters, strict=True))
+        tied = state.tied.get(j, {})
+        for name in [name for name in tied if self._layout.owner[name] == layer]:
+            # autograd's order within a micro-batch: the head's contribution is there first
+            gradients[name] = _add(tied.pop(name), gradients.get(name))
+        return gradients
+
+    def _recompute(self, call: LayerCall, layer: int, j: int, state: _StepState) -> None:
+        with self._bound(call.path) as (function, parameters), self._device.compute(Op("recompute", layer, j)):
+            self._seed(state.step, j, layer, 0)
+            call.recompute(function, parameters, self._residents.saving())
+            self.num_forwards += 1
+
+    @contextmanager
+    def _bound(self, path: str) -> Iterator[tuple[Callable[..., Any], list[torch.Tensor]]]:
+        layer = self._structure.layer_of(path)
+        template: Template = self._templates[path]
+        parameters = [self._residents.parameter(layer, segment) for segment, _ in self._segments[path]]
+        with template.bound(parameters) as function:
+            yield function, parameters
+
+    def _layer_of(self, call: LayerCall) -> int:
+        return self._structure.layer_of(call.path)
+
+    def _seed(self, step: StepInput, micro_batch: int, layer: int, call: int) -> None:
+        """`call`: 0 inside the layer, 1 in what the model does after it."""
+        first = step.world.rank * len(step.micro_batches)
+        self._device.seed(dropout_seed(step.dropout_seed, step.step, first + micro_batch, layer, call))
+
+    def _output(self, state: _StepState) -> StepOutput:
+        norm = self._store.total_norm()
+        with self._device.exposed("loss"):
+            *losses, norm_value = torch.stack([*state.losses, norm]).tolist()
+        bad = None
+        if not math.isfinite(norm_value):
+            names = self._layout.parameter_order
+            bad = next((n for n in names if not bool(torch.isfinite(self._store.norms[n]))), "the norm of all")
+        return StepOutput(sum(losses), norm_value, bad)
+
+
+class _StepState:
+    """What a step remembers between visits."""
+
+    def __init__(self, step: StepInput, passes: list[ForwardPass]) -> None:
+        self.step = step
+        self.passes = passes
+        self.losses: list[torch.Tensor] = []
+        self.tied: dict[int, dict[str, torch.Tensor | None]] = {}
+
+
+def _add(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+def _segments_by_module(structure: ModelStructure, layout: ModelLayout) -> dict[str, list[tuple[Segment, str]]]:
+    """Module path → its parameters as (segment, name inside the module)."""
+    found: dict[str, list[tuple[Segment, str]]] = {}
+    for spec, flat in zip(structure.layers, layout.layers, strict=True):
+        for path in spec.modules:
+            prefix = path + "."
+            found[path] = [(s, s.name.removeprefix(prefix)) for s in flat.segments if s.name.startswith(prefix)]
+    return found

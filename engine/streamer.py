@@ -1,0 +1,157 @@
+"""LayerStreamer: moves working copies from the host into slots ahead of their use.
+
+The event loop admits transfers: it waits for a slot to be let go of and for the layer's generation, then submits the
+copy. The compute thread waits for arrivals and lets go of slots. Neither waits for a copy to end: that order is kept
+on the device, by events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from megatrain_ray.engine.device import DEADLINE_S, Device, Event
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.residency import FragmentId, Load, Residency
+from megatrain_ray.engine.seams import ParamSource
+from megatrain_ray.engine.slots import SlotRing, SlotState
+from megatrain_ray.errors import DeadlineError
+from megatrain_ray.trace import Op, Stage
+
+
+class Arrival(NamedTuple):
+    """A submitted load: the slot's bytes are readable after the event."""
+
+    fragment: FragmentId
+    region: torch.Tensor
+    event: Event
+
+
+class LayerStreamer:
+    """Streams one step at a time along a residency that is known in advance."""
+
+    def __init__(
+        self,
+        device: Device,
+        ring: SlotRing,
+        layout: ModelLayout,
+        residency: Residency,
+        source: ParamSource,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._device = device
+        self._ring = ring
+        self._layout = layout
+        self._residency = residency
+        self._source = source
+        self._deadline_s = deadline_s
+        self._arrivals: dict[tuple[int, FragmentId], Future[Arrival]] = {}
+        self._released: list[Future[Event]] = []
+        self._pump: asyncio.Task[None] | None = None
+        self.num_uploads = 0
+
+    def begin(self, generation: int) -> None:
+        """Starts to stream a step whose weights are of this generation. Event loop only."""
+        self._released = [Future() for _ in self._residency.slots]
+        loads: dict[FragmentId, Future[Arrival]] = {}
+        by_visit: dict[int, list[Load]] = {}
+        for load in self._residency.loads:
+            by_visit.setdefault(load.visit, []).append(load)
+        self._arrivals = {}
+        for v, held in enumerate(self._residency.slots):
+            for load in by_visit.get(v, ()):
+                loads[load.fragment] = Future()
+            self._arrivals.update({(v, fragment): loads[fragment] for fragment in held})
+        self._pump = asyncio.create_task(self._stream(generation), name="h2d pump")
+
+    async def finish(self) -> None:
+        """Waits until every load of the step was submitted; raises what went wrong in the pump."""
+        if self._pump is not None:
+            await self._pump
+
+    async def cancel(self) -> None:
+        """Gives the step up: waiting threads get CancelledError."""
+        if self._pump is None or self._pump.done():
+            return
+        self._pump.cancel()
+        await asyncio.gather(self._pump, return_exceptions=True)
+
+    def prefetch(self, visit: int) -> Sequence[Future[Arrival]]:
+        """The arrivals of a visit, submitted or still to be. Any number of times."""
+        return [self._arrivals[visit, fragment] for fragment in self._residency.slots[visit]]
+
+    def wait(self, visit: int) -> Mapping[FragmentId, torch.Tensor]:
+        """Fragments of the visit, on the device, ordered before what the compute thread submits next. Idempotent.
+
+        Raises DeadlineError when a load was not submitted in time, and what the pump raised.
+        """
+        arrivals = [self._arrived(future, visit) for future in self.prefetch(visit)]
+        for arrival in arrivals:
+            self._device.wait(arrival.event, "h2d")
+        return {arrival.fragment: arrival.region for arrival in arrivals}
+
+    @contextmanager
+    def layer(self, visit: int) -> Iterator[Mapping[FragmentId, torch.Tensor]]:
+        """The visit's fragments, in use until the block ends. Compute thread only."""
+        regions = self.wait(visit)
+        self._move(visit, SlotState.IN_USE)
+        yield regions
+        self._release(visit)
+
+    def _arrived(self, future: Future[Arrival], visit: int) -> Arrival:
+        if future.done():
+            return future.result()
+        try:
+            with self._device.exposed("optimizer"):  # not submitted yet: the generation it waits for is not there
+                return future.result(self._deadline_s)
+        except FutureTimeout:
+            raise DeadlineError(f"no load for visit {visit} was submitted within {self._deadline_s:.0f} s") from None
+
+    def _move(self, visit: int, state: SlotState) -> None:
+        for fragment, slot in self._residency.slots[visit].items():
+            self._ring.to(slot, state, self._name(fragment))
+
+    def _release(self, visit: int) -> None:
+        frees = self._residency.frees[visit]
+        for fragment, slot in self._residency.slots[visit].items():
+            self._ring.to(slot, SlotState.FREE if slot in frees else SlotState.READY, self._name(fragment))
+        self._released[visit].set_result(self._device.record())
+
+    async def _stream(self, generation: int) -> None:
+        try:
+            for load in self._residency.loads:
+                await self._load(load, generation)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    async def _load(self, load: Load, generation: int) -> None:
+        after = []
+        if load.after_visit >= 0:
+            after.append(await asyncio.wrap_future(self._released[load.after_visit]))
+        weights = await self._source.fetch(load.fragment.layer, generation)
+        span = self._layout.layers[load.fragment.layer].fragments[load.fragment.index]
+        host = weights.flat[span.start : span.stop].view(torch.uint8)
+        region = self._ring[load.slot].region[: host.nbytes]
+        self._ring.to(load.slot, SlotState.FILLING, self._name(load.fragment))
+        op = Op("load", load.fragment.layer, fragment=load.fragment.index, num_bytes=host.nbytes)
+        self._device.timeline.host_waits(weights.ready_at_s)
+        event = self._device.copy(Stage.H2D, region, host, op, after)
+        self._ring.to(load.slot, SlotState.READY, self._name(load.fragment))
+        self.num_uploads += 1
+        self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
+
+    def _fail(self, error: BaseException) -> None:
+        for future in self._arrivals.values():
+            if not future.done():
+                cancelled = isinstance(error, asyncio.CancelledError)
+                future.set_exception(CancelledError() if cancelled else error)
+
+    def _name(self, fragment: FragmentId) -> str:
+        return f"{self._layout.layers[fragment.layer].name}/{fragment.index}"

@@ -1,0 +1,87 @@
+"""Templates: modules without weights of their own, one for each layer structure, bound to views as layers arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+# Which of several equal layers a module is: says where a key-value cache would keep its entries, nothing else.
+POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
+
+
+class Template:
+    """A module on the meta device whose parameters are replaced for the time of a call."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        """`names`: its parameters, relative to the module, in the order `bound` takes them."""
+        self.module = module
+        self.names = tuple(names)
+        self._places = [_place(module, name) for name in names]
+
+    @contextmanager
+    def bound(self, parameters: Sequence[torch.Tensor]) -> Iterator[Callable[..., Any]]:
+        """The module with these tensors as its parameters."""
+        before = [owner._parameters[name] for owner, name in self._places]
+        for (owner, name), parameter in zip(self._places, parameters, strict=True):
+            owner._parameters[name] = cast(nn.Parameter, parameter)  # a plain tensor: it must stay a view
+        try:
+            yield self.module
+        finally:
+            for (owner, name), original in zip(self._places, before, strict=True):
+                owner._parameters[name] = original
+
+
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+class Templates:
+    """Hands out one template a structure."""
+
+    def __init__(self) -> None:
+        self._by_structure: dict[object, Template] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_structure)
+
+    def get(self, module: nn.Module, names: Sequence[str]) -> Template:
+        key = (structure(module), tuple(names))
+        if key not in self._by_structure:
+            self._by_structure[key] = Template(module, names)
+        return self._by_structure[key]
+
+
+def structure(module: nn.Module) -> object:
+    """A hashable description of everything a module's forward may depend on but its weights and its position.
+
+    Two modules of equal structure compute the same function of their parameters. What cannot be described (a lambda, an
+    open file) is described by identity, so that such modules are never taken for equal.
+    """
+    own = {k: v for k, v in vars(module).items() if k not in _MODULE_INTERNALS and k not in POSITION_ATTRIBUTES}
+    return (
+        type(module),
+        tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None),
+        tuple((name, _describe(b)) for name, b in module._buffers.items()),
+        _describe(own),
+        tuple((name, structure(child)) for name, child in module.named_children()),
+    )
+
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _describe(value: object) -> object:
+    if value is None or isinstance(value, str | int | float | bool | type | torch.dtype | torch.device):
+        return (type(value), value)
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype, tuple(value.flatten().tolist()))
+    if isinstance(value, Mapping):
+        return ("mapping", tuple((str(k), _describe(v)) for k, v in value.items()))
+    if isinstance(value, list | tuple):
+        return (type(value), tuple(_describe(v) for v in value))
+    return (type(value), id(value))

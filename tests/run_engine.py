@@ -1,0 +1,224 @@
+"""Runs the engine in one process: real streamer, slots, shards and updates, no Ray. For tests of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.device import Device
+from megatrain_ray.engine.engine import Engine, Schedule, StepReport
+from megatrain_ray.engine.layout import ModelLayout, ShardLayout
+from megatrain_ray.engine.local_host import LocalHost
+from megatrain_ray.engine.lr_schedule import learning_rate
+from megatrain_ray.engine.model import ModelFactory, ModelStructure
+from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision
+from megatrain_ray.engine.planner import Candidate, Machine, Request, build_plan
+from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.engine.working_copy import join
+from megatrain_ray.io.batches import Batch
+from megatrain_ray.io.weights import WeightFolder
+from megatrain_ray.trace import CostModel, Record, Timeline, unit_cost
+from tests.reference import Recipe
+
+MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a step runs, beside what its numbers depend on."""
+
+    order: LoopOrder = LoopOrder.MICRO_BATCHES_OUTER
+    activations: ActivationPolicy = ActivationPolicy.KEEP
+    num_shards: int = 1
+    num_fragments: int = 1
+    num_block_slots: int = 2
+    num_edge_slots: int = 2
+    poison: bool = True
+
+
+@dataclass
+class EngineResult:
+    """What a run left behind, and what it did."""
+
+    plan: Plan
+    reports: list[StepReport] = field(default_factory=list)
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    exp_avg: dict[str, Tensor] = field(default_factory=dict)
+    exp_avg_sq: dict[str, Tensor] = field(default_factory=dict)
+    records: list[tuple[Record, ...]] = field(default_factory=list)
+    num_uploads: int = 0
+    num_forwards: int = 0
+    device_bytes: int = 0
+
+    @property
+    def losses(self) -> list[float]:
+        return [r.loss for r in self.reports]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [r.grad_norm for r in self.reports]
+
+
+def folder_factory(folder: Path) -> ModelFactory:
+    config = AutoConfig.from_pretrained(folder)
+
+    def make(dtype: torch.dtype) -> Any:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+    return make
+
+
+def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> tuple[ModelStructure, Plan]:
+    """The plan of one mode: a candidate chosen by the test, everything else as the product does it."""
+    precision = Precision(recipe.precision)
+    num_sequences, seq_len = batch
+    structure, activations = discover(factory, precision.working_dtype, recipe.micro_batch_size, seq_len)
+    request = Request(
+        precision=precision,
+        round_gradients=recipe.grad_dtype == "bf16",
+        clip=recipe.clip is not None,
+        micro_batch_size=recipe.micro_batch_size,
+        num_micro_batches=num_sequences // recipe.micro_batch_size,
+        seq_len=seq_len,
+        num_shards=mode.num_shards,
+        num_fragments=mode.num_fragments,
+    )
+    candidate = Candidate(mode.order, mode.activations, mode.num_block_slots, mode.num_edge_slots)
+    plan = build_plan(structure, activations, MACHINE, request, candidate)
+    changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads}
+    if recipe.loss_chunk_tokens:
+        changes["loss_chunk_tokens"] = recipe.loss_chunk_tokens
+    return structure, dataclasses.replace(plan, **changes)
+
+
+def train_engine(
+    folder: Path,
+    batches: Iterable[Batch],
+    recipe: Recipe,
+    mode: Mode,
+    *,
+    cost: CostModel = unit_cost,
+    make_device: Callable[[Timeline, int], Device] = lambda timeline, threads: CpuDevice(timeline, threads),
+) -> EngineResult:
+    """Trains the model of `folder` on one batch an update through the engine."""
+    batches = list(batches)
+    factory = folder_factory(folder)
+    structure, plan = plan_for(factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
+    layout = structure.layout(mode.num_fragments)
+    state = HostState(layout, plan, recipe)
+    state.load(folder)
+    result = EngineResult(plan)
+
+    async def main() -> None:
+        timeline = Timeline(cost)
+        device = make_device(timeline, recipe.num_threads)
+        host = LocalHost(plan, layout, state.working, state.shards, timeline)
+        engine = Engine(factory, structure, plan, device, host, poison=mode.poison)
+        adam_step = 1
+        try:
+            for step, batch in enumerate(batches, 1):
+                report = await engine.step(step_input(step, batch, recipe), schedule(step, adam_step, recipe))
+                adam_step += not report.skipped
+                result.reports.append(report)
+                if len(batches) == step:
+                    await host.drain(step)
+                result.records.append(timeline.records)
+                timeline.clear()
+            result.device_bytes = device.memory().reserved_bytes
+        finally:
+            await host.close()
+            await engine.close()
+        result.num_uploads = engine.streamer.num_uploads
+        result.num_forwards = engine.runner.num_forwards
+
+    asyncio.run(main())
+    result.masters = state.named(state.masters())
+    result.exp_avg = state.named(state.whole("m"))
+    result.exp_avg_sq = state.named(state.whole("v"))
+    return result
+
+
+def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
+    pairs = zip(
+        batch.input_ids.split(recipe.micro_batch_size), batch.targets.split(recipe.micro_batch_size), strict=True
+    )
+    return StepInput(step, tuple(MicroBatch(x, y) for x, y in pairs), World(batch.num_supervised), recipe.seed)
+
+
+def schedule(step: int, adam_step: int, recipe: Recipe) -> Schedule:
+    lr = learning_rate(
+        step,
+        peak=recipe.lr,
+        min_lr=recipe.min_lr,
+        steps=recipe.steps,
+        warmup_steps=recipe.warmup_steps,
+        schedule=recipe.schedule,  # type: ignore[arg-type]
+    )
+    return Schedule(lr, adam_step, recipe.clip)
+
+
+class HostState:
+    """Working copies and shards' state in ordinary memory; what nobody wrote is NaN."""
+
+    def __init__(self, layout: ModelLayout, plan: Plan, recipe: Recipe) -> None:
+        self.layout = layout
+        self.working = _poisoned(layout.size, plan.precision.working_dtype)
+        self.shard_layouts = [ShardLayout(layout, k, plan.num_shards) for k in range(plan.num_shards)]
+        self.tensors = [
+            {kind: _poisoned(s.size, dtype) for kind, dtype in plan.precision.state_kinds} for s in self.shard_layouts
+        ]
+        self.shards = [
+            AdamShard(
+                s,
+                plan.precision,
+                working=self.working,
+                residual=t.get("residual"),
+                m=t["m"],
+                v=t["v"],
+                hyper=Hyper(*recipe.betas, recipe.eps, recipe.weight_decay),
+                num_threads=1,
+            )
+            for s, t in zip(self.shard_layouts, self.tensors, strict=True)
+        ]
+
+    def load(self, folder: Path) -> None:
+        for shard in self.shards:
+            shard.load(WeightFolder.open(folder))
+
+    def whole(self, kind: str) -> Tensor:
+        """One kind of all shards, every layer's padded flat at its start."""
+        flat = torch.zeros(self.layout.size, dtype=self.tensors[0][kind].dtype)
+        for s, t in zip(self.shard_layouts, self.tensors, strict=True):
+            for i, span in enumerate(s.spans):
+                start = self.layout.starts[i]
+                flat[start + span.start : start + span.stop] = t[kind][s.slice(i)]
+        return flat
+
+    def masters(self) -> Tensor:
+        if self.working.dtype == torch.float32:
+            return self.working
+        return join(self.working, self.whole("residual"))
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        return {
+            s.name: layer.view(flat[start : start + layer.size], s.name)
+            for layer, start in zip(self.layout.layers, self.layout.starts, strict=True)
+            for s in layer.owned
+        }
+
+
+def _poisoned(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((size,), float("nan") if dtype.is_floating_point else 12345, dtype=dtype)

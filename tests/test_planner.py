@@ -1,0 +1,149 @@
+"""make_plan: byte arithmetic checked by hand, limits obeyed, refusals with the arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from megatrain_ray.engine.model import ModelStructure
+from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
+from megatrain_ray.engine.planner import PROCESS_BYTES, Machine, Request, make_plan
+from megatrain_ray.engine.structure import ActivationBytes, discover
+from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.errors import CapacityError
+
+HIDDEN, INNER, LAYERS, VOCAB, BATCH, SEQ = 128, 256, 4, 512, 2, 64
+BLOCK = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * 64 + 3 * HIDDEN * INNER + 2 * HIDDEN  # q, o, k and v of 64, MLP, norms
+MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
+REQUEST = Request(Precision.BF16, False, True, BATCH, 1, SEQ)
+
+
+def model(*, tied: bool = False) -> tuple[ModelStructure, ActivationBytes]:
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, vocab_size=VOCAB, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return discover(lambda dtype: AutoModelForCausalLM.from_config(config, dtype=dtype), torch.bfloat16, BATCH, SEQ)
+
+
+def rows(plan: Plan, tier: Tier) -> dict[str, int]:
+    return {row.name: row.num_bytes for row in plan.rows if row.tier is tier}
+
+
+def test_twelve_bytes_a_parameter() -> None:
+    """2 for the working copy and 10 of state; 2 more for a clipped gradient that waits on the host."""
+    structure, activations = model()
+    plan = make_plan(structure, activations, MACHINE, REQUEST)
+    padded = structure.layout().size
+    parameters = LAYERS * BLOCK + 2 * VOCAB * HIDDEN + HIDDEN
+    assert sum(layer.num_parameters for layer in plan.layers) == parameters
+    host = rows(plan, Tier.HOST)
+    assert host == {
+        "working copy": 2 * padded,
+        "optimizer state": 10 * padded,
+        "gradients in waiting": 2 * padded,
+        "processes": 5 * PROCESS_BYTES,
+    }
+    assert padded - parameters < (LAYERS + 2) * 2048
+
+
+def test_device_bytes_by_hand() -> None:
+    structure, activations = model()
+    plan = make_plan(structure, activations, MACHINE, REQUEST)
+    hbm = rows(plan, Tier.HBM)
+    block, edge = structure.layout().layers[1].size, VOCAB * HIDDEN
+    head = structure.layout().layers[-1].size
+    assert hbm["slots"] == 3 * 2 * block + 2 * edge + 2 * head
+    assert hbm["gradient slots"] == 2 * 2 * max(block, head)
+    assert hbm["boundary activations"] == (LAYERS + 1) * BATCH * SEQ * HIDDEN * 2
+    assert hbm["kept activations"] == sum(activations.kept[: LAYERS + 1]) + activations.kept[-1]
+
+
+def test_the_measured_activations_of_a_llama_layer() -> None:
+    """What autograd saves of one layer, counted by hand, is what the trial forward finds."""
+    _, activations = model()
+    tokens = BATCH * SEQ
+    norms = 2 * (2 * HIDDEN * 4 + 2 * 4 + HIDDEN * 2)  # FP32 input and its square root, twice; BF16 output
+    assert activations.boundary == (0, *(tokens * HIDDEN * 2,) * (LAYERS + 1))
+    assert activations.kept[1] == activations.kept[LAYERS]
+    assert tokens * norms < activations.kept[1] < tokens * (HIDDEN * 60 + INNER * 12)
+
+
+def test_the_fastest_plan_that_fits_is_chosen() -> None:
+    structure, activations = model()
+    request = replace(REQUEST, num_micro_batches=4)
+
+    def chosen(hbm: int | None) -> tuple[LoopOrder, ActivationPolicy, int]:
+        plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=hbm), request)
+        assert hbm is None or plan.total_bytes(Tier.HBM) <= hbm
+        return plan.order, plan.layers[1].activations, len(plan.slots)
+
+    everything = chosen(None)
+    assert everything == (LoopOrder.LAYERS_OUTER, ActivationPolicy.KEEP, 5)
+    total = make_plan(structure, activations, MACHINE, request).total_bytes(Tier.HBM)
+    seen = [everything]
+    for hbm in range(total, 0, -(total - (1 << 30)) // 200 or -1):
+        try:
+            choice = chosen(hbm)
+        except CapacityError:
+            break
+        if choice != seen[-1]:
+            seen.append(choice)
+    assert len(seen) >= 3
+    assert any(policy is ActivationPolicy.RECOMPUTE for _, policy, _ in seen)
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
+    structure, activations = model()
+    with pytest.raises(CapacityError, match=r"of device memory, 1\.00 MiB available: raise hardware") as info:
+        make_plan(structure, activations, replace(MACHINE, hbm_bytes=1 << 20), REQUEST)
+    assert info.value.exit_code == 3
+    assert "boundary activations" in str(info.value)
+    with pytest.raises(CapacityError, match=r"of host RAM, 1\.00 GiB available"):
+        make_plan(structure, activations, replace(MACHINE, ram_bytes=1 << 30), REQUEST)
+
+
+def test_on_the_cpu_device_memory_is_host_memory() -> None:
+    structure, activations = model()
+    plan = make_plan(structure, activations, replace(MACHINE, device="cpu"), REQUEST)
+    need = plan.total_bytes(Tier.HOST) + plan.total_bytes(Tier.HBM)
+    machine = replace(MACHINE, device="cpu", ram_bytes=need - 1)
+    assert make_plan(structure, activations, machine, REQUEST) != plan
+
+
+def test_the_plan_survives_json() -> None:
+    structure, activations = model(tied=True)
+    request = replace(REQUEST, num_micro_batches=2, num_fragments=3, round_gradients=True)
+    plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=100 << 30), request)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.leaving_slot_bytes
+
+
+def test_unclipped_gradients_do_not_wait() -> None:
+    structure, activations = model()
+    clipped = make_plan(structure, activations, MACHINE, REQUEST)
+    unclipped = make_plan(structure, activations, MACHINE, replace(REQUEST, clip=False))
+    assert unclipped.slab_bytes < clipped.slab_bytes
+    assert list(unclipped.layer_order) == list(reversed(clipped.layer_order))
+
+
+def test_a_plan_of_a_model_far_larger_than_this_machine_takes_no_memory() -> None:
+    """14.8 billion parameters: the plan needs neither weights nor a GPU."""
+    config = LlamaConfig(
+        hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8,
+        vocab_size=152064, max_position_embeddings=4096,
+    )  # fmt: skip
+
+    def factory(dtype: torch.dtype) -> object:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+    structure, activations = discover(factory, torch.bfloat16, 1, 1024)  # type: ignore[arg-type]
+    machine = replace(MACHINE, ram_bytes=512 << 30, hbm_bytes=139 << 30)
+    request = replace(REQUEST, micro_batch_size=1, num_micro_batches=8, seq_len=1024)
+    plan = make_plan(structure, activations, machine, request)
+    parameters = sum(layer.num_parameters for layer in plan.layers)
+    assert 14.7e9 < parameters < 14.8e9
+    assert rows(plan, Tier.HOST)["optimizer state"] == pytest.approx(10 * parameters, rel=1e-3)
