@@ -1,0 +1,37 @@
+# make demo: train, stop, resume and export a small model on this machine. make test: everything that CI checks.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint types unit curves clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/python -m pytest
+
+# The committed loss curves of the reference, made again.
+curves: $(READY)
+	$(BIN)/python -m tests.make_curves
+
+# torch first: on a machine without a GPU the constraint picks its small CPU build before anything asks for a range.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("megatrain-ray needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

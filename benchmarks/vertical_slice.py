@@ -1,0 +1,86 @@
+"""The vertical slice on a GPU: the CLI through Ray trains two shapes twice each, and the device tests run.
+
+    python benchmarks/vertical_slice.py OUT_FOLDER
+
+Writes OUT_FOLDER/vertical_slice.json: losses, whether two deterministic runs agree, rates and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TEXT = ROOT / "examples" / "data" / "tinyshakespeare.txt"
+BATCH_TOKENS = 8 * 1025  # one batch of 8 windows of 1024 + 1 bytes: every epoch is the same batch
+
+
+def train(config: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """One run in its own process; its rows."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    command = [sys.executable, "-m", "megatrain_ray", "train", str(config), f"run_dir={run_dir}", *overrides]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True)
+    metrics = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    result = {
+        "command": " ".join(command[1:]),
+        "exit": done.returncode,
+        "wall_s": time.monotonic() - start,
+        "rows": rows,
+    }
+    if done.returncode:
+        result["stderr"] = done.stderr[-4000:]
+    return result
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = runs[0]["rows"]
+    steady = sorted(row["step_s"] for row in rows[4:])
+    best = rows[len(rows) // 2]
+    return {
+        "exit": [run["exit"] for run in runs],
+        "first_loss": rows[0]["loss"] if rows else None,
+        "last_loss": rows[-1]["loss"] if rows else None,
+        "runs_identical": [r["loss"] for r in rows] == [r["loss"] for r in runs[1]["rows"]] and len(rows) >= 20,
+        "median_step_s": steady[len(steady) // 2] if steady else None,
+        "model_tflops": best["model_tflops"],
+        "tokens_per_s": best["tokens_per_s"],
+        "exposed_s": best["exposed_s"],
+        "hbm_peak_bytes": rows[-1]["hbm_peak_bytes"],
+        "host_bytes": rows[-1]["host_bytes"],
+    }
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"commit": commit, "gpu": gpu, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    batch = ROOT / "runs" / "one_batch.txt"
+    batch.parent.mkdir(exist_ok=True)
+    batch.write_bytes(TEXT.read_bytes()[:BATCH_TOKENS])
+    report: dict[str, Any] = {"machine": machine(), "runs": {}}
+    for config in sorted((ROOT / "benchmarks" / "configs").glob("qwen2.5_*.yaml")):
+        runs = [train(config, ROOT / "runs" / f"{config.stem}_{i}", *sys.argv[2:]) for i in range(2)]
+        report["runs"][config.stem] = {"summary": summary(runs) if runs[0]["rows"] else None, "raw": runs}
+        print(config.stem, json.dumps(report["runs"][config.stem]["summary"]), flush=True)
+        for run in runs:
+            print(run.get("stderr", ""), flush=True)
+    (out / "vertical_slice.json").write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The Ray cluster of a run: an existing one when there is one, else one of our own that leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+import ray
+
+# Batches and metrics only; Ray would claim 30 % of RAM, which the arenas need.
+OBJECT_STORE_BYTES = 128 << 20
+STOP_TIMEOUT_S = 20.0
+
+JOB_MARKER = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the driver it starts
+
+# Read by the processes that ray.init starts. The memory monitor counts arenas as used and kills actors for it. With a
+# token of its own the cluster writes none into the home directory.
+EMBEDDED_ENVIRONMENT = {"RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def in_ray_job() -> bool:
+    """Whether this process is the entrypoint of `ray job submit`."""
+    return JOB_MARKER in os.environ
+
+
+@contextmanager
+def cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
+    """Connects this process to Ray for the block.
+
+    In order: a connection that exists already stays as it is; inside `ray job submit`, or with RAY_ADDRESS set, that
+    cluster; else an embedded one, whose processes, session folder and shared memory are gone afterwards.
+    """
+    if ray.is_initialized():
+        yield
+    elif os.environ.get("RAY_ADDRESS") or in_ray_job():
+        ray.init(log_to_driver=True, logging_level=logging.WARNING)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+    else:
+        with _embedded(num_cpus, num_gpus):
+            yield
+
+
+@contextmanager
+def _embedded(num_cpus: int, num_gpus: int) -> Iterator[None]:
+    # A socket path must stay under 107 bytes, so not under the run directory.
+    folder = tempfile.mkdtemp(prefix="megatrain-", dir="/tmp")
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    started: list[psutil.Process] = []
+    try:
+        with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}):
+            logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=True,
+                logging_level=logging.ERROR,
+                _temp_dir=folder,
+            )
+            yield
+            started = _started(before)
+            ray.shutdown()
+    finally:
+        started = started or _started(before)
+        if ray.is_initialized():
+            ray.shutdown()
+        _end(started)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(before: set[int]) -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Waits for processes that were told to stop, then kills by pid what is still there."""
+    _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for what is started in the block; values the user has set win. Ray sets RAY_AUTH_MODE itself."""
+    before = {name: os.environ.get(name) for name in (*values, "RAY_AUTH_MODE")}
+    os.environ.update({name: value for name, value in values.items() if before[name] is None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)

@@ -1,0 +1,145 @@
+"""The process that computes: arenas attached and pinned, an engine on its event loop, one row of metrics a step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain_ray.arena_owner import SLAB, WORDS, WORKING
+from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.cuda_device import CudaDevice
+from megatrain_ray.engine.device import Device
+from megatrain_ray.engine.engine import Engine, Schedule, StepReport
+from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.lr_schedule import learning_rate
+from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.shared_host import SharedHost
+from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.io.arena import Arena, ArenaHandle
+from megatrain_ray.io.batches import Batch
+from megatrain_ray.planning import FlopCount, Prepared
+
+EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python")
+
+FetchBatch = Callable[[int], Awaitable[Batch]]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come: completed updates, those that counted for AdamW, those skipped."""
+
+    step: int
+    adam_step: int
+
+    @property
+    def num_skipped(self) -> int:
+        return self.step - self.adam_step
+
+
+class GpuWorker:
+    """Plain class behind the GPU actor. `start` on the event loop that will run it, then `step` in order."""
+
+    def __init__(self, prepared: Prepared, handles: Mapping[str, ArenaHandle], fetch_batch: FetchBatch) -> None:
+        self._prepared = prepared
+        self._fetch_batch = fetch_batch
+        self._arenas = {name: Arena.attach(handles[name]) for name in (WORKING, SLAB, WORDS)}
+        self._host_bytes = sum(handle.nbytes for handle in handles.values())
+        self._flops = FlopCount.of(prepared.structure, prepared.source)
+        self._turn = asyncio.Lock()
+
+    async def start(self, progress: Progress) -> None:
+        """Builds device and engine; `progress`: where the weights in the arenas stand."""
+        plan, structure = self._prepared.plan, self._prepared.structure
+        layout = structure.layout(plan.num_fragments)
+        num_bytes = layout.size * plan.precision.working_dtype.itemsize
+        working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
+        slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)[: plan.slab_bytes]
+        device = make_device(plan, deterministic=self._prepared.config.train.deterministic)
+        device.pin(working)
+        device.pin(slab)
+        words = HostWords(self._arenas[WORDS].buffer, len(layout.layers), plan.num_shards)
+        words.reset(progress.step)
+        self._host = SharedHost(plan, layout, working.view(plan.precision.working_dtype), slab, words)
+        self._engine = Engine(self._prepared.source.factory, structure, plan, device, self._host)
+        self._progress = progress
+        self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
+        self._clock = time.perf_counter()
+
+    async def step(self, step: int) -> dict[str, Any]:
+        """Runs one step, in the order of the calls; returns its row of metrics."""
+        async with self._turn:
+            start = time.perf_counter()
+            batch = await self._next_batch
+            data_s = time.perf_counter() - start
+            if step < self._prepared.config.train.steps:
+                self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
+            report = await self._engine.step(self._step_input(step, batch), self._schedule(step))
+            self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
+            return self._row(report, batch, data_s)
+
+    async def drain(self) -> Progress:
+        """Waits until the last step's update is done everywhere."""
+        async with self._turn:
+            await self._host.drain(self._progress.step)
+            return self._progress
+
+    async def close(self) -> None:
+        """Stops what works in the background."""
+        self._next_batch.cancel()
+        await self._host.close()
+        await self._engine.close()
+
+    def _step_input(self, step: int, batch: Batch) -> StepInput:
+        size = self._prepared.plan.micro_batch_size
+        micro_batches = tuple(
+            MicroBatch(ids, targets)
+            for ids, targets in zip(torch.split(batch.input_ids, size), torch.split(batch.targets, size), strict=True)
+        )
+        return StepInput(step, micro_batches, World(batch.num_supervised), self._prepared.config.train.seed)
+
+    def _schedule(self, step: int) -> Schedule:
+        train = self._prepared.config.train
+        lr = learning_rate(
+            step,
+            peak=train.lr,
+            min_lr=train.min_lr,
+            steps=train.steps,
+            warmup_steps=train.warmup_steps,
+            schedule=train.schedule,
+        )
+        return Schedule(lr, self._progress.adam_step + 1, train.clip)
+
+    def _row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
+        now = time.perf_counter()
+        step_s, self._clock = now - self._clock, now
+        lengths = (batch.targets != -100).sum(1)
+        flops = self._flops.per_step(batch.num_tokens, int((lengths * lengths).sum()))
+        exposed_s = dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s}
+        exposed_s["python"] = max(0.0, step_s - data_s - report.step_s)
+        return {
+            "step": report.step,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": self._schedule(report.step).lr,
+            "tokens": batch.num_supervised,
+            "skipped": report.skipped,
+            "step_s": step_s,
+            "tokens_per_s": batch.num_tokens / step_s,
+            "model_tflops": flops / step_s / 1e12,
+            "exposed_s": exposed_s,
+            "hbm_peak_bytes": report.memory.peak_bytes,
+            "host_bytes": self._host_bytes,
+        }
+
+
+def make_device(plan: Plan, *, deterministic: bool) -> Device:
+    if plan.device == "cuda":
+        return CudaDevice(deterministic=deterministic, tf32=plan.precision is Precision.TF32)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    return CpuDevice(num_threads=plan.num_compute_threads)

@@ -1,0 +1,84 @@
+"""From a TrainConfig to a Plan: what a run would do, without doing any of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.planner import Machine, Request, make_plan
+from megatrain_ray.engine.structure import discover
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.machine import probe_machine
+from megatrain_ray.model_source import ModelSource, open_model
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before the first process starts. Picklable: actors get it whole."""
+
+    config: TrainConfig
+    source: ModelSource
+    structure: ModelStructure
+    plan: Plan
+
+
+def plan_config(config: TrainConfig) -> Plan:
+    """What `megatrain plan` shows. Raises ConfigError and CapacityError as training would."""
+    return prepare(config).plan
+
+
+def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
+    """`machine`: another one than this."""
+    source = open_model(config.model)
+    positions = source.max_positions
+    if positions is not None and config.data.seq_len > positions:
+        raise ConfigError(
+            f"data.seq_len: {config.data.seq_len} is more than the model's {positions} positions "
+            "(max_position_embeddings); lower it"
+        )
+    hardware = config.hardware
+    machine = machine or probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit)
+    micro_batch_size, num_micro_batches = config.split()
+    precision = Precision(config.train.precision)
+    structure, activations = discover(source.factory, precision.working_dtype, micro_batch_size, config.data.seq_len)
+    request = Request(
+        precision=precision,
+        round_gradients=config.train.grad_dtype == "bf16",
+        clip=config.train.clip is not None,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        seq_len=config.data.seq_len,
+        num_shards=hardware.num_shards,
+    )
+    return Prepared(config, source, structure, make_plan(structure, activations, machine, request))
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Model FLOPs of a step: 6 N_matmul tokens + 6 L d_attn Σ len² (causal attention counted once; forward and
+    backward; recomputation and pads are not counted)."""
+
+    num_matmul: int
+    num_blocks: int
+    d_attn: int
+
+    @staticmethod
+    def of(structure: ModelStructure, source: ModelSource) -> FlopCount:
+        """Matrices of blocks and head, a tied head included; the input embedding is a lookup, not a product."""
+        matrices = [
+            p.shape[0] * p.shape[1]
+            for layer in structure.layers
+            if layer.kind is not LayerKind.EMBEDDING
+            for p in layer.parameters
+            if len(p.shape) == 2
+        ]
+        blocks = sum(layer.kind is LayerKind.BLOCK for layer in structure.layers)
+        heads = int(source.config.get("num_attention_heads", 32))
+        hidden = int(source.config.get("hidden_size", 4096))
+        head_dim = int(source.config.get("head_dim") or hidden // heads)
+        return FlopCount(sum(matrices), blocks, heads * head_dim)
+
+    def per_step(self, num_tokens: int, sum_squared_lengths: int) -> float:
+        return 6.0 * self.num_matmul * num_tokens + 6.0 * self.num_blocks * self.d_attn * sum_squared_lengths

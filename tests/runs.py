@@ -1,0 +1,120 @@
+"""Runs as a user starts them, and what they must equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.io.batches import Batch, BatchStream
+from megatrain_ray.io.weights import WeightFolder
+from megatrain_ray.io.windows import load_windows
+from tests.reference import Recipe, Result, train_reference
+from tests.tiny import TEXT, VOCAB_SIZE
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 240
+
+
+def config(run_dir: Path, model: Path | Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """A configuration of ten steps of 4 × 32 bytes; `changes` are dotted keys with __ for dots."""
+    tree: dict[str, Any] = {
+        "model": {"path": str(model)} if isinstance(model, Path) else {"config": dict(model)},
+        "data": {"path": str(TEXT), "tokenizer": "bytes", "seq_len": 32},
+        "train": {"steps": 10, "batch_size": 4, "lr": 1e-3, "precision": "fp32"},
+        "hardware": {"device": "cpu"},
+        "run_dir": str(run_dir),
+    }
+    for key, value in changes.items():
+        *groups, name = key.split("__")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[name] = value
+    return tree
+
+
+def write_config(path: Path, tree: Mapping[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(dict(tree)))
+    return path
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "megatrain_ray", *arguments]
+
+
+def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command to its end, in a process of its own."""
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=TIMEOUT_S,
+        env={**os.environ, **environment},
+    )
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in rows(run_dir)]
+
+
+def plan_of(run_dir: Path) -> Plan:
+    return Plan.from_json((run_dir / "plan.json").read_text())
+
+
+def batches(num_steps: int, batch_size: int, seq_len: int, *, seed: int = 0) -> list[Batch]:
+    windows = load_windows(str(TEXT), "bytes", seq_len=seq_len, packing=True, vocab_size=VOCAB_SIZE)
+    stream = BatchStream(windows, batch_size=batch_size, shuffle=True, seed=seed)
+    return [stream.next_batch() for _ in range(num_steps)]
+
+
+def reference_of(run_dir: Path, tree: Mapping[str, Any]) -> Result:
+    """The reference under the run's settings and, as its plan says, with its threads and loss chunks."""
+    plan, train = plan_of(run_dir), tree["train"]
+    recipe = Recipe(
+        steps=train["steps"],
+        lr=train["lr"],
+        clip=train.get("clip", 1.0),
+        seed=train.get("seed", 0),
+        precision=train["precision"],
+        grad_dtype=train.get("grad_dtype", "fp32"),
+        micro_batch_size=plan.micro_batch_size,
+        loss_chunk_tokens=plan.loss_chunk_tokens,
+        num_threads=plan.num_compute_threads,
+    )
+    drawn = batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
+    return train_reference(Path(tree["model"]["path"]), drawn, recipe)
+
+
+def exported_masters(run_dir: Path, out: Path) -> dict[str, Tensor]:
+    """FP32 masters of the newest save, through `megatrain export`."""
+    done = cli("export", str(run_dir), str(out), "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    folder = WeightFolder.open(out)
+    return {name: folder.read(name, 0, torch.Size(folder.shape(name)).numel()) for name in folder.names}
+
+
+def assert_equals_reference(run_dir: Path, tree: Mapping[str, Any], out: Path) -> None:
+    """Bit-equal losses, norms and final masters."""
+    theirs = reference_of(run_dir, tree)
+    assert losses(run_dir) == theirs.losses
+    assert [row["grad_norm"] for row in rows(run_dir)] == theirs.grad_norms
+    assert [row["lr"] for row in rows(run_dir)] == theirs.learning_rates
+    ours = exported_masters(run_dir, out)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours[name], master.flatten()), name

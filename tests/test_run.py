@@ -1,0 +1,185 @@
+"""Whole runs through the command line and real actors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.visits import LoopOrder
+from tests.runs import (
+    ROOT,
+    assert_equals_reference,
+    cli,
+    command,
+    config,
+    exported_masters,
+    losses,
+    plan_of,
+    rows,
+    write_config,
+)
+from tests.tiny import build_tiny
+
+Row = dict[str, Any]
+
+PARITY_ROWS = {
+    # name: (settings, tied, expected plan: order, activations, micro-batches, shards)
+    "kept": ({"train__batch_size": None, "train__micro_batch_size": 4}, False, (None, ActivationPolicy.KEEP, 1, 1)),
+    "layers-outer": (
+        {"train__precision": "fp32", "hardware__num_shards": 3, "train__seed": 5},
+        True,
+        (LoopOrder.LAYERS_OUTER, ActivationPolicy.KEEP, 4, 3),
+    ),
+    "recomputed": (
+        {"hardware__num_shards": 2, "hardware__hbm_limit": "HALF", "train__clip": None, "train__precision": "bf16"},
+        False,
+        (None, ActivationPolicy.RECOMPUTE, 4, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARITY_ROWS)
+def test_parity_through_the_command_line(tmp_path: Path, ray_address: str, name: str) -> None:
+    settings, tied, (order, activations, num_micro_batches, num_shards) = PARITY_ROWS[name]
+    model = build_tiny(tmp_path / "model", tied=tied, attention_dropout=0.1 if tied else 0.0)
+    settings = dict(settings)
+    run = tmp_path / "run"
+    if settings.get("hardware__hbm_limit") == "HALF":
+        settings["hardware__hbm_limit"] = 3_000_000
+    tree = config(run, model, **settings)
+    path = write_config(tmp_path / "config.yaml", tree)
+    done = cli("train", str(path), RAY_ADDRESS=ray_address)
+    assert done.returncode == 0, done.stderr
+    plan = plan_of(run)
+    assert order is None or plan.order is order
+    assert plan.layers[1].activations is activations
+    assert (plan.num_micro_batches, plan.num_shards) == (num_micro_batches, num_shards)
+    assert_equals_reference(run, tree, tmp_path / "out")
+
+
+def leftovers() -> tuple[set[str], set[str]]:
+    """Names in /tmp and /dev/shm that a run of ours or its Ray may leave."""
+    temporary = {p.name for p in Path("/tmp").iterdir() if p.name.startswith(("megatrain-", "ray"))}
+    shared = {p.name for p in Path("/dev/shm").iterdir() if "plasma" in p.name or "ray" in p.name}
+    return temporary, shared
+
+
+def arenas_mapped(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line.split("/memfd:")[1].split(" ")[0] for line in lines if "/memfd:" in line}
+
+
+def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path) -> None:
+    """An embedded Ray; Ctrl-C in the middle; a new process with other save settings; the reference in the end."""
+    before = leftovers()
+    model = build_tiny(tmp_path / "model")
+    tree = config(tmp_path / "run", model, train__steps=300, hardware__num_shards=2)
+    path = write_config(tmp_path / "config.yaml", tree)
+    process = subprocess.Popen(command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(rows(tmp_path / "run")) < 4 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)  # for the run, not for the test: any step will do
+    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    mapped = {pid: arenas for pid in family if (arenas := arenas_mapped(pid))}
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "the same command resumes" in errors
+    states = sorted(name for arenas in mapped.values() for name in arenas if name.startswith("state-"))
+    assert states == ["state-0", "state-1"], "each shard maps its own state, and nobody else does"
+    assert all(len([a for a in arenas if a.startswith("state-")]) <= 1 for arenas in mapped.values())
+    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    assert leftovers() == before
+    done_before = len(rows(tmp_path / "run"))
+    assert 4 <= done_before < 300
+    done = cli("train", str(path), "save_every=100", "save_keep=1", "hardware.num_shards=3")
+    assert done.returncode == 0, done.stderr
+    assert len(rows(tmp_path / "run")) == 300
+    assert [p.name for p in (tmp_path / "run" / "saves").iterdir()] == ["step_300"]
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+    assert leftovers() == before
+    again = cli("train", str(path))
+    assert again.returncode == 0
+    assert "already at step 300" in again.stdout
+
+
+def test_ten_steps_are_four_and_six(tmp_path: Path, ray_address: str) -> None:
+    """Resuming in a new process from the save after 4 updates, in mid-epoch, is bit for bit the whole run."""
+    model = build_tiny(tmp_path / "model", attention_dropout=0.1)
+    tree = config(tmp_path / "run", model, save_every=4, save_keep=5, train__precision="bf16")
+    path = write_config(tmp_path / "config.yaml", tree)
+    assert cli("train", str(path), RAY_ADDRESS=ray_address).returncode == 0
+    whole = rows(tmp_path / "run")
+    masters = exported_masters(tmp_path / "run", tmp_path / "whole")
+    for step in (8, 10):
+        shutil.rmtree(tmp_path / "run" / "saves" / f"step_{step}")
+    done = cli("train", str(path), "save_every=0", RAY_ADDRESS=ray_address)
+    assert done.returncode == 0, done.stderr
+    resumed = rows(tmp_path / "run")
+    assert [row["step"] for row in resumed] == list(range(1, 11))
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert (ours["loss"], ours["grad_norm"], ours["lr"]) == (theirs["loss"], theirs["grad_norm"], theirs["lr"])
+    for name, master in exported_masters(tmp_path / "run", tmp_path / "resumed").items():
+        assert torch.equal(master, masters[name]), name
+
+
+def test_resume_refuses_other_settings(tmp_path: Path, ray_address: str) -> None:
+    model = build_tiny(tmp_path / "model")
+    tree = config(tmp_path / "run", model, train__steps=1)
+    path = write_config(tmp_path / "config.yaml", tree)
+    assert cli("train", str(path), RAY_ADDRESS=ray_address).returncode == 0
+    before = sorted(p.relative_to(tmp_path) for p in (tmp_path / "run").rglob("*"))
+    refused = cli("train", str(path), "train.lr=2e-3", "train.steps=2")
+    assert refused.returncode == 2
+    assert "train.lr: 0.001 -> 0.002" in refused.stderr
+    assert "train.steps" not in refused.stderr
+    assert cli("train", str(path), "resume=false").returncode == 2
+    assert sorted(p.relative_to(tmp_path) for p in (tmp_path / "run").rglob("*")) == before
+
+
+def test_export_generates(tmp_path: Path, ray_address: str) -> None:
+    """Random weights from a configuration; the exported folder is an ordinary Hugging Face model."""
+    from transformers import AutoModelForCausalLM
+
+    shape = {
+        "model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    tree = config(tmp_path / "run", shape, train__steps=2, train__precision="bf16")
+    path = write_config(tmp_path / "config.yaml", tree)
+    done = cli("train", str(path), RAY_ADDRESS=ray_address)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run")[0] == pytest.approx(5.55, abs=0.3)
+    assert cli("export", str(tmp_path / "run"), str(tmp_path / "hf")).returncode == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.dtype == torch.bfloat16
+    ids = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
+    assert ids.shape == (1, 8)
+    inspected = cli("inspect", str(tmp_path / "run"))
+    assert inspected.returncode == 0, inspected.stderr
+    assert "step_2" in inspected.stdout
+
+
+def test_python_api(tmp_path: Path, ray_address: str) -> None:
+    """Trainer in a process that is connected to Ray already."""
+    from megatrain_ray import TrainConfig, Trainer
+
+    model = build_tiny(tmp_path / "model")
+    tree = config(tmp_path / "run", model, train__steps=3, save_every=None)
+    summary = Trainer(TrainConfig.model_validate(tree)).fit()
+    assert summary.step == 3
+    assert summary.loss == losses(tmp_path / "run")[-1]
+    assert not list((tmp_path / "run" / "saves").iterdir())
