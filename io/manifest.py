@@ -103,7 +103,7 @@ class Manifest:
             for piece in blob.pieces:
                 spans.setdefault((piece.layer, blob.kind), []).append((piece.start, piece.stop))
         return [
-            f"{kind} of {layer}: expected each of {sizes.get((layer, kind), 0)} elements once, got {sorted(found)}"
+            f"{kind} of {layer}: expected each of {sizes.get((layer, kind), 0)} elements once, got {sorted(found)[:4]}…"
             for (layer, kind), found in spans.items()
             if not _tile(sorted(found), sizes.get((layer, kind), 0))
         ]
@@ -121,9 +121,7 @@ def read_manifest(save_folder: Path) -> Manifest:
         raise MegatrainError(f"{path} is damaged: {error}") from None
     version = values.get("version") if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
-        raise MegatrainError(
-            f"{path} has format version {version!r}, this release reads version {FORMAT_VERSION}"
-        )
+        raise MegatrainError(f"{path} has format version {version!r}, this release reads version {FORMAT_VERSION}")
     try:
         return TypeAdapter(Manifest).validate_json(text)
     except ValidationError as error:

@@ -14,6 +14,16 @@ from megatrain_ray.errors import ConfigError
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 
+# What AutoTokenizer reads beside tokenizer.json.
+FILE_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
 class Tokenizer(Protocol):
     def encode(self, text: str) -> TokenArray:
         """The ids of a text, 1-D. No special tokens are added."""
@@ -56,3 +66,9 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
         raise ConfigError(f"data.tokenizer: cannot read {file}: {error}") from None
+
+
+def tokenizer_files(name: str) -> tuple[Path, ...]:
+    """The files that make up a tokenizer; none for `bytes`, and none where its folder is gone."""
+    paths = () if name == "bytes" else tuple(Path(name) / file for file in FILE_NAMES)
+    return tuple(path for path in paths if path.is_file())

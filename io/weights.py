@@ -100,7 +100,9 @@ class WeightFolder:
 
     def _find(self, name: str) -> _Stored:
         if name not in self._stored:
-            raise ConfigError(f"{self.path} holds {len(self._stored)} parameters, but no {name}: is it of another model?")
+            raise ConfigError(
+                f"{self.path} holds {len(self._stored)} parameters, but no {name}: is it of another model?"
+            )
         return self._stored[name]
 
 

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.export import export_save
+from megatrain_ray.io.export import ExportDtype
 from megatrain_ray.io.save import list_saves, load_manifest, save_folder
+from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.run_dir import RunFiles
 
 
 def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
-    """`dtype`: bf16, fp32, or None for the working copy's.
+    """`dtype`: bf16, fp32, or None for the working copy's. The tokenizer's files go with the weights.
 
     Raises ConfigError for a folder that holds no run or no save, and for an OUT_DIR that is in use; MegatrainError for
     a damaged save. OUT_DIR appears whole or not at all.
     """
     files = RunFiles(run_dir.absolute())
-    files.read_config()
+    config = files.read_config()
     saves = list_saves(files.saves)
     if not saves:
         raise ConfigError(f"{run_dir} holds no save yet: train until one is made (save_every), then export")
-    manifest = load_manifest(files.saves, saves[-1])
-    working = "bf16" if manifest.precision == "bf16" else "fp32"
-    export_save(save_folder(files.saves, saves[-1]), manifest, out_dir, dtype or working)
+    step = saves[-1]
+    export_save(
+        save_folder(files.saves, step),
+        load_manifest(files.saves, step),
+        out_dir,
+        ExportDtype(dtype) if dtype else None,
+        copies=tokenizer_files(config.tokenizer),
+    )

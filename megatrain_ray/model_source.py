@@ -12,7 +12,7 @@ import torch
 
 from megatrain_ray.config import ModelConfig
 from megatrain_ray.engine.load import RandomSource, WeightSource
-from megatrain_ray.engine.model import ModelFactory, build_empty
+from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.weights import WeightFolder
 
@@ -44,6 +44,12 @@ class ModelSource:
     def max_positions(self) -> int | None:
         return self.config.get("max_position_embeddings")
 
+    def check_weights(self, structure: ModelStructure) -> None:
+        """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape."""
+        if self.folder is not None:
+            owned = [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
+            WeightFolder.open(self.folder).check({p.name: p.shape for p in owned})
+
     def weights(self) -> WeightSource:
         """Initial FP32 values of every parameter."""
         if self.folder is not None:
@@ -73,7 +79,6 @@ def open_model(model: ModelConfig) -> ModelSource:
                 "and give the folder"
             )
         config = _read_config(folder / "config.json", "model.path")
-        WeightFolder.open(folder)
         source = ModelSource(config, folder, model.seed)
     else:
         named = model.config

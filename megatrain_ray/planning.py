@@ -43,6 +43,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision(config.train.precision)
     structure, activations = discover(source.factory, precision.working_dtype, micro_batch_size, config.data.seq_len)
+    source.check_weights(structure)
     request = Request(
         precision=precision,
         round_gradients=config.train.grad_dtype == "bf16",

@@ -7,6 +7,7 @@ import fcntl
 import os
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,26 @@ async def test_the_chunks_own_errors_pass_through(store: BlobStore) -> None:
         await store.write("blob", chunks())
 
 
+async def test_every_transfer_is_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not would end direct transfers of that file, silently."""
+    with open_direct(tmp_path / "probe") as fd:
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            pytest.skip("the temporary folder's file system knows no O_DIRECT")
+    monkeypatch.setattr(fcntl, "fcntl", lambda *_: pytest.fail("a transfer was refused"))
+    data = content(BLOCK_BYTES + 4097)
+    await FileStore(tmp_path).write("blob", in_chunks(data, 65537))
+    assert await read(FileStore(tmp_path), "blob", 4095, BLOCK_BYTES + 2) == data[4095:]
+
+
+@contextmanager
+def open_direct(path: Path) -> Iterator[int]:
+    fd = blob_store._open_direct(str(path), os.O_WRONLY | os.O_CREAT)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 async def test_a_file_system_that_refuses_only_the_transfer(tmp_path: Path) -> None:
     data, refused = content(9000), list[int]()
 
@@ -99,10 +120,9 @@ async def test_a_file_system_that_refuses_only_the_transfer(tmp_path: Path) -> N
             raise OSError(errno.EINVAL, "alignment")
         return os.write(fd, part)
 
-    fd = os.open(tmp_path / "blob", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-    assert await blob_store._transfer(fd, write, memoryview(data)) == len(data)
-    assert await blob_store._transfer(fd, write, memoryview(b"more")) == 4
-    os.close(fd)
+    with open_direct(tmp_path / "blob") as fd:
+        assert await blob_store._transfer(fd, write, memoryview(data)) == len(data)
+        assert await blob_store._transfer(fd, write, memoryview(b"more")) == 4
     assert refused == [9000], "from then on through the page cache"
     assert (tmp_path / "blob").read_bytes() == data + b"more"
 

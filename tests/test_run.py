@@ -32,39 +32,43 @@ from tests.tiny import build_tiny
 
 Row = dict[str, Any]
 
-PARITY_ROWS = {
-    # name: (settings, tied, expected plan: order, activations, micro-batches, shards)
-    "kept": ({"train__batch_size": None, "train__micro_batch_size": 4}, False, (None, ActivationPolicy.KEEP, 1, 1)),
+PARITY_ROWS: dict[str, tuple[Row, bool, tuple[LoopOrder, ActivationPolicy, int, int]]] = {
+    # name: (settings, tied with dropout, what the plan must say: order, activations, micro-batches, shards)
+    "one-micro-batch": (
+        {"train__batch_size": None, "train__micro_batch_size": 4},
+        False,
+        (LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 1, 1),
+    ),
     "layers-outer": (
-        {"train__precision": "fp32", "hardware__num_shards": 3, "train__seed": 5},
+        {"hardware__num_shards": 3, "train__seed": 5},
         True,
         (LoopOrder.LAYERS_OUTER, ActivationPolicy.KEEP, 4, 3),
     ),
-    "recomputed": (
-        {"hardware__num_shards": 2, "hardware__hbm_limit": "HALF", "train__clip": None, "train__precision": "bf16"},
+    "sums-on-the-device": (
+        {"hardware__hbm_limit": 1_800_000, "train__precision": "bf16"},
         False,
-        (None, ActivationPolicy.RECOMPUTE, 4, 2),
+        (LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 4, 1),
+    ),
+    "recomputed": (
+        {"hardware__num_shards": 2, "hardware__hbm_limit": 1_300_000, "train__clip": None, "train__precision": "bf16"},
+        False,
+        (LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, 4, 2),
     ),
 }
 
 
 @pytest.mark.parametrize("name", PARITY_ROWS)
 def test_parity_through_the_command_line(tmp_path: Path, ray_address: str, name: str) -> None:
-    settings, tied, (order, activations, num_micro_batches, num_shards) = PARITY_ROWS[name]
+    """Memory limits choose the mode, as a user would; the plan tells which it was."""
+    settings, tied, expected = PARITY_ROWS[name]
     model = build_tiny(tmp_path / "model", tied=tied, attention_dropout=0.1 if tied else 0.0)
-    settings = dict(settings)
-    run = tmp_path / "run"
-    if settings.get("hardware__hbm_limit") == "HALF":
-        settings["hardware__hbm_limit"] = 3_000_000
-    tree = config(run, model, **settings)
+    tree = config(tmp_path / "run", model, **settings)
     path = write_config(tmp_path / "config.yaml", tree)
     done = cli("train", str(path), RAY_ADDRESS=ray_address)
     assert done.returncode == 0, done.stderr
-    plan = plan_of(run)
-    assert order is None or plan.order is order
-    assert plan.layers[1].activations is activations
-    assert (plan.num_micro_batches, plan.num_shards) == (num_micro_batches, num_shards)
-    assert_equals_reference(run, tree, tmp_path / "out")
+    plan = plan_of(tmp_path / "run")
+    assert (plan.order, plan.layers[1].activations, plan.num_micro_batches, plan.num_shards) == expected
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
 def leftovers() -> tuple[set[str], set[str]]:
@@ -170,7 +174,7 @@ def test_export_generates(tmp_path: Path, ray_address: str) -> None:
     assert ids.shape == (1, 8)
     inspected = cli("inspect", str(tmp_path / "run"))
     assert inspected.returncode == 0, inspected.stderr
-    assert "step_2" in inspected.stdout
+    assert "step 2: good" in inspected.stdout
 
 
 def test_python_api(tmp_path: Path, ray_address: str) -> None:

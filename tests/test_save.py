@@ -1,14 +1,9 @@
-"""Saves: exact onto any number of shards, there or not there, and every damaged byte found and named."""
+"""Saves are exact onto any number of shards, and every damaged byte is found and named."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
-import os
-import pickle
-import random
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,84 +11,11 @@ import pytest
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io import pieces as pieces_module
 from megatrain_ray.io.blob_store import BlobStore, FileStore, MemoryStore
-from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
+from megatrain_ray.io.manifest import LayerEntry
 from megatrain_ray.io.pieces import Piece, write_blobs
-from megatrain_ray.io.save import (
-    clean_unfinished,
-    commit_save,
-    list_saves,
-    load_manifest,
-    prepare_save,
-    prune,
-    read_pieces,
-    save_folder,
-    verify,
-    write_part,
-)
+from megatrain_ray.io.save import commit_save, list_saves, load_manifest, prepare_save, verify, write_part
 from megatrain_ray.io.save_reader import SaveReader
-
-LAYERS = {"embed": 1000, "layers.0": 3 * 4096 + 1, "head": 7}
-ITEMSIZES = {
-    "bf16": {"working": 2, "residual": 2, "m": 4, "v": 4},
-    "fp32": {"master": 4, "m": 4, "v": 4},
-}
-State = dict[tuple[str, str], bytearray]  # by layer and kind
-
-
-def make_state(precision: str, seed: int | None = 0) -> State:
-    """Random bytes; zeros without a seed."""
-    sizes = {(layer, kind): n * LAYERS[layer] for layer in LAYERS for kind, n in ITEMSIZES[precision].items()}
-    source = random.Random(seed)
-    return {key: bytearray(source.randbytes(n) if seed is not None else n) for key, n in sizes.items()}
-
-
-def pieces_of(state: State, precision: str, shard: int, num_shards: int) -> Iterator[Piece]:
-    """A shard's pieces; each in three buffers of unequal size, as parameters cut a layer. Shards may own nothing."""
-    for layer, size in LAYERS.items():
-        edges = [min(size, -(-size // (64 * num_shards)) * 64 * k) for k in range(num_shards)] + [size]
-        start, stop = edges[shard], edges[shard + 1]
-        if start == stop:
-            continue
-        for kind, n in ITEMSIZES[precision].items():
-            view = memoryview(state[layer, kind])[start * n : stop * n]
-            cuts = [0, len(view) // 7 // n * n, len(view) // 2 // n * n, len(view)]
-            yield Piece(layer, kind, start, stop, [view[a:b] for a, b in itertools.pairwise(cuts)])
-
-
-def make_manifest(parts: Iterable[PartManifest], precision: str = "bf16", step: int = 1) -> Manifest:
-    layers = tuple(LayerEntry(name, n, (ParameterEntry(f"{name}.w", (n,), 0),)) for name, n in LAYERS.items())
-    return Manifest(
-        version=1,
-        step=step,
-        optimizer_step=step - 1,
-        num_skipped=1,
-        precision=precision,
-        itemsize=ITEMSIZES[precision],
-        layers=layers,
-        data={"epoch": 1, "cursor": 2**60},
-        model={"model_type": "llama", "rms_norm_eps": 1e-5},
-        config={"train": {"betas": [0.9, 0.95], "clip": None}},
-        parts=tuple(parts),
-    )
-
-
-def write_save(saves: Path, step: int, state: State, precision: str = "bf16", num_shards: int = 2) -> Path:
-    folder = prepare_save(saves, step)
-    parts = [
-        pickle.loads(pickle.dumps(asyncio.run(write_part(folder, k, pieces_of(state, precision, k, num_shards)))))
-        for k in range(num_shards)
-    ]
-    commit_save(saves, step, make_manifest(parts, precision, step))
-    return folder
-
-
-def read_save(saves: Path, step: int, precision: str = "bf16", num_shards: int = 1) -> State:
-    state = make_state(precision, None)
-    manifest = load_manifest(saves, step)
-    for k in range(num_shards):
-        wanted = pieces_of(state, precision, k, num_shards)
-        asyncio.run(read_pieces(save_folder(saves, step), manifest, wanted))
-    return state
+from tests.saves import LAYERS, make_manifest, make_state, pieces_of, read_save, write_save
 
 
 @pytest.fixture
@@ -148,99 +70,6 @@ def test_the_manifest_is_exact(tmp_path: Path) -> None:
     assert {blob.name for blob in manifest.blobs()} == {
         f"part_{k}.{kind}" for k in (0, 1) for kind in ("master", "m", "v")
     }
-
-
-def test_what_a_killed_save_left_is_no_save(tmp_path: Path) -> None:
-    state = make_state("bf16")
-    write_save(tmp_path, 1, state)
-    torn = prepare_save(tmp_path, 2)
-    asyncio.run(write_part(torn, 0, pieces_of(state, "bf16", 0, 2)))
-    (torn / "manifest.json.partial").write_bytes(b"{")
-    assert list_saves(tmp_path) == [1]
-    assert prepare_save(tmp_path, 2) == torn
-    assert list(torn.iterdir()) == []
-    clean_unfinished(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
-    assert read_save(tmp_path, 1) == state
-    clean_unfinished(tmp_path / "none")
-
-
-def test_nothing_is_committed_before_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of what must survive a power failure: the manifest's bytes, the blobs' names, its name, the folders."""
-    events: list[str] = []
-    real_fsync, real_rename = os.fsync, Path.rename
-
-    def note_fsync(fd: int) -> None:
-        events.append("fsync " + Path(f"/proc/self/fd/{fd}").readlink().name)
-        real_fsync(fd)
-
-    def note_rename(source: Path, target: Path) -> Path:
-        events.append(f"rename {target.name}")
-        return real_rename(source, target)
-
-    monkeypatch.setattr("os.fsync", note_fsync)
-    monkeypatch.setattr(Path, "rename", note_rename)
-    write_save(tmp_path / "saves", 4, make_state("fp32"), "fp32", 1)
-    assert sorted(events[:3]) == ["fsync part_0.m", "fsync part_0.master", "fsync part_0.v"]
-    assert events[3:] == [
-        "fsync manifest.json.partial",
-        "fsync step_4",
-        "rename manifest.json",
-        "fsync step_4",
-        "fsync saves",
-        f"fsync {tmp_path.name}",
-    ]
-
-
-class FaultyStore(FileStore):
-    """The `fail_on`th write fails after its first chunk, as a full disk does."""
-
-    def __init__(self, folder: Path, fail_on: int) -> None:
-        super().__init__(folder)
-        self._left = fail_on
-
-    async def write(self, name: str, chunks: Iterable[memoryview]) -> int:
-        self._left -= 1
-        if self._left:
-            return await super().write(name, chunks)
-        await super().write(name, [next(iter(chunks))])
-        raise MegatrainError(f"cannot write {name}: No space left on device")
-
-
-def test_a_disk_that_gets_full_leaves_the_last_save_good(tmp_path: Path) -> None:
-    state = make_state("bf16")
-    write_save(tmp_path, 1, state)
-    folder = prepare_save(tmp_path, 2)
-    with pytest.raises(MegatrainError, match=r"part_0.m: No space left"):
-        asyncio.run(write_blobs(FaultyStore(folder, 3), 0, pieces_of(make_state("bf16", 9), "bf16", 0, 1)))
-    assert list_saves(tmp_path) == [1]
-    clean_unfinished(tmp_path)
-    assert verify(save_folder(tmp_path, 1)) == []
-    assert read_save(tmp_path, 1) == state
-
-
-def test_a_save_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
-    state, folder = make_state("bf16"), prepare_save(tmp_path, 1)
-    parts = [asyncio.run(write_part(folder, k, pieces_of(state, "bf16", k, 2))) for k in (0, 1)]
-    with pytest.raises(MegatrainError, match=r"step_1 would not be whole: working of embed: .*1000 elements once"):
-        commit_save(tmp_path, 1, make_manifest(parts[:1]))
-    with pytest.raises(MegatrainError, match="would not be whole"):
-        commit_save(tmp_path, 1, make_manifest([*parts, parts[0]]))
-    with (folder / "part_1.v").open("ab") as file:
-        file.write(b"!")
-    with pytest.raises(MegatrainError, match=r"part_1.v has another size"):
-        commit_save(tmp_path, 1, make_manifest(parts))
-    (folder / "part_1.v").unlink()
-    with pytest.raises(MegatrainError, match=r"part_1.v: No such file"):
-        commit_save(tmp_path, 1, make_manifest(parts))
-    assert list_saves(tmp_path) == []
-
-
-def test_a_good_save_is_never_overwritten(tmp_path: Path) -> None:
-    write_save(tmp_path, 1, make_state("bf16"))
-    with pytest.raises(MegatrainError, match="step_1 is a finished save already"):
-        prepare_save(tmp_path, 1)
-    assert verify(save_folder(tmp_path, 1)) == []
 
 
 @pytest.mark.parametrize("kind", ["working", "residual", "m", "v"])
@@ -310,32 +139,6 @@ async def test_a_piece_that_does_not_fill_its_buffers_is_not_written() -> None:
     for stop, nbytes in ((10, 39), (0, 0), (0, 4)):
         with pytest.raises(MegatrainError, match=f"m of embed: elements 0 to {stop} .* {nbytes} bytes"):
             await write_blobs(MemoryStore(), 0, [Piece("embed", "m", 0, stop, [memoryview(bytes(nbytes))])])
-
-
-def test_the_last_saves_are_kept(tmp_path: Path) -> None:
-    for step in (2, 10, 9, 100):
-        write_save(tmp_path, step, make_state("fp32"), "fp32", 1)
-    (tmp_path / "step_x").mkdir()
-    assert list_saves(tmp_path) == [2, 9, 10, 100]
-    prune(tmp_path, 3)
-    assert list_saves(tmp_path) == [9, 10, 100]
-    prune(tmp_path, 0)
-    assert list_saves(tmp_path) == [100]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_100", "step_x"]
-
-
-def test_a_half_deleted_save_never_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (1, 2):
-        write_save(tmp_path, step, make_state("fp32"), "fp32", 1)
-
-    def die(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("shutil.rmtree", die)
-    with pytest.raises(KeyboardInterrupt):
-        prune(tmp_path, 1)
-    assert list_saves(tmp_path) == [2]
-    assert (save_folder(tmp_path, 1) / "part_0.m").exists()
 
 
 def test_memory_is_bounded_whatever_the_size_of_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,150 @@
+"""Writes a Hugging Face folder of weights, one part of one tensor in memory at a time.
+
+safetensors' own writer takes a whole file from memory; the format is simple enough to be written as the bytes come:
+the length of a JSON header (8 bytes, little-endian), the header, then the tensors' bytes one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.weights import INDEX_NAME, SINGLE_NAME
+
+FILE_BYTES = 5 * 10**9  # the largest file that hubs and file systems take without ado
+
+
+class ExportDtype(Enum):
+    """Type of the exported weights, by its name on the command line."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self is ExportDtype.BF16 else 4
+
+    @property
+    def config_name(self) -> str:
+        """In config.json."""
+        return "bfloat16" if self is ExportDtype.BF16 else "float32"
+
+    @property
+    def header_name(self) -> str:
+        """In a safetensors header."""
+        return "BF16" if self is ExportDtype.BF16 else "F32"
+
+
+class ExportTensor(NamedTuple):
+    """A tensor to write; `chunks` makes its bytes, row-major and little-endian, when its turn has come."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterable[memoryview]]
+
+
+def write_model_folder(
+    out_dir: Path,
+    tensors: Sequence[ExportTensor],
+    dtype: ExportDtype,
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None = None,
+    file_bytes: int = FILE_BYTES,
+    copies: Sequence[Path] = (),
+) -> None:
+    """Writes config.json, the weights in files of at most `file_bytes` (a larger tensor has its own), their index, and
+    copies of other files.
+
+    The folder appears when it is complete. Raises ConfigError unless `out_dir` is new or empty, MegatrainError when
+    writing fails.
+    """
+    with _complete_or_absent(out_dir) as folder:
+        # torch_dtype is the same key by its name before Transformers 4.56; two answers would be one too many
+        described = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype.config_name}
+        _write_json(folder / "config.json", described)
+        if generation_config is not None:
+            _write_json(folder / "generation_config.json", generation_config)
+        files = _split(tensors, dtype, file_bytes)
+        names = [f"model-{k:05}-of-{len(files):05}.safetensors" for k in range(1, len(files) + 1)]
+        if len(files) == 1:
+            names = [SINGLE_NAME]
+        else:
+            _write_json(folder / INDEX_NAME, _index(names, files, dtype))
+        for file in copies:
+            shutil.copy(file, folder)
+        for name, group in zip(names, files, strict=True):
+            _write_safetensors(folder / name, group, dtype)
+
+
+@contextmanager
+def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
+    """A folder beside `out_dir` that takes its place when the block ends well, and is gone when it does not."""
+    target = out_dir.resolve()
+    partial = target.with_name(f".{target.name}.partial")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{out_dir} exists and is not an empty folder: nothing is overwritten; name another one")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(target)
+    except OSError as error:
+        raise MegatrainError(f"cannot write {error.filename or out_dir}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _split(tensors: Sequence[ExportTensor], dtype: ExportDtype, file_bytes: int) -> list[list[ExportTensor]]:
+    """In order, as many to a file as fit."""
+    files: list[list[ExportTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        nbytes = _nbytes(tensor, dtype)
+        if files[-1] and filled + nbytes > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += nbytes
+    return files
+
+
+def _index(names: Sequence[str], files: Sequence[Sequence[ExportTensor]], dtype: ExportDtype) -> dict[str, Any]:
+    total = sum(_nbytes(tensor, dtype) for group in files for tensor in group)
+    weight_map = {tensor.name: name for name, group in zip(names, files, strict=True) for tensor in group}
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def _write_safetensors(path: Path, tensors: Sequence[ExportTensor], dtype: ExportDtype) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Transformers refuses a file without it
+    offset = 0
+    for tensor in tensors:
+        end = offset + _nbytes(tensor, dtype)
+        header[tensor.name] = {"dtype": dtype.header_name, "shape": tensor.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            written = sum(file.write(chunk) for chunk in tensor.chunks())
+            if written != _nbytes(tensor, dtype):
+                raise MegatrainError(f"{tensor.name}: expected {_nbytes(tensor, dtype)} bytes to export, got {written}")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _nbytes(tensor: ExportTensor, dtype: ExportDtype) -> int:
+    return math.prod(tensor.shape) * dtype.itemsize

@@ -1,0 +1,77 @@
+"""Saves of a made-up model: three layers of awkward sizes with random bytes as state."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
+from megatrain_ray.io.pieces import Piece
+from megatrain_ray.io.save import commit_save, load_manifest, prepare_save, read_pieces, save_folder, write_part
+
+LAYERS = {"embed": 1000, "layers.0": 3 * 4096 + 1, "head": 7}
+ITEMSIZES = {
+    "bf16": {"working": 2, "residual": 2, "m": 4, "v": 4},
+    "fp32": {"master": 4, "m": 4, "v": 4},
+}
+State = dict[tuple[str, str], bytearray]  # by layer and kind
+
+
+def make_state(precision: str, seed: int | None = 0) -> State:
+    """Random bytes; zeros without a seed."""
+    sizes = {(layer, kind): n * LAYERS[layer] for layer in LAYERS for kind, n in ITEMSIZES[precision].items()}
+    source = random.Random(seed)
+    return {key: bytearray(source.randbytes(n) if seed is not None else n) for key, n in sizes.items()}
+
+
+def pieces_of(state: State, precision: str, shard: int, num_shards: int) -> Iterator[Piece]:
+    """A shard's pieces; each in three buffers of unequal size, as parameters cut a layer. Shards may own nothing."""
+    for layer, size in LAYERS.items():
+        edges = [min(size, -(-size // (64 * num_shards)) * 64 * k) for k in range(num_shards)] + [size]
+        start, stop = edges[shard], edges[shard + 1]
+        if start == stop:
+            continue
+        for kind, n in ITEMSIZES[precision].items():
+            view = memoryview(state[layer, kind])[start * n : stop * n]
+            cuts = [0, len(view) // 7 // n * n, len(view) // 2 // n * n, len(view)]
+            yield Piece(layer, kind, start, stop, [view[a:b] for a, b in itertools.pairwise(cuts)])
+
+
+def make_manifest(parts: Iterable[PartManifest], precision: str = "bf16", step: int = 1) -> Manifest:
+    layers = tuple(LayerEntry(name, n, (ParameterEntry(f"{name}.w", (n,), 0),)) for name, n in LAYERS.items())
+    return Manifest(
+        version=1,
+        step=step,
+        optimizer_step=step - 1,
+        num_skipped=1,
+        precision=precision,
+        itemsize=ITEMSIZES[precision],
+        layers=layers,
+        data={"epoch": 1, "cursor": 2**60},
+        model={"model_type": "llama", "rms_norm_eps": 1e-5},
+        config={"train": {"betas": [0.9, 0.95], "clip": None}},
+        parts=tuple(parts),
+    )
+
+
+def write_save(saves: Path, step: int, state: State, precision: str = "bf16", num_shards: int = 2) -> Path:
+    folder = prepare_save(saves, step)
+    parts = [
+        pickle.loads(pickle.dumps(asyncio.run(write_part(folder, k, pieces_of(state, precision, k, num_shards)))))
+        for k in range(num_shards)
+    ]
+    commit_save(saves, step, make_manifest(parts, precision, step))
+    return folder
+
+
+def read_save(saves: Path, step: int, precision: str = "bf16", num_shards: int = 1) -> State:
+    state = make_state(precision, None)
+    manifest = load_manifest(saves, step)
+    for k in range(num_shards):
+        wanted = pieces_of(state, precision, k, num_shards)
+        asyncio.run(read_pieces(save_folder(saves, step), manifest, wanted))
+    return state
