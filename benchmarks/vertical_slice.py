@@ -1,6 +1,6 @@
 """The vertical slice on a GPU: the CLI through Ray trains two shapes twice each, and the device tests run.
 
-    python benchmarks/vertical_slice.py OUT_FOLDER
+    python benchmarks/vertical_slice.py OUT_FOLDER COMMIT [key=value …]
 
 Writes OUT_FOLDER/vertical_slice.json: losses, whether two deterministic runs agree, rates and memory.
 """
@@ -61,9 +61,8 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"commit": commit, "gpu": gpu, "torch": torch.__version__, "python": platform.python_version()}
+    return {"commit": sys.argv[2], "gpu": gpu, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def main() -> None:
@@ -74,7 +73,7 @@ def main() -> None:
     batch.write_bytes(TEXT.read_bytes()[:BATCH_TOKENS])
     report: dict[str, Any] = {"machine": machine(), "runs": {}}
     for config in sorted((ROOT / "benchmarks" / "configs").glob("qwen2.5_*.yaml")):
-        runs = [train(config, ROOT / "runs" / f"{config.stem}_{i}", *sys.argv[2:]) for i in range(2)]
+        runs = [train(config, ROOT / "runs" / f"{config.stem}_{i}", *sys.argv[3:]) for i in range(2)]
         report["runs"][config.stem] = {"summary": summary(runs) if runs[0]["rows"] else None, "raw": runs}
         print(config.stem, json.dumps(report["runs"][config.stem]["summary"]), flush=True)
         for run in runs:

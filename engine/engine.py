@@ -16,9 +16,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from megatrain_ray.engine.device import Device, MemoryStatistics
-from megatrain_ray.engine.gradients import Departure, GradientOffloader, GradientSlots, GradientStore
+from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, Skeleton, build_empty
+from megatrain_ray.engine.offload import Departure, Fetch, GradientOffloader
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import step_residency
 from megatrain_ray.engine.residents import Residents
@@ -90,21 +91,12 @@ class Engine:
             skeleton=Skeleton(model, structure, device.torch_device),
             streamer=self.streamer,
             residents=Residents(self._layout, plan.precision.working_dtype, memory),
-            store=self._gradient_store(poison),
-            depart=self._depart,
+            store=GradientStore(plan, self._layout, device, poison=poison),
+            transfer=self._transfer,
         )
 
-    def _gradient_store(self, poison: bool) -> GradientStore:
-        def slots(sizes: tuple[int, ...]) -> GradientSlots:
-            return GradientSlots(self.device, sizes, len(self._plan.layers), poison=poison)
-
-        plan = self._plan
-        leaving = slots(plan.leaving_slot_bytes) if plan.leaving_slot_bytes else None
-        sums = slots(plan.gradient_slot_bytes)
-        return GradientStore(self._layout, sums, plan.accumulation_dtype, leaving, plan.wire_dtype)
-
-    def _depart(self, departure: Departure) -> None:
-        self._loop.call_soon_threadsafe(self._offloader.depart_nowait, departure)
+    def _transfer(self, transfer: Departure | Fetch) -> None:
+        self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
 
     async def step(self, step: StepInput, schedule: Schedule) -> StepReport:
         """One step: update `step.step` is committed when it returns, not yet done.
@@ -157,7 +149,7 @@ class Engine:
         try:
             return await self.on_compute_thread(lambda: self.runner.run(step, self._visits))
         finally:
-            self._offloader.depart_nowait(None)
+            self._offloader.submit_nowait(None)
 
     async def on_compute_thread(self, function: Callable[[], T]) -> T:
         """Runs it where every torch call that computes runs."""

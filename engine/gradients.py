@@ -1,23 +1,19 @@
-"""Gradients on the device: sums over micro-batches in flat slots, exact norms, and their way out to the host.
+"""Gradients on the device: sums over micro-batches in flat slots, and exact norms. Compute thread only.
 
-The compute thread adds and measures; the event loop leases room in the slab, submits the copy and tells the sink when
-the gradient has landed.
+What moves between these slots and the host is offload.py's business.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import torch
 
 from megatrain_ray.engine.device import DEADLINE_S, Device, Event
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.seams import GradSink, Lease
-from megatrain_ray.errors import MegatrainError
-from megatrain_ray.trace import Op, Stage
+from megatrain_ray.engine.offload import Departure, Fetch
+from megatrain_ray.engine.plan import Plan, Tier
 
 
 class GradientSlots:
@@ -30,25 +26,23 @@ class GradientSlots:
         self._num_layers = num_layers
         self._empty: list[Future[Event] | None] = [None] * len(self._regions)
 
-    def _index(self, layer: int) -> int:
-        if len(self._regions) == self._num_layers:
-            return layer
-        return (self._num_layers - 1 - layer) % len(self._regions)
-
-    def take(self, layer: int) -> torch.Tensor:
-        """The layer's region, to be written once what left it last has left. Compute thread only."""
+    def take(self, layer: int, num_bytes: int) -> torch.Tensor:
+        """The layer's region, to be written once what left it last has left."""
         index = self._index(layer)
         future = self._empty[index]
         if future is not None:
-            with self._device.exposed("d2h"):
-                event = future.result(DEADLINE_S)
-            self._device.wait(event, "d2h")
+            wait_for(self._device, future, "d2h")
         if self._poison:
             self._regions[index].fill_(0xFF)
-        return self._regions[index]
+        return self._regions[index][:num_bytes]
+
+    def fetch(self, layer: int, num_bytes: int) -> Fetch:
+        """A request to fill the layer's region from the host."""
+        index = self._index(layer)
+        return Fetch(layer, self._regions[index][:num_bytes], self._empty[index], Future())
 
     def leave(self, layer: int) -> Future[Event]:
-        """The region's gradient is complete; the future gets the event after which it is empty."""
+        """The region's gradient may go; the future gets the event after which it is empty."""
         future: Future[Event] = Future()
         self._empty[self._index(layer)] = future
         return future
@@ -57,82 +51,35 @@ class GradientSlots:
         """Between steps: everything has left."""
         self._empty = [None] * len(self._regions)
 
-
-class Departure(NamedTuple):
-    """A complete gradient: memory, the event after which it may be read, and who waits for it to be empty."""
-
-    layer: int
-    flat: torch.Tensor
-    after: Event
-    emptied: Future[Event]
+    def _index(self, layer: int) -> int:
+        if len(self._regions) == self._num_layers:
+            return layer
+        return (self._num_layers - 1 - layer) % len(self._regions)
 
 
-class _InFlight(NamedTuple):
-    lease: Lease
-    done: Event
-
-
-class GradientOffloader:
-    """Event loop side: departures in, landed gradients out, both in order."""
-
-    def __init__(self, device: Device, sink: GradSink) -> None:
-        self._device = device
-        self._sink = sink
-        self._departures: asyncio.Queue[Departure | None] = asyncio.Queue()
-        self._in_flight: asyncio.Queue[_InFlight | None] = asyncio.Queue(maxsize=64)
-        self._error: BaseException | None = None
-
-    async def run(self, update: int) -> None:
-        """Serves one step: returns when every gradient has landed, after `depart_nowait(None)`."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._submit(), name="d2h pump")
-                group.create_task(self._land(update), name="d2h landing")
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def depart_nowait(self, departure: Departure | None) -> None:
-        """Event loop only; None says that the step has no more."""
-        self._departures.put_nowait(departure)
-        if self._error is not None:
-            self._fail(self._error)
-
-    def _fail(self, error: BaseException) -> None:
-        """Whoever waits for a region to be empty must not wait for a pump that is gone."""
-        self._error = error
-        while not self._departures.empty():
-            departure = self._departures.get_nowait()
-            if departure is not None:
-                departure.emptied.set_exception(MegatrainError(f"gradients no longer leave the device: {error!r}"))
-
-    async def _submit(self) -> None:
-        while (departure := await self._departures.get()) is not None:
-            lease = await self._sink.lease(departure.layer)
-            op = Op("offload", departure.layer, num_bytes=departure.flat.nbytes)
-            done = self._device.copy(Stage.D2H, lease.flat, departure.flat, op, [departure.after])
-            departure.emptied.set_result(done)
-            await self._in_flight.put(_InFlight(lease, done))
-        await self._in_flight.put(None)
-
-    async def _land(self, update: int) -> None:
-        loop = asyncio.get_running_loop()
-        while (flight := await self._in_flight.get()) is not None:
-            await loop.run_in_executor(None, flight.done.synchronize)
-            await self._sink.land(flight.lease, update, flight.done.at_s)
+def wait_for(device: Device, future: Future[Event], cause: str) -> None:
+    """The compute thread waits until a transfer is submitted, the compute stage until it is done."""
+    with device.exposed(cause):
+        event = future.result(DEADLINE_S)
+    device.wait(event, cause)
 
 
 class GradientStore:
-    """Compute thread side: one flat sum a layer, from first contribution to departure."""
+    """One flat sum a layer, from the first contribution to departure."""
 
-    def __init__(self, layout: ModelLayout, sums: GradientSlots, sum_dtype: torch.dtype, leaving: GradientSlots | None,
-                 wire_dtype: torch.dtype) -> None:  # fmt: skip
+    def __init__(self, plan: Plan, layout: ModelLayout, device: Device, *, poison: bool) -> None:
+        def slots(sizes: Sequence[int]) -> GradientSlots:
+            return GradientSlots(device, sizes, len(layout.layers), poison=poison)
+
         self._layout = layout
-        self._sums = sums
-        self._sum_dtype = sum_dtype
-        self._leaving = leaving
-        self._wire_dtype = wire_dtype
+        self._device = device
+        self._sums = slots(plan.gradient_slot_bytes)
+        self._sum_dtype = plan.accumulation_dtype
+        self._leaving = slots(plan.leaving_slot_bytes) if plan.leaving_slot_bytes else None
+        self._wire_dtype = plan.wire_dtype
+        self.waits_on_host = plan.sums is Tier.HOST
         self._open: dict[int, torch.Tensor] = {}
+        self._fetched: dict[int, Fetch] = {}
         self.norms: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
@@ -140,17 +87,23 @@ class GradientStore:
         if self._leaving is not None:
             self._leaving.reset()
         self._open.clear()
+        self._fetched.clear()
         self.norms.clear()
 
-    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Adds one micro-batch's gradients of a layer. A parameter that got none contributes zeros."""
+    def fetch(self, layer: int) -> Fetch:
+        """Asks for the layer's unfinished sum, ahead of `add`."""
+        self._fetched[layer] = self._sums.fetch(layer, self._num_bytes(layer))
+        return self._fetched[layer]
+
+    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool) -> None:
+        """Adds one micro-batch's gradients of a layer. A parameter that got none contributes zeros.
+
+        `first`: the sum begins here.
+        """
         flat_layout = self._layout.layers[layer]
-        first = layer not in self._open
-        if first:
-            region = self._sums.take(layer)
-            self._open[layer] = region[: flat_layout.size * self._sum_dtype.itemsize].view(self._sum_dtype)
+        flat = self._flat(layer)
         for segment in flat_layout.owned:
-            target = flat_layout.view(self._open[layer], segment.name)
+            target = flat_layout.view(flat, segment.name)
             gradient = gradients.get(segment.name)
             if gradient is None:
                 if first:
@@ -160,28 +113,47 @@ class GradientStore:
             else:
                 target.add_(gradient)
 
-    def finish(self, layer: int, device: Device) -> Departure:
+    def suspend(self, layer: int) -> Departure:
+        """Lets the unfinished sum go to the host until `fetch`."""
+        flat = self._open.pop(layer)
+        return Departure(layer, flat, self._device.record(), self._sums.leave(layer), final=False)
+
+    def finish(self, layer: int) -> Departure:
         """Rounds where asked, measures each parameter's norm (of what the optimizer receives, in FP32), lets go."""
-        flat, emptied = self._rounded(layer)
+        flat, done = self._rounded(layer)
         flat_layout = self._layout.layers[layer]
         for segment in flat_layout.owned:
             view = flat_layout.view(flat, segment.name)
             self.norms[segment.name] = torch.linalg.vector_norm(view, dtype=torch.float32)
-        return Departure(layer, flat, device.record(), emptied)
-
-    def _rounded(self, layer: int) -> tuple[torch.Tensor, Future[Event]]:
-        total = self._open.pop(layer)
-        if self._leaving is None:
-            return total, self._sums.leave(layer)
-        region = self._leaving.take(layer)
-        flat = region[: total.numel() * self._wire_dtype.itemsize].view(self._wire_dtype)
-        flat_layout = self._layout.layers[layer]
-        for segment in flat_layout.owned:  # not the padding: it was never written
-            flat_layout.view(flat, segment.name).copy_(flat_layout.view(total, segment.name))
-        return flat, self._leaving.leave(layer)
+        return Departure(layer, flat, self._device.record(), done, final=True)
 
     def total_norm(self) -> torch.Tensor:
         """The norm of the parameters' norms, in the order of `model.parameters()`, as torch takes it."""
         norms = torch.stack([self.norms[name] for name in self._layout.parameter_order])
         total: torch.Tensor = torch.linalg.vector_norm(norms)
         return total
+
+    def _flat(self, layer: int) -> torch.Tensor:
+        """Where the layer's sum is, or begins to be."""
+        if layer not in self._open:
+            fetch = self._fetched.pop(layer, None)
+            if fetch is None:
+                region = self._sums.take(layer, self._num_bytes(layer))
+            else:
+                wait_for(self._device, fetch.done, "host_accumulation")
+                region = fetch.region
+            self._open[layer] = region.view(self._sum_dtype)
+        return self._open[layer]
+
+    def _num_bytes(self, layer: int) -> int:
+        return self._layout.layers[layer].size * self._sum_dtype.itemsize
+
+    def _rounded(self, layer: int) -> tuple[torch.Tensor, Future[Event]]:
+        total = self._open.pop(layer)
+        if self._leaving is None:
+            return total, self._sums.leave(layer)
+        flat = self._leaving.take(layer, total.numel() * self._wire_dtype.itemsize).view(self._wire_dtype)
+        flat_layout = self._layout.layers[layer]
+        for segment in flat_layout.owned:  # not the padding: it was never written
+            flat_layout.view(flat, segment.name).copy_(flat_layout.view(total, segment.name))
+        return flat, self._leaving.leave(layer)

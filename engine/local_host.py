@@ -35,7 +35,8 @@ class LocalHost:
         self._timeline = timeline
         num_layers = len(layout.layers)
         self._order = plan.layer_order
-        self._slab = SlabPool(torch.empty(plan.slab_bytes, dtype=torch.uint8), layout, plan.wire_dtype)
+        self._slab = SlabPool(torch.empty(plan.slab_bytes, dtype=torch.uint8), layout, plan.slab_itemsize)
+        self._wire_dtype = plan.wire_dtype
         self._generations = [generation] * num_layers
         self._ready_at_s = [0.0] * num_layers
         self._headers: dict[int, tuple[UpdateHeader, float]] = {}
@@ -98,8 +99,10 @@ class LocalHost:
         for layer in self._order:
             lease, landed_s = await self._landing(update, layer)
             header, committed_s = self._headers[update]
+            num_bytes = self._layout.layers[layer].size * self._wire_dtype.itemsize
+            gradient = lease.region[:num_bytes].view(self._wire_dtype)
             for shard in self._shards:
-                await loop.run_in_executor(self._executor, shard.update, layer, lease.flat, header)
+                await loop.run_in_executor(self._executor, shard.update, layer, gradient, header)
             after = (committed_s, landed_s)
             self._ready_at_s[layer] = self._timeline.account(Stage.OPTIMIZER, Op("update", layer), after)
             await self._slab.release(layer)

@@ -100,6 +100,7 @@ class Plan:
     leaving_slot_bytes: tuple[int, ...]  # where rounded sums leave from; empty when nothing is rounded
     gradient_dtype: str  # of what leaves the device: bfloat16 or float32
     sum_dtype: str  # of the gradient slots
+    sums: Tier  # where sums over micro-batches wait for the next one
     slab_bytes: int
     update_order: UpdateOrder
     loss_chunk_tokens: int
@@ -122,8 +123,9 @@ class Plan:
         return _dtype(self.sum_dtype)
 
     @property
-    def sums_stay_on_device(self) -> bool:
-        return len(self.gradient_slot_bytes) == len(self.layers)
+    def slab_itemsize(self) -> int:
+        """Bytes of an element of the largest thing that waits in the slab."""
+        return (self.accumulation_dtype if self.sums is Tier.HOST else self.wire_dtype).itemsize
 
     @property
     def num_fragments(self) -> int:

@@ -66,6 +66,7 @@ class Candidate:
     activations: ActivationPolicy
     num_block_slots: int
     num_edge_slots: int
+    sums: Tier = Tier.HBM
 
 
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
@@ -102,12 +103,14 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     """Fastest first: recomputation costs a third of the compute, streaming per micro-batch only PCIe time."""
     num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in structure.layers)
     several = request.num_micro_batches > 1
-    orders = [LoopOrder.LAYERS_OUTER, LoopOrder.MICRO_BATCHES_OUTER] if several else [LoopOrder.MICRO_BATCHES_OUTER]
+    orders = [(LoopOrder.MICRO_BATCHES_OUTER, Tier.HBM)]
+    if several:
+        orders = [(LoopOrder.LAYERS_OUTER, Tier.HBM), *orders, (LoopOrder.MICRO_BATCHES_OUTER, Tier.HOST)]
     # Three slots: one in use, one arriving, one to let a late load catch up; two still overlap.
     for policy in ActivationPolicy:
         for num_block_slots, num_edge_slots in ((3, 2), (2, 1)):
-            for order in orders:
-                yield Candidate(order, policy, min(num_block_slots, num_blocks), num_edge_slots)
+            for order, sums in orders:
+                yield Candidate(order, policy, min(num_block_slots, num_blocks), num_edge_slots, sums)
 
 
 def step_residency(structure: ModelStructure, layout: ModelLayout, plan: Plan) -> Residency:
@@ -175,6 +178,7 @@ class _Builder:
             leaving_slot_bytes=self._leaving_slots(),
             gradient_dtype=_name(self._wire),
             sum_dtype=_name(self._sums),
+            sums=c.sums,
             slab_bytes=self._slab_bytes(),
             update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
             loss_chunk_tokens=self._chunk_tokens(),
@@ -234,6 +238,8 @@ class _Builder:
 
     def _gradient_slots(self) -> tuple[int, ...]:
         sizes = [layer.size * self._sums.itemsize for layer in self.layout.layers]
+        if self.candidate.sums is Tier.HOST:
+            return (max(sizes),) * 3  # one arrives, one is added to, one leaves
         if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
             return tuple(sizes)
         return (max(sizes),) * 2
@@ -244,6 +250,8 @@ class _Builder:
         return (max(layer.size for layer in self.layout.layers) * self._wire.itemsize,) * 2
 
     def _slab_bytes(self) -> int:
+        if self.candidate.sums is Tier.HOST:
+            return self.layout.size * self._sums.itemsize
         sizes = [layer.size * self._wire.itemsize for layer in self.layout.layers]
         return sum(sizes) if self.request.clip else min(sum(sizes), 4 * max(sizes))
 
@@ -305,7 +313,9 @@ class _Builder:
         num_processes = 4 + plan.num_shards
         yield ByteCount(Tier.HOST, "working copy", working, f"{self.layout.size} padded elements")
         yield ByteCount(Tier.HOST, "optimizer state", state, f"{per_element} bytes × {self.layout.size}")
-        yield ByteCount(Tier.HOST, "gradients in waiting", plan.slab_bytes, f"{plan.gradient_dtype} slab")
+        yield ByteCount(
+            Tier.HOST, "gradients in waiting", plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"
+        )
         yield ByteCount(Tier.HOST, "processes", num_processes * PROCESS_BYTES, f"{num_processes} × {PROCESS_BYTES}")
 
 

@@ -23,11 +23,11 @@ class HostWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Lease:
-    """A temporary hold on a part of the slab, for one layer's gradient: `flat` is 1-D, padded size, wire type."""
+    """A temporary hold on a part of the slab, for one layer's gradient: `region` is 1-D uint8 of the slab."""
 
     layer: int
     start_bytes: int
-    flat: torch.Tensor
+    region: torch.Tensor
 
 
 class ParamSource(Protocol):

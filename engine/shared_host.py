@@ -32,7 +32,7 @@ class SharedHost:
         """`working`: 1-D, every layer's working copy at `layout.starts`. `slab`: 1-D uint8."""
         self._layout = layout
         self._working = working
-        self._slab = SlabPool(slab, layout, plan.wire_dtype)
+        self._slab = SlabPool(slab, layout, plan.slab_itemsize)
         self._words = words
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()

@@ -18,18 +18,17 @@ class SlabPool:
     because no update may start before the last gradient's norm is known.
     """
 
-    def __init__(self, slab: torch.Tensor, layout: ModelLayout, dtype: torch.dtype) -> None:
-        """`slab`: 1-D uint8. Raises CapacityError when the largest gradient does not fit."""
+    def __init__(self, slab: torch.Tensor, layout: ModelLayout, itemsize: int) -> None:
+        """`slab`: 1-D uint8, gradients of `itemsize` bytes an element. Raises CapacityError when the largest one does
+        not fit."""
         self._slab = slab
-        self._layout = layout
-        self._dtype = dtype
-        sizes = [layer.size * dtype.itemsize for layer in layout.layers]
+        self._sizes = sizes = [layer.size * itemsize for layer in layout.layers]
         self._own_place = slab.nbytes >= sum(sizes)
         part = max(sizes)
         if slab.nbytes < part:
             raise CapacityError(f"the gradient slab has {slab.nbytes} bytes, the largest layer needs {part}")
         num_parts = len(sizes) if self._own_place else slab.nbytes // part
-        self._starts = [start * dtype.itemsize for start in layout.starts] if self._own_place else []
+        self._starts = [start * itemsize for start in layout.starts] if self._own_place else []
         self._free = [i * part for i in range(num_parts)]
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()
@@ -39,8 +38,7 @@ class SlabPool:
             await self._changed.wait_for(lambda: self._available(layer))
             start = self._starts[layer] if self._own_place else self._free.pop(0)
             self._held[layer] = start
-        num_bytes = self._layout.layers[layer].size * self._dtype.itemsize
-        return Lease(layer, start, self._slab[start : start + num_bytes].view(self._dtype))
+        return Lease(layer, start, self._slab[start : start + self._sizes[layer]])
 
     async def release(self, layer: int) -> None:
         async with self._changed:

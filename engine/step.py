@@ -16,11 +16,12 @@ import torch
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.forward_pass import ForwardPass
-from megatrain_ray.engine.gradients import Departure, GradientStore
+from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.layout import ModelLayout, Segment
 from megatrain_ray.engine.loss import chunked_loss
 from megatrain_ray.engine.model import ModelStructure, Skeleton
+from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.streamer import LayerStreamer
@@ -77,7 +78,7 @@ class StepRunner:
         streamer: LayerStreamer,
         residents: Residents,
         store: GradientStore,
-        depart: Callable[[Departure], None],
+        transfer: Callable[[Departure | Fetch], None],
     ) -> None:
         self._plan = plan
         self._structure = structure
@@ -87,7 +88,7 @@ class StepRunner:
         self._streamer = streamer
         self._residents = residents
         self._store = store
-        self._depart = depart
+        self._transfer = transfer
         self._segments = _segments_by_module(structure, layout)
         templates = Templates()
         self._templates = {
@@ -101,12 +102,22 @@ class StepRunner:
         self._store.begin()
         state = _StepState(step, [self._forward_pass(mb) for mb in step.micro_batches])
         for visit in visits:
+            if self._store.waits_on_host:
+                self._fetch_ahead(visits[visit.index + 1 : visit.index + 2])
             with self._streamer.layer(visit.index) as regions, self._residents.bound(regions):
                 for j in visit.micro_batches:
                     self._visit(visit, j, state)
                 if visit.last:
-                    self._depart(self._store.finish(visit.layer, self._device))
+                    self._transfer(self._store.finish(visit.layer))
+                elif self._store.waits_on_host and visit.phase is not Phase.FORWARD:
+                    self._transfer(self._store.suspend(visit.layer))
         return self._output(state)
+
+    def _fetch_ahead(self, coming: tuple[Visit, ...]) -> None:
+        """Asks for the sum that the next visit will add to."""
+        for visit in coming:
+            if visit.phase is not Phase.FORWARD and visit.micro_batches[0] > 0:
+                self._transfer(self._store.fetch(visit.layer))
 
     def _forward_pass(self, micro_batch: MicroBatch) -> ForwardPass:
         input_ids = micro_batch.input_ids.to(self._device.torch_device)
@@ -116,7 +127,7 @@ class StepRunner:
         forward_pass = state.passes[j]
         if visit.phase is Phase.BACKWARD:
             gradients = self._backward(visit.layer, j, state)
-            self._store.add(visit.layer, gradients)
+            self._store.add(visit.layer, gradients, first=j == 0)
             if not forward_pass.calls:
                 forward_pass.free()
             return
@@ -128,7 +139,7 @@ class StepRunner:
             gradients = self._loss(j, state)
             gradients |= self._backward(visit.layer, j, state)
             state.tied[j] = {name: g for name, g in gradients.items() if self._layout.owner[name] != visit.layer}
-            self._store.add(visit.layer, gradients)
+            self._store.add(visit.layer, gradients, first=j == 0)
 
     def _forward(self, layer: int, j: int, state: _StepState) -> None:
         """Runs every call of the layer that the micro-batch's forward makes."""

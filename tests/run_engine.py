@@ -21,7 +21,7 @@ from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision
+from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.planner import Candidate, Machine, Request, build_plan
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.step import MicroBatch, StepInput, World
@@ -46,6 +46,7 @@ class Mode:
     num_fragments: int = 1
     num_block_slots: int = 2
     num_edge_slots: int = 2
+    sums: Tier = Tier.HBM
     poison: bool = True
 
 
@@ -96,7 +97,7 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         num_shards=mode.num_shards,
         num_fragments=mode.num_fragments,
     )
-    candidate = Candidate(mode.order, mode.activations, mode.num_block_slots, mode.num_edge_slots)
+    candidate = Candidate(mode.order, mode.activations, mode.num_block_slots, mode.num_edge_slots, mode.sums)
     plan = build_plan(structure, activations, MACHINE, request, candidate)
     changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads}
     if recipe.loss_chunk_tokens:

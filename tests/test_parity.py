@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.plan import ActivationPolicy, UpdateOrder
+from megatrain_ray.engine.plan import ActivationPolicy, Tier, UpdateOrder
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.trace import Stage
 from tests.reference import Recipe, Result, train_reference
@@ -120,6 +120,20 @@ def test_bf16_is_bit_equal_on_cpu(
     recipe = Recipe(STEPS, precision="bf16", grad_dtype=grad_dtype, micro_batch_size=4 // num_micro_batches)
     ours, theirs = run(tmp_path, recipe, Mode(order, RECOMPUTE, num_shards=3), tied=tied)
     assert ours.plan.gradient_dtype == ("float32" if num_micro_batches == 4 and grad_dtype == "fp32" else "bfloat16")
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_sums_that_wait_on_the_host_are_bit_equal(tmp_path: Path, grad_dtype: str, clip: float | None) -> None:
+    """Micro-batches outermost where not even the sums fit the device: they leave and come back for each of them."""
+    recipe = Recipe(STEPS, precision="bf16", grad_dtype=grad_dtype, clip=clip)
+    mode = Mode(OUTER, RECOMPUTE, num_shards=2, sums=Tier.HOST)
+    ours, theirs = run(tmp_path, recipe, mode, tied=True)
+    assert_mode_ran(ours, recipe, mode)
+    ops = [r.op.name for r in ours.records[0]]
+    assert (ops.count("offload"), ops.count("fetch")) == (5 * 4, 5 * 3)
+    assert len(ours.plan.gradient_slot_bytes) == 3
     assert_equal(ours, theirs)
 
 

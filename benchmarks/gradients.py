@@ -1,0 +1,121 @@
+"""First-step gradients of the engine against plain autograd, parameter by parameter, on one device.
+
+    python benchmarks/gradients.py CONFIG OUT_FOLDER [key=value …]
+
+Both run the same weights and batch in the same mode; plain autograd holds the whole model on the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatrain_ray.config_file import load_config
+from megatrain_ray.data_worker import DataWorker
+from megatrain_ray.engine.engine import Engine, Schedule
+from megatrain_ray.engine.local_host import LocalHost
+from megatrain_ray.engine.shard import UpdateHeader
+from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.gpu_worker import make_device
+from megatrain_ray.io.batches import Batch
+from megatrain_ray.planning import Prepared, prepare
+
+
+class Recorder:
+    """In place of a shard: keeps the gradients that land."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, Tensor] = {}
+
+    def update(self, layer: int, gradient: Tensor, header: UpdateHeader) -> None:
+        self.gradients[layer] = gradient.clone()
+
+
+def micro_batches(prepared: Prepared, batch: Batch) -> tuple[MicroBatch, ...]:
+    size = prepared.plan.micro_batch_size
+    pairs = zip(torch.split(batch.input_ids, size), torch.split(batch.targets, size), strict=True)
+    return tuple(MicroBatch(x, y) for x, y in pairs)
+
+
+async def engine_gradients(
+    prepared: Prepared, weights: dict[str, Tensor], batch: Batch
+) -> tuple[float, dict[str, Tensor]]:
+    plan = prepared.plan
+    layout = prepared.structure.layout(plan.num_fragments)
+    working = torch.full((layout.size,), float("nan"), dtype=plan.precision.working_dtype)
+    for flat, start in zip(layout.layers, layout.starts, strict=True):
+        for s in flat.owned:
+            flat.view(working[start : start + flat.size], s.name).copy_(weights[s.name])
+    recorder = Recorder()
+    device = make_device(plan, deterministic=True)
+    host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
+    engine = Engine(prepared.source.factory, prepared.structure, plan, device, host, poison=True)
+    step = StepInput(1, micro_batches(prepared, batch), World(batch.num_supervised), 0)
+    report = await engine.step(step, Schedule(1e-4, 1, 1.0))
+    await host.drain(1)
+    await host.close()
+    await engine.close()
+    gradients = {
+        s.name: flat.view(recorder.gradients[i], s.name).float()
+        for i, flat in enumerate(layout.layers)
+        for s in flat.owned
+    }
+    return report.loss, gradients
+
+
+def plain_gradients(prepared: Prepared, model: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    device = make_device(prepared.plan, deterministic=True)
+    sums: dict[str, Tensor] = {}
+    total = 0.0
+    with device.activate():
+        for mb in micro_batches(prepared, batch):
+            model.zero_grad(set_to_none=True)
+            logits = model(mb.input_ids.to(device.torch_device), use_cache=False).logits.float()
+            targets = mb.targets.to(device.torch_device).flatten()
+            loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
+            loss = loss / batch.num_supervised
+            loss.backward()
+            total += loss.item()
+            del logits
+            for name, p in model.named_parameters():
+                sums[name] = p.grad.float() if name not in sums else sums[name] + p.grad.float()
+    device.close()
+    return total, {name: g.cpu() for name, g in sums.items()}
+
+
+def main() -> None:
+    config = load_config(Path(sys.argv[1]), sys.argv[3:]).resolve()
+    prepared = prepare(config)
+    batch = DataWorker(config.data, config.tokenizer, prepared.structure.vocab_size, 8, 0, None).batch(1)
+    torch.manual_seed(0)
+    dtype = prepared.plan.precision.working_dtype
+    model = prepared.source.factory(dtype).to("cuda" if prepared.plan.device == "cuda" else "cpu")  # type: ignore[arg-type]
+    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    plain_loss, plain = plain_gradients(prepared, model.train(), batch)
+    del model
+    loss, ours = asyncio.run(engine_gradients(prepared, weights, batch))
+    errors = {n: float((ours[n] - g).norm() / g.norm()) for n, g in plain.items()}
+    worst = max(errors, key=lambda n: errors[n])
+    report = {
+        "config": sys.argv[1],
+        "overrides": sys.argv[3:],
+        "plan": {"order": prepared.plan.order.value, "activations": prepared.plan.layers[1].activations.value},
+        "loss": {"engine": loss, "plain": plain_loss},
+        "parameters": len(plain),
+        "bit_equal": sum(torch.equal(ours[n], g) for n, g in plain.items()),
+        "largest_relative_error": {"parameter": worst, "error": errors[worst]},
+    }
+    print(json.dumps(report), flush=True)
+    with (Path(sys.argv[2]) / "gradients.jsonl").open("a") as file:
+        file.write(json.dumps(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()

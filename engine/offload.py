@@ -1,0 +1,118 @@
+"""GradientOffloader: the event loop's side of gradients. It moves them between device slots and the host's slab.
+
+A gradient departs when its sum is complete and lands at the sink. Where sums do not fit the device they also depart
+after each micro-batch and come back before the next one adds to them: then the slab holds them in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatrain_ray.engine.device import Device, Event
+from megatrain_ray.engine.seams import GradSink, Lease
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.trace import Op, Stage
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Copy `flat` to the host once `after` is reached; `done` gets the event after which `flat` may be written again.
+
+    `final`: the gradient is complete and goes to the sink; else it stays in its lease until it is fetched.
+    """
+
+    layer: int
+    flat: torch.Tensor
+    after: Event
+    done: Future[Event]
+    final: bool
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Copy a layer's unfinished sum back into `region`, which is empty after `after` (None: already)."""
+
+    layer: int
+    region: torch.Tensor
+    after: Future[Event] | None
+    done: Future[Event]
+
+
+class _InFlight(NamedTuple):
+    lease: Lease
+    done: Event
+
+
+class GradientOffloader:
+    """Transfers in the order of submission: what a fetch needs was submitted before it, so it never waits here."""
+
+    def __init__(self, device: Device, sink: GradSink) -> None:
+        self._device = device
+        self._sink = sink
+        self._transfers: asyncio.Queue[Departure | Fetch | None] = asyncio.Queue()
+        self._in_flight: asyncio.Queue[_InFlight | None] = asyncio.Queue(maxsize=64)
+        self._unfinished: dict[int, _InFlight] = {}
+        self._error: BaseException | None = None
+
+    async def run(self, update: int) -> None:
+        """Serves one step: returns when every gradient has landed, after `submit_nowait(None)`."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pump(), name="gradient pump")
+                group.create_task(self._land(update), name="gradient landing")
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def submit_nowait(self, transfer: Departure | Fetch | None) -> None:
+        """Event loop only; None says that the step has no more."""
+        self._transfers.put_nowait(transfer)
+        if self._error is not None:
+            self._fail(self._error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Whoever waits for a transfer must not wait for a pump that is gone."""
+        self._error = error
+        while not self._transfers.empty():
+            transfer = self._transfers.get_nowait()
+            if transfer is not None:
+                transfer.done.set_exception(MegatrainError(f"gradients no longer move: {error!r}"))
+
+    async def _pump(self) -> None:
+        while (transfer := await self._transfers.get()) is not None:
+            try:
+                await (self._depart(transfer) if isinstance(transfer, Departure) else self._fetch(transfer))
+            except BaseException as error:
+                transfer.done.set_exception(MegatrainError(f"a gradient could not move: {error!r}"))
+                raise
+        await self._in_flight.put(None)
+
+    async def _depart(self, departure: Departure) -> None:
+        unfinished = self._unfinished.pop(departure.layer, None)
+        lease = unfinished.lease if unfinished else await self._sink.lease(departure.layer)
+        op = Op("offload", departure.layer, num_bytes=departure.flat.nbytes)
+        source = departure.flat.view(torch.uint8)
+        done = self._device.copy(Stage.D2H, lease.region[: source.nbytes], source, op, [departure.after])
+        departure.done.set_result(done)
+        if departure.final:
+            await self._in_flight.put(_InFlight(lease, done))
+        else:
+            self._unfinished[departure.layer] = _InFlight(lease, done)
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        lease, stored = self._unfinished[fetch.layer]
+        after = [stored] if fetch.after is None else [stored, fetch.after.result()]
+        op = Op("fetch", fetch.layer, num_bytes=fetch.region.nbytes)
+        source = lease.region[: fetch.region.nbytes]
+        fetch.done.set_result(self._device.copy(Stage.H2D, fetch.region, source, op, after))
+
+    async def _land(self, update: int) -> None:
+        loop = asyncio.get_running_loop()
+        while (flight := await self._in_flight.get()) is not None:
+            await loop.run_in_executor(None, flight.done.synchronize)
+            await self._sink.land(flight.lease, update, flight.done.at_s)
