@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,13 @@ def plain_gradients(prepared: Prepared, model: Any, batch: Batch) -> tuple[float
     return total, {name: g.cpu() for name, g in sums.items()}
 
 
+def compare(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, Any]:
+    errors = {n: float((ours[n] - g).norm() / g.norm()) for n, g in plain.items()}
+    worst = max(errors, key=lambda n: errors[n])
+    equal = sum(torch.equal(ours[n], g) for n, g in plain.items())
+    return {"bit_equal": equal, "worst_parameter": worst, "largest_relative_error": errors[worst]}
+
+
 def main() -> None:
     config = load_config(Path(sys.argv[1]), sys.argv[3:]).resolve()
     prepared = prepare(config)
@@ -100,18 +108,24 @@ def main() -> None:
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
     plain_loss, plain = plain_gradients(prepared, model.train(), batch)
     del model
-    loss, ours = asyncio.run(engine_gradients(prepared, weights, batch))
-    errors = {n: float((ours[n] - g).norm() / g.norm()) for n, g in plain.items()}
-    worst = max(errors, key=lambda n: errors[n])
-    report = {
+    plan = prepared.plan
+    tokens = plan.micro_batch_size * plan.seq_len
+    report: dict[str, Any] = {
         "config": sys.argv[1],
         "overrides": sys.argv[3:],
-        "plan": {"order": prepared.plan.order.value, "activations": prepared.plan.layers[1].activations.value},
-        "loss": {"engine": loss, "plain": plain_loss},
+        "plan": {
+            "order": plan.order.value,
+            "activations": plan.layers[1].activations.value,
+            "sums": plan.sums.value,
+            "num_micro_batches": plan.num_micro_batches,
+        },
+        "plain_loss": plain_loss,
         "parameters": len(plain),
-        "bit_equal": sum(torch.equal(ours[n], g) for n, g in plain.items()),
-        "largest_relative_error": {"parameter": worst, "error": errors[worst]},
     }
+    for name, chunk in {"one_loss_chunk": tokens, "as_planned": plan.loss_chunk_tokens}.items():
+        chunked = replace(prepared, plan=replace(plan, loss_chunk_tokens=chunk))
+        loss, ours = asyncio.run(engine_gradients(chunked, weights, batch))
+        report[name] = {"chunk_tokens": chunk, "loss": loss, **compare(ours, plain)}
     print(json.dumps(report), flush=True)
     with (Path(sys.argv[2]) / "gradients.jsonl").open("a") as file:
         file.write(json.dumps(report) + "\n")

@@ -121,6 +121,7 @@ class GpuWorker:
         flops = self._flops.per_step(batch.num_tokens, int((lengths * lengths).sum()))
         exposed_s = dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s}
         exposed_s["python"] = max(0.0, step_s - data_s - report.step_s)
+        named = {"bad_parameter": report.bad_parameter} if report.skipped else {}
         return {
             "step": report.step,
             "loss": report.loss,
@@ -134,6 +135,7 @@ class GpuWorker:
             "exposed_s": exposed_s,
             "hbm_peak_bytes": report.memory.peak_bytes,
             "host_bytes": self._host_bytes,
+            **named,
         }
 
 

@@ -81,7 +81,7 @@ class TimeLeft:
 
 
 def _summary(row: Mapping[str, Any]) -> str:
-    skipped = "  skipped: the gradient is not finite" if row["skipped"] else ""
+    skipped = f"  skipped: the gradient of {row['bad_parameter']} is not finite" if row["skipped"] else ""
     return f"loss {row['loss']:.4f}  {format_count(row['tokens_per_s'])} tokens/s{skipped}"
 
 

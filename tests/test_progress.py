@@ -32,10 +32,10 @@ def test_a_line_says_step_loss_speed_and_time_left() -> None:
     stream = io.StringIO()
     with make_progress(10, 3, stream) as view:
         view.update(row(4))
-        view.update(row(5, loss=math.nan, skipped=True))
+        view.update(row(5, loss=math.nan, skipped=True, bad_parameter="lm_head.weight"))
     assert stream.getvalue().splitlines() == [
         "step 4/10  loss 2.5000  12.3k tokens/s  12s left",
-        "step 5/10  loss nan  12.3k tokens/s  skipped: the gradient is not finite  10s left",
+        "step 5/10  loss nan  12.3k tokens/s  skipped: the gradient of lm_head.weight is not finite  10s left",
     ]
 
 
