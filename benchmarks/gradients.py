@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatrain_ray.config_file import load_config
 from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.engine.engine import Engine, Schedule
+from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.step import MicroBatch, StepInput, World
@@ -59,7 +59,7 @@ async def engine_gradients(
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
     engine = Engine(prepared.source.factory, prepared.structure, plan, device, host, poison=True)
     step = StepInput(1, micro_batches(prepared, batch), World(batch.num_supervised), 0)
-    report = await engine.step(step, Schedule(1e-4, 1, 1.0))
+    report = await engine.step(step, UpdateSettings(1e-4, 1, 1.0))
     await host.drain(1)
     await host.close()
     await engine.close()

@@ -1,4 +1,4 @@
-"""The vertical slice on a GPU: the CLI through Ray trains two shapes twice each, and the device tests run.
+"""The vertical slice on a GPU: the CLI through Ray trains two shapes twice each.
 
     python benchmarks/vertical_slice.py OUT_FOLDER COMMIT [key=value …]
 
@@ -8,6 +8,7 @@ Writes OUT_FOLDER/vertical_slice.json: losses, whether two deterministic runs ag
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -42,27 +43,35 @@ def train(config: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     rows = runs[0]["rows"]
-    steady = sorted(row["step_s"] for row in rows[4:])
-    best = rows[len(rows) // 2]
+    steady = sorted(rows[4:], key=lambda row: row["step_s"])
+    median = steady[len(steady) // 2]
     return {
         "exit": [run["exit"] for run in runs],
         "first_loss": rows[0]["loss"] if rows else None,
         "last_loss": rows[-1]["loss"] if rows else None,
         "runs_identical": [r["loss"] for r in rows] == [r["loss"] for r in runs[1]["rows"]] and len(rows) >= 20,
-        "median_step_s": steady[len(steady) // 2] if steady else None,
-        "model_tflops": best["model_tflops"],
-        "tokens_per_s": best["tokens_per_s"],
-        "exposed_s": best["exposed_s"],
+        "median_step_s": median["step_s"],
+        "model_tflops": median["model_tflops"],
+        "tokens_per_s": median["tokens_per_s"],
+        "exposed_s": median["exposed_s"],
         "hbm_peak_bytes": rows[-1]["hbm_peak_bytes"],
         "host_bytes": rows[-1]["host_bytes"],
     }
 
 
 def machine() -> dict[str, Any]:
+    import ray
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"commit": sys.argv[2], "gpu": gpu, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "commit": sys.argv[2],
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ray": ray.__version__,
+        "cores": os.cpu_count(),
+    }
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ class CpuDevice(Device):
             torch.set_num_threads(before)
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would look for GPUs each time
 
     def pin(self, host: torch.Tensor) -> None:
         """Nothing to do: all memory is reachable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain_ray.engine.device import DEADLINE_S, Device, Event, MemoryStatistics
-from megatrain_ray.errors import CapacityError, DeadlineError, MegatrainError
+from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.trace import Stage, Timeline
 
 # cudaHostRegister takes pieces of at most this size: larger single ranges failed on some drivers.
@@ -35,7 +36,7 @@ class CudaDevice(Device):
     def __init__(self, timeline: Timeline | None = None, *, deterministic: bool = False, tf32: bool = False) -> None:
         super().__init__(timeline)
         if not torch.cuda.is_available():
-            raise CapacityError("hardware.device: cuda, but torch sees no GPU here: set hardware.device: cpu")
+            raise ConfigError("hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu, or auto")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._deterministic = deterministic
         self._streams = {stage: torch.cuda.Stream() for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H)}
@@ -52,7 +53,8 @@ class CudaDevice(Device):
                 stream.wait_event(_cuda(earlier))
             # `.data` has a version counter of its own. All slots are views of one allocation and share another: a copy
             # into one must not look to autograd, at work on another, like a write to its weights.
-            target.data.copy_(source, non_blocking=True)
+            for part in self._registered_parts(source if source.device.type == "cpu" else target):
+                target.data[part].copy_(source[part], non_blocking=True)
         return CudaEvent(stream, end_s)
 
     def _wait(self, event: Event, cause: str) -> None:
@@ -102,8 +104,15 @@ class CudaDevice(Device):
             address = host.data_ptr() + start
             result = runtime.cudaHostRegister(address, min(REGISTER_BYTES, host.nbytes - start), 0)
             if int(result) != 0:
+                torch.cuda.synchronize()  # clears the error, which the next call would report as its own
                 raise MegatrainError(f"cudaHostRegister of {host.nbytes} bytes failed: {result}; check `ulimit -l`")
             self._pinned.append(address)
+
+    def _registered_parts(self, host: torch.Tensor) -> list[slice]:
+        """A 1-D host tensor, cut where registered ranges meet: CUDA refuses a copy that crosses two of them."""
+        cuts = sorted((a - host.data_ptr()) // host.itemsize for a in self._pinned)
+        inside = [cut for cut in cuts if 0 < cut < host.numel()]
+        return [slice(a, b) for a, b in itertools.pairwise([0, *inside, host.numel()])]
 
     def memory(self) -> MemoryStatistics:
         return MemoryStatistics(self._reserved_bytes, torch.cuda.max_memory_allocated())
@@ -116,8 +125,8 @@ class CudaDevice(Device):
 
 
 def total_memory_bytes() -> int | None:
-    """Memory of the GPU that this process would use; None without one."""
-    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+    """Memory of the GPU that this process would use; None without one. Makes no context on it."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def num_gpus() -> int:
@@ -126,7 +135,7 @@ def num_gpus() -> int:
 
 def _cuda(event: Event) -> torch.cuda.Event:
     if not isinstance(event, CudaEvent):
-        raise DeadlineError(f"an event of another device reached CUDA: {event!r}")
+        raise TypeError(f"an event of another device reached CUDA: {event!r}")
     return event.event
 
 
@@ -134,5 +143,7 @@ def _set_numerics(deterministic: bool, tf32: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     torch.use_deterministic_algorithms(deterministic)
+    # Fills what is about to be written anyway, and on a stream that the one which writes does not wait for.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by the module's class
     if deterministic:  # read by cuBLAS when its handle is made, which is after this
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -40,7 +40,7 @@ class Host(ParamSource, GradSink, Protocol):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class UpdateSettings:
     """What a step's update needs that the gradients do not tell. `adam_step`: AdamW's own count if not skipped."""
 
     lr: float
@@ -98,27 +98,27 @@ class Engine:
     def _transfer(self, transfer: Departure | Fetch) -> None:
         self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
 
-    async def step(self, step: StepInput, schedule: Schedule) -> StepReport:
+    async def step(self, step: StepInput, settings: UpdateSettings) -> StepReport:
         """One step: update `step.step` is committed when it returns, not yet done.
 
         Raises MegatrainError when a gradient is not finite and there is no clipping to skip the step by.
         """
         start = time.perf_counter()
-        if schedule.clip is None:
-            await self._host.commit(_header(step.step, schedule, 1.0, skip=False), 0.0)
+        if settings.clip is None:
+            await self._host.commit(_header(step.step, settings, 1.0, skip=False), 0.0)
         output = await self._stream(step)
         at_s = self.device.timeline.now(Stage.COMPUTE)
         self.device.timeline.host_waits(at_s)
         skip = output.bad_parameter is not None
-        if schedule.clip is None and skip:
+        if settings.clip is None and skip:
             raise MegatrainError(
                 f"step {step.step}: the gradient of {output.bad_parameter} is not finite (loss {output.loss}) and "
-                "train.clip is null, so the update has begun: resume from the last save, with train.clip set or a "
-                "lower train.lr"
+                "train.clip is null, so the update has begun; the last save is intact: export it and train on from "
+                "that folder in a new run_dir, with train.clip set or a lower train.lr"
             )
-        if schedule.clip is not None:
-            scale = clip_scale(output.grad_norm, schedule.clip)
-            await self._host.commit(_header(step.step, schedule, scale, skip=skip), at_s)
+        if settings.clip is not None:
+            scale = clip_scale(output.grad_norm, settings.clip)
+            await self._host.commit(_header(step.step, settings, scale, skip=skip), at_s)
         exposed_s = await self.on_compute_thread(self.device.take_exposed)
         return StepReport(
             step=step.step,
@@ -172,8 +172,8 @@ def clip_scale(norm: float, max_norm: float) -> float:
     return float(torch.clamp(coefficient, max=1.0))
 
 
-def _header(update: int, schedule: Schedule, scale: float, *, skip: bool) -> UpdateHeader:
-    return UpdateHeader(update=update, adam_step=schedule.adam_step, lr=schedule.lr, scale=scale, skip=skip)
+def _header(update: int, settings: UpdateSettings, scale: float, *, skip: bool) -> UpdateHeader:
+    return UpdateHeader(update=update, adam_step=settings.adam_step, lr=settings.lr, scale=scale, skip=skip)
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

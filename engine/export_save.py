@@ -44,7 +44,7 @@ def export_save(
             for p in layer.parameters
             if p.tied_to is None
         ]
-        write_model_folder(out_dir, tensors, chosen, manifest.model, manifest.generation, file_bytes, copies)
+        write_model_folder(out_dir, tensors, chosen, manifest.model, manifest.generation_config, file_bytes, copies)
 
 
 class _SavedValues:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from megatrain_ray.engine.shard import UpdateHeader
-from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.errors import DeadlineError, MegatrainError, ShardFailedError
 from megatrain_ray.io.words import Words
 
 NUM_HEADERS = 4  # updates whose headers are kept: shards may lag behind the last committed one by three
@@ -158,7 +158,7 @@ class HostWords:
         """Raises MegatrainError when a shard failed or the shards were stopped."""
         failed = self._words.load(_Word.FAILED)
         if failed:
-            raise MegatrainError(f"optimizer shard {failed - 1} failed; its own error says why")
+            raise ShardFailedError(f"optimizer shard {failed - 1} failed; its own error says why")
         if self.stopped:
             raise MegatrainError("the optimizer shards were stopped")
 

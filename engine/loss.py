@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-IGNORED = -100  # a target that is not supervised
+from megatrain_ray.io.batches import IGNORED
 
 
 @dataclass(frozen=True)

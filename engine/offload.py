@@ -88,7 +88,8 @@ class GradientOffloader:
             try:
                 await (self._depart(transfer) if isinstance(transfer, Departure) else self._fetch(transfer))
             except BaseException as error:
-                transfer.done.set_exception(MegatrainError(f"a gradient could not move: {error!r}"))
+                if not transfer.done.done():
+                    transfer.done.set_exception(MegatrainError(f"a gradient could not move: {error!r}"))
                 raise
         await self._in_flight.put(None)
 

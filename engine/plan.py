@@ -148,12 +148,6 @@ class Plan:
         """Raises pydantic.ValidationError for text that is no plan of this version."""
         return TypeAdapter(Plan).validate_json(text)
 
-    def describe(self) -> str:
-        """The table that `megatrain plan` prints."""
-        from megatrain_ray.engine.plan_report import describe  # the report knows the plan, not the other way round
-
-        return describe(self)
-
 
 def _dtype(name: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

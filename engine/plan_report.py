@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from megatrain_ray.engine.plan import Plan, Tier
 
 
 def describe(plan: Plan) -> str:
     """Bytes per tier, then how a step runs."""
     parameters = sum(layer.num_parameters for layer in plan.layers)
-    recomputed = sum(layer.activations.value == "recompute" for layer in plan.layers)
+    recomputed = sum(layer.activations is ActivationPolicy.RECOMPUTE for layer in plan.layers)
     lines = [
         f"{format_count(parameters)} parameters in {len(plan.layers)} layers, {plan.precision.value}, {plan.device}",
         *_tier_lines(plan),
@@ -40,7 +36,7 @@ def _tier_lines(plan: Plan) -> list[str]:
 
 
 def _limit(plan: Plan, tier: Tier) -> str:
-    limit = plan.hbm_limit_bytes if tier.value == "hbm" else plan.ram_limit_bytes
+    limit = plan.hbm_limit_bytes if tier is Tier.HBM else plan.ram_limit_bytes
     if limit is None:
         return "(part of host memory)"
     return f"of {format_bytes(limit)}"
@@ -48,7 +44,7 @@ def _limit(plan: Plan, tier: Tier) -> str:
 
 def explain_misfit(plan: Plan) -> str:
     """Which tier overflows in the smallest plan there is, by how much, and what would help."""
-    hbm = sum(r.num_bytes for r in plan.rows if r.tier.value == "hbm")
+    hbm = sum(r.num_bytes for r in plan.rows if r.tier is Tier.HBM)
     host = sum(r.num_bytes for r in plan.rows if r.tier.value == "host")
     on_host = host + (hbm if plan.device == "cpu" else 0)
     problems = []

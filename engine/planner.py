@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatrain_ray.engine.layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS, ModelLayout, ShardLayout
+from megatrain_ray.engine.layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import (
     ActivationPolicy,
@@ -24,6 +24,7 @@ from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, visits
 from megatrain_ray.errors import CapacityError
+from megatrain_ray.units import format_bytes
 
 # A chunk of logits in the working type, in FP32, and their gradient in both stay under this together.
 LOGITS_BYTES = 1 << 30
@@ -280,8 +281,8 @@ class _Builder:
                 sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes),
                 f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving",
             ),
-            "boundary activations": (live * boundary, f"{live} micro-batches × {boundary}"),
-            "kept activations": (live * kept, f"{live} micro-batches × {kept}"),
+            "boundary activations": (live * boundary, f"{live} micro-batches × {format_bytes(boundary)}"),
+            "kept activations": (live * kept, f"{live} micro-batches × {format_bytes(kept)}"),
             "one layer's backward": (work, "2 × kept + 2 × boundary + gradients of the largest layer"),
             "loss": (head, f"logits of {plan.loss_chunk_tokens} tokens, head gradient, tied gradients"),
             "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
@@ -308,15 +309,16 @@ class _Builder:
     def _host_rows(self, plan: Plan) -> Iterator[ByteCount]:
         working = self.layout.size * plan.precision.working_dtype.itemsize
         per_element = sum(dtype.itemsize for _, dtype in plan.precision.state_kinds)
-        shards = [ShardLayout(self.layout, k, plan.num_shards, plan.shard_cut_elements) for k in range(plan.num_shards)]
-        state = sum(shard.size for shard in shards) * per_element
+        state = self.layout.size * per_element
         num_processes = 4 + plan.num_shards
         yield ByteCount(Tier.HOST, "working copy", working, f"{self.layout.size} padded elements")
         yield ByteCount(Tier.HOST, "optimizer state", state, f"{per_element} bytes × {self.layout.size}")
         yield ByteCount(
             Tier.HOST, "gradients in waiting", plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"
         )
-        yield ByteCount(Tier.HOST, "processes", num_processes * PROCESS_BYTES, f"{num_processes} × {PROCESS_BYTES}")
+        yield ByteCount(
+            Tier.HOST, "processes", num_processes * PROCESS_BYTES, f"{num_processes} × {format_bytes(PROCESS_BYTES)}"
+        )
 
 
 def _size(shape: tuple[int, ...]) -> int:

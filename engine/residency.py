@@ -49,9 +49,6 @@ class Residency:
     slots: tuple[Mapping[FragmentId, int], ...]
     frees: tuple[frozenset[int], ...]
 
-    def uploads(self, layer: int) -> int:
-        return sum(load.fragment.layer == layer for load in self.loads)
-
 
 @dataclass
 class _Occupant:

@@ -14,7 +14,7 @@ from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import HostWeights, Lease
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.slab import SlabPool
-from megatrain_ray.errors import DeadlineError
+from megatrain_ray.errors import DeadlineError, MegatrainError
 
 WATCH_SLICE_S = 0.5  # how long the watcher sleeps at most before it looks whether it should stop
 
@@ -32,11 +32,12 @@ class SharedHost:
         """`working`: 1-D, every layer's working copy at `layout.starts`. `slab`: 1-D uint8."""
         self._layout = layout
         self._working = working
-        self._slab = SlabPool(slab, layout, plan.slab_itemsize)
         self._words = words
+        self._slab = SlabPool(slab, layout, plan.slab_itemsize, self._check)
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()
         self._closed = False
+        self._error: BaseException | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="generation watcher")
         self._task = asyncio.create_task(self._watch(), name="generation watcher")
 
@@ -72,7 +73,7 @@ class SharedHost:
 
     async def _wait(self, layer: int, generation: int) -> None:
         def arrived() -> bool:
-            self._words.check()
+            self._check()
             return self._words.generation(layer) >= generation
 
         try:
@@ -83,7 +84,24 @@ class SharedHost:
                 f"layer {layer} did not get generation {generation} within {DEADLINE_S:.0f} s: a shard is stuck"
             ) from None
 
+    def _check(self) -> None:
+        """Raises what makes waiting vain: a failed or stopped shard, a watcher that is gone."""
+        self._words.check()
+        if self._error is not None:
+            raise MegatrainError(f"the watcher of the shards' signals ended: {self._error!r}")
+
     async def _watch(self) -> None:
+        try:
+            await self._pass_on_bells()
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            await self._slab.wake()
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _pass_on_bells(self) -> None:
         loop = asyncio.get_running_loop()
         seen = self._words.generation_bell()
         while not self._closed:
@@ -92,5 +110,6 @@ class SharedHost:
                 if self._words.generation(layer) >= update:
                     del self._held[layer]
                     await self._slab.release(layer)
+            await self._slab.wake()
             async with self._changed:
                 self._changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import torch
 
@@ -18,9 +19,14 @@ class SlabPool:
     because no update may start before the last gradient's norm is known.
     """
 
-    def __init__(self, slab: torch.Tensor, layout: ModelLayout, itemsize: int) -> None:
-        """`slab`: 1-D uint8, gradients of `itemsize` bytes an element. Raises CapacityError when the largest one does
-        not fit."""
+    def __init__(
+        self, slab: torch.Tensor, layout: ModelLayout, itemsize: int, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """`slab`: 1-D uint8, gradients of `itemsize` bytes an element. `check` raises when waiting has become vain.
+
+        Raises CapacityError when the largest gradient does not fit.
+        """
+        self._check = check
         self._slab = slab
         self._sizes = sizes = [layer.size * itemsize for layer in layout.layers]
         self._own_place = slab.nbytes >= sum(sizes)
@@ -47,5 +53,11 @@ class SlabPool:
                 self._free.append(start)
             self._changed.notify_all()
 
+    async def wake(self) -> None:
+        """Makes whoever waits look and check again."""
+        async with self._changed:
+            self._changed.notify_all()
+
     def _available(self, layer: int) -> bool:
+        self._check()
         return layer not in self._held and (self._own_place or bool(self._free))

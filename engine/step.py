@@ -100,7 +100,7 @@ class StepRunner:
     def run(self, step: StepInput, visits: tuple[Visit, ...]) -> StepOutput:
         """All visits; returns when the loss and the norm are known on the host."""
         self._store.begin()
-        state = _StepState(step, [self._forward_pass(mb) for mb in step.micro_batches])
+        state = _StepState(step, [self._forward_pass(mb) for mb in step.micro_batches], self._targets(step))
         for visit in visits:
             if self._store.waits_on_host:
                 self._fetch_ahead(visits[visit.index + 1 : visit.index + 2])
@@ -122,6 +122,10 @@ class StepRunner:
     def _forward_pass(self, micro_batch: MicroBatch) -> ForwardPass:
         input_ids = micro_batch.input_ids.to(self._device.torch_device)
         return ForwardPass(lambda: self._skeleton.forward(input_ids))
+
+    def _targets(self, step: StepInput) -> list[torch.Tensor]:
+        """On the device before the first layer: a copy from pageable memory later would wait for the compute stage."""
+        return [micro_batch.targets.to(self._device.torch_device) for micro_batch in step.micro_batches]
 
     def _visit(self, visit: Visit, j: int, state: _StepState) -> None:
         forward_pass = state.passes[j]
@@ -168,7 +172,7 @@ class StepRunner:
             result = chunked_loss(
                 self._skeleton.logits,
                 hidden,
-                state.step.micro_batches[j].targets.to(self._device.torch_device),
+                state.targets[j],
                 [parameter for _, parameter in named],
                 chunk_tokens=self._plan.loss_chunk_tokens,
                 num_supervised=state.step.world.num_supervised,
@@ -244,9 +248,10 @@ class StepRunner:
 class _StepState:
     """What a step remembers between visits."""
 
-    def __init__(self, step: StepInput, passes: list[ForwardPass]) -> None:
+    def __init__(self, step: StepInput, passes: list[ForwardPass], targets: list[torch.Tensor]) -> None:
         self.step = step
         self.passes = passes
+        self.targets = targets
         self.losses: list[torch.Tensor] = []
         self.tied: dict[int, dict[str, torch.Tensor | None]] = {}
 

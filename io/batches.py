@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.splitmix import splitmix64, splitmix64_chain
 from megatrain_ray.io.windows import Fingerprint, TokenWindows
 
@@ -62,16 +62,16 @@ class BatchStream:
         return {"epoch": self._epoch, "cursor": self._cursor, **dataclasses.asdict(self._windows.fingerprint)}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Goes to a position. Raises MegatrainError for one of other data or outside this data."""
+        """Goes to a position. Raises ConfigError for one of other data or outside this data."""
         saved = Fingerprint(position["num_tokens"], position["crc32"])
         here = self._windows.fingerprint
         if saved != here:
-            raise MegatrainError(
+            raise ConfigError(
                 f"the saved data position belongs to other data: it is of {saved}, data.path holds {here}; restore "
                 "the files the run was started with, or start a new run_dir"
             )
         if position["epoch"] < 0 or not 0 <= position["cursor"] < self.num_windows:
-            raise MegatrainError(
+            raise ConfigError(
                 f"the saved data position (epoch {position['epoch']}, cursor {position['cursor']}) is outside of the "
                 f"{self.num_windows} windows of an epoch; data.seq_len differs, or the save is damaged"
             )

@@ -93,14 +93,21 @@ def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{out_dir} exists and is not an empty folder: nothing is overwritten; name another one")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        partial.mkdir(parents=True)
+        _make(partial, out_dir)
         yield partial
         partial.rename(target)
     except OSError as error:
         raise MegatrainError(f"cannot write {error.filename or out_dir}: {error.strerror}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _make(partial: Path, out_dir: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out_dir}: {error.strerror}; name another folder") from None
 
 
 def _split(tensors: Sequence[ExportTensor], dtype: ExportDtype, file_bytes: int) -> list[list[ExportTensor]]:

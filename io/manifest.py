@@ -72,7 +72,7 @@ class LayerEntry:
 class Manifest:
     """`step`: completed updates, of which AdamW counted `optimizer_step` and `num_skipped` changed nothing.
 
-    `itemsize`: bytes of an element by kind. `data`, `model`, `generation` and `config` are plain JSON: the data
+    `itemsize`: bytes of an element by kind. `data`, `model`, `generation_config` and `config` are plain JSON: the data
     position, the model's configuration, its generation_config.json if it came with one, the run's configuration.
     """
 
@@ -87,7 +87,7 @@ class Manifest:
     model: dict[str, Any]
     config: dict[str, Any]
     parts: tuple[PartManifest, ...]
-    generation: dict[str, Any] | None = None
+    generation_config: dict[str, Any] | None = None
 
     def to_json(self) -> bytes:
         return TypeAdapter(Manifest).dump_json(self) + b"\n"

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatrain_ray.arena_owner import ArenaOwner, arena_sizes
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.device import DEADLINE_S
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.gpu_worker import GpuWorker, Progress
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.batches import Batch
@@ -61,7 +62,7 @@ class Actors:
 
     @staticmethod
     def start(prepared: Prepared, data_arguments: Mapping[str, Any]) -> Actors:
-        """Places and starts all actors; weights are not loaded yet. Raises what a constructor raised."""
+        """Places and starts all actors; weights are not loaded yet."""
         plan = prepared.plan
         gpu = {"GPU": 1.0} if plan.device == "cuda" else {}
         # Ray's CPUs are a promise of room; threads are the plan's. Fractions, so that small machines can run all.
@@ -103,6 +104,33 @@ class Actors:
     def write_parts(self, save_folder: Path) -> tuple[PartManifest, ...]:
         """All shards write their parts at the same time."""
         return tuple(ray.get([shard.write_part.remote(save_folder) for shard in self.shards]))
+
+    def answer(self, call: Any) -> Any:
+        """What a call returns, unless a shard that should be serving ends first. Raises what that one raised."""
+        ended, _ = ray.wait([call, *self.serving], num_returns=1)
+        result = ray.get(ended[0])
+        if ended[0] != call:
+            raise MegatrainError("an optimizer shard stopped serving before the run was over")
+        return result
+
+    def failures(self, within_s: float = 2.0) -> list[Exception]:
+        """What the shards' calls raised, given a moment: what made a shard fail may arrive after what followed."""
+        if not self.serving:
+            return []
+        ended, _ = ray.wait(self.serving, num_returns=1, timeout=within_s)
+        found = []
+        for call in ended:
+            try:
+                ray.get(call)
+            except Exception as error:
+                found.append(error)
+        return found
+
+    def name_of(self, actor_id: str | None) -> str:
+        """Which process of the run that is."""
+        named = {"GPU worker": self.gpu, "data": self.data, "arena owner": self.owner}
+        named |= {f"optimizer shard {k}": shard for k, shard in enumerate(self.shards)}
+        return next((name for name, actor in named.items() if actor._actor_id.hex() == actor_id), "one of Ray's")
 
     def stop(self) -> None:
         """Ends a run that went well: everybody closes what they hold, then the processes end."""

@@ -90,10 +90,11 @@ def _train(config: TrainConfig) -> int:
 
 
 def _plan(config: TrainConfig, *, as_json: bool) -> int:
+    from megatrain_ray.engine.plan_report import describe
     from megatrain_ray.planning import plan_config
 
     plan = plan_config(config)
-    print(plan.to_json().rstrip("\n") if as_json else plan.describe())
+    print(plan.to_json().rstrip("\n") if as_json else describe(plan))
     return 0
 
 

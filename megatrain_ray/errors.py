@@ -28,5 +28,9 @@ class InterruptedRunError(MegatrainError):
     exit_code = 130
 
 
+class ShardFailedError(MegatrainError):
+    """An optimizer shard failed; its own call says why."""
+
+
 class DeadlineError(MegatrainError):
     """A stage did not finish within its stated bound; the message names the stage."""

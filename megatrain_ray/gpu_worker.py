@@ -14,14 +14,14 @@ from megatrain_ray.arena_owner import SLAB, WORDS, WORKING
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
 from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.engine import Engine, Schedule, StepReport
+from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import MicroBatch, StepInput, World
 from megatrain_ray.io.arena import Arena, ArenaHandle
-from megatrain_ray.io.batches import Batch
+from megatrain_ray.io.batches import IGNORED, Batch
 from megatrain_ray.planning import FlopCount, Prepared
 
 EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python")
@@ -50,7 +50,7 @@ class GpuWorker:
         self._arenas = {name: Arena.attach(handles[name]) for name in (WORKING, SLAB, WORDS)}
         self._host_bytes = sum(handle.nbytes for handle in handles.values())
         self._flops = FlopCount.of(prepared.structure, prepared.source)
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Condition()
 
     async def start(self, progress: Progress) -> None:
         """Builds device and engine; `progress`: where the weights in the arenas stand."""
@@ -71,15 +71,18 @@ class GpuWorker:
         self._clock = time.perf_counter()
 
     async def step(self, step: int) -> dict[str, Any]:
-        """Runs one step, in the order of the calls; returns its row of metrics."""
+        """Runs one step; returns its row of metrics. Steps may be called ahead and in any order, because Ray does not
+        keep the order of calls to an async actor. After one that failed no other begins."""
         async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step == step - 1)
             start = time.perf_counter()
             batch = await self._next_batch
             data_s = time.perf_counter() - start
             if step < self._prepared.config.train.steps:
                 self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
-            report = await self._engine.step(self._step_input(step, batch), self._schedule(step))
+            report = await self._engine.step(self._step_input(step, batch), self._settings(step))
             self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
+            self._turn.notify_all()
             return self._row(report, batch, data_s)
 
     async def drain(self) -> Progress:
@@ -102,7 +105,7 @@ class GpuWorker:
         )
         return StepInput(step, micro_batches, World(batch.num_supervised), self._prepared.config.train.seed)
 
-    def _schedule(self, step: int) -> Schedule:
+    def _settings(self, step: int) -> UpdateSettings:
         train = self._prepared.config.train
         lr = learning_rate(
             step,
@@ -112,12 +115,12 @@ class GpuWorker:
             warmup_steps=train.warmup_steps,
             schedule=train.schedule,
         )
-        return Schedule(lr, self._progress.adam_step + 1, train.clip)
+        return UpdateSettings(lr, self._progress.adam_step + 1, train.clip)
 
     def _row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
         now = time.perf_counter()
         step_s, self._clock = now - self._clock, now
-        lengths = (batch.targets != -100).sum(1)
+        lengths = (batch.targets != IGNORED).sum(1)
         flops = self._flops.per_step(batch.num_tokens, int((lengths * lengths).sum()))
         exposed_s = dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s}
         exposed_s["python"] = max(0.0, step_s - data_s - report.step_s)
@@ -126,7 +129,7 @@ class GpuWorker:
             "step": report.step,
             "loss": report.loss,
             "grad_norm": report.grad_norm,
-            "lr": self._schedule(report.step).lr,
+            "lr": self._settings(report.step).lr,
             "tokens": batch.num_supervised,
             "skipped": report.skipped,
             "step_s": step_s,

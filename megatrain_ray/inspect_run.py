@@ -33,6 +33,9 @@ def inspect_run(path: Path) -> tuple[str, bool]:
     return "\n".join(_lines(sections)), not problems
 
 
+SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}
+
+
 def _lines(sections: dict[str, list[str]]) -> Iterator[str]:
     for title, lines in sections.items():
         yield title
@@ -48,6 +51,8 @@ def _verdict(steps: list[int], problems: list[str]) -> list[str]:
 
 
 def _row(row: dict[str, Any]) -> str:
+    if not row.keys() >= SHOWN:
+        return f"step {row['step']:<8} incomplete row: {sorted(SHOWN - row.keys())} missing"
     skipped = "  skipped" if row["skipped"] else ""
     return (
         f"step {row['step']:<8} loss {_number(row['loss'])}  grad_norm {_number(row['grad_norm'])}  "

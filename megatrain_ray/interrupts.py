@@ -20,9 +20,15 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
+        self.listen()
         return self
+
+    def listen(self) -> None:
+        """Once more after something that takes the signals for itself, as Ray does with SIGTERM when it connects."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                before = signal.signal(number, self._handle)
+                self._before.setdefault(number, before)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

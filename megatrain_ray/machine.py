@@ -7,20 +7,28 @@ from pathlib import Path
 
 from megatrain_ray.engine.cuda_device import total_memory_bytes
 from megatrain_ray.engine.planner import Machine
-from megatrain_ray.errors import CapacityError
+from megatrain_ray.errors import ConfigError
 
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 
-def probe_machine(device: str, hbm_limit: int | None, ram_limit: int | None, root: Path = Path("/")) -> Machine:
+def probe_machine(
+    device: str, hbm_limit: int | None, ram_limit: int | None, *, imagined: bool = False, root: Path = Path("/")
+) -> Machine:
     """The machine as the plan sees it. `device`: auto, cpu or cuda. Limits only lower what is there, but
     `ram_limit` replaces it: on some virtual machines MemTotal starts small and grows as memory is touched.
 
-    Raises CapacityError when cuda is asked for and there is none.
+    `imagined`: for a plan alone; a GPU that is not here has the memory of `hbm_limit`. Raises ConfigError when cuda is
+    asked for and there is none.
     """
     hbm = total_memory_bytes() if device in ("auto", "cuda") else None
     if device == "cuda" and hbm is None:
-        raise CapacityError("hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu, or auto")
+        if not imagined or hbm_limit is None:
+            raise ConfigError(
+                "hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu or auto (a plan alone "
+                "needs only hardware.hbm_limit)"
+            )
+        hbm = hbm_limit
     if hbm is not None or hbm_limit is not None:
         hbm_bytes = min(value for value in (hbm, hbm_limit) if value is not None)
     else:

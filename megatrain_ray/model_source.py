@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,24 @@ def _read_config(path: Path, key: str) -> dict[str, Any]:
     return config
 
 
+def _check_names(config: Mapping[str, Any]) -> None:
+    """A name that Transformers does not know and that is close to one it knows is a typo, which it would ignore."""
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(config["model_type"]).to_dict()
+    for name in config.keys() - known.keys():
+        close = get_close_matches(name, known, n=1, cutoff=0.85)
+        if close and not name.startswith("_") and close[0] not in config:
+            raise ConfigError(f"the model's configuration has no {name}; did you mean {close[0]}?")
+
+
 def _check(source: ModelSource) -> None:
     kind = source.config.get("model_type")
     if kind not in SUPPORTED:
         raise ConfigError(
             f"model_type: expected one of {', '.join(SUPPORTED)}, got {kind!r}; other models come with a later version"
         )
+    _check_names(source.config)
     try:
         with torch.device("meta"):
             source.factory(torch.float32)

@@ -25,8 +25,13 @@ class Prepared:
 
 
 def plan_config(config: TrainConfig) -> Plan:
-    """What `megatrain plan` shows. Raises ConfigError and CapacityError as training would."""
-    return prepare(config).plan
+    """What `megatrain plan` shows: of the model's configuration alone, without weights, data or a GPU.
+
+    Raises ConfigError and CapacityError as training would.
+    """
+    hardware = config.hardware
+    machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit, imagined=True)
+    return prepare(config, machine).plan
 
 
 def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
@@ -43,7 +48,6 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision(config.train.precision)
     structure, activations = discover(source.factory, precision.working_dtype, micro_batch_size, config.data.seq_len)
-    source.check_weights(structure)
     request = Request(
         precision=precision,
         round_gradients=config.train.grad_dtype == "bf16",

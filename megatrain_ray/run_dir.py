@@ -4,7 +4,7 @@ config.yaml    resolved configuration; there is a run where this file is
 plan.json      written before step 1
 metrics.jsonl  a row an update, in order of steps
 saves/step_N/  weights and optimizer state after N updates
-logs/          what processes wrote
+logs/          driver.log: starts, saves, failures with their tracebacks
 lock           held while the run is in use
 """
 

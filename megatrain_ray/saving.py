@@ -20,7 +20,7 @@ from megatrain_ray.planning import Prepared
 
 def save_run(prepared: Prepared, actors: Actors, saves: Path, step: int) -> None:
     """Saves the state after `step` updates and deletes saves beyond `save_keep`. No step may be under way."""
-    progress: Progress = ray.get(actors.gpu.drain.remote())
+    progress: Progress = actors.answer(actors.gpu.drain.remote())
     position = ray.get(actors.data.position.remote(step))
     parts = actors.write_parts(prepare_save(saves, step))
     commit_save(saves, step, _manifest(prepared, progress, position, parts))
@@ -48,7 +48,7 @@ def _manifest(
         model=dict(prepared.source.config),
         config=config_to_dict(prepared.config),
         parts=parts,
-        generation=prepared.source.generation_config,
+        generation_config=prepared.source.generation_config,
     )
 
 

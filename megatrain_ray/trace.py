@@ -107,6 +107,3 @@ class Timeline:
         """Forgets the records, not the clocks."""
         with self._lock:
             self._records.clear()
-
-    def busy_s(self, stage: Stage) -> float:
-        return sum(r.end_s - r.start_s for r in self.records if r.stage is stage)

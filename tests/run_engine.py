@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.engine import Engine, Schedule, StepReport
+from megatrain_ray.engine.engine import Engine, UpdateSettings, StepReport
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lr_schedule import learning_rate
@@ -159,7 +159,7 @@ def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
     return StepInput(step, tuple(MicroBatch(x, y) for x, y in pairs), World(batch.num_supervised), recipe.seed)
 
 
-def schedule(step: int, adam_step: int, recipe: Recipe) -> Schedule:
+def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:
     lr = learning_rate(
         step,
         peak=recipe.lr,
@@ -168,7 +168,7 @@ def schedule(step: int, adam_step: int, recipe: Recipe) -> Schedule:
         warmup_steps=recipe.warmup_steps,
         schedule=recipe.schedule,  # type: ignore[arg-type]
     )
-    return Schedule(lr, adam_step, recipe.clip)
+    return UpdateSettings(lr, adam_step, recipe.clip)
 
 
 class HostState:

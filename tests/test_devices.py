@@ -15,7 +15,7 @@ from megatrain_ray.engine.cuda_device import CudaDevice, num_gpus
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.visits import LoopOrder
-from megatrain_ray.errors import CapacityError
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.trace import Op, Stage, Timeline
 from tests.reference import Recipe, train_reference
 from tests.run_engine import Mode, train_engine
@@ -137,5 +137,5 @@ def test_losses_agree_across_devices(tmp_path: Path, make: Make, precision: str)
 
 def test_cuda_is_refused_where_there_is_none() -> None:
     if not num_gpus():
-        with pytest.raises(CapacityError, match="sees no GPU"):
+        with pytest.raises(ConfigError, match="sees no GPU"):
             CudaDevice()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.engine import Engine, Schedule
+from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.model import find_outer_modules
 from megatrain_ray.engine.plan import ActivationPolicy
@@ -116,7 +116,7 @@ def engine_gradients(model: ToyModel, batches: list[MicroBatch], mode: Mode) -> 
         engine = Engine(make, structure, plan, device, host, poison=True)
         num_supervised = sum(b.targets.numel() for b in batches)
         step = StepInput(1, tuple(batches), World(num_supervised), 0)
-        report = await engine.step(step, Schedule(1e-3, 1, None))
+        report = await engine.step(step, UpdateSettings(1e-3, 1, None))
         await host.drain(1)
         await host.close()
         await engine.close()
