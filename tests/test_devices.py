@@ -16,6 +16,7 @@ from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.arena import Arena
 from megatrain_ray.trace import Op, Stage, Timeline
 from tests.reference import Recipe, train_reference
 from tests.run_engine import Mode, train_engine
@@ -54,6 +55,21 @@ def test_copies_there_and_back(device: Device, num_bytes: int) -> None:
     back.synchronize()
     assert torch.equal(target, source)
     assert device.memory().reserved_bytes == num_bytes
+
+
+def test_copies_may_cross_registered_ranges(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large arenas are registered in pieces, and layers lie across their edges: CUDA refuses such a copy as one."""
+    monkeypatch.setattr("megatrain_ray.engine.cuda_device.REGISTER_BYTES", 1 << 21)
+    arena = Arena.create("test", 8 << 20)
+    host = torch.frombuffer(arena.buffer, dtype=torch.uint8)
+    host.copy_(torch.arange(host.numel()) % 251)
+    device.pin(host)
+    part = slice((1 << 20) + 4096, (7 << 20) + 512)
+    region = device.allocate(part.stop - part.start)
+    there = device.copy(Stage.H2D, region, host[part], Op("load", 0), [])
+    back = torch.zeros(region.numel(), dtype=torch.uint8)
+    device.copy(Stage.D2H, back, region, Op("offload", 0), [there]).synchronize()
+    assert torch.equal(back, host[part])
 
 
 def test_the_compute_stage_waits_for_arrivals(device: Device) -> None:
