@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; nothing here may ask the network
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+END_S = 5.0  # a thread that has been told to end does so within
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +27,45 @@ def ray_address() -> Iterator[str]:
 
     with cluster(num_cpus=4, num_gpus=0):
         yield ray.get_runtime_context().gcs_address
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test after which a thread of ours still runs, or more shared memory or sockets are open than before.
+
+    Not where Ray is in this process: it keeps connections and threads as it likes.
+    """
+    if "ray_address" in request.fixturenames:
+        yield
+        return
+    threads, files = running_threads(), open_files()
+    yield
+    if running_threads() <= threads and open_files() <= files:
+        return
+    gc.collect()  # what a reference cycle still holds is not left behind; a collection after each test would be slow
+    for thread in running_threads() - threads:
+        thread.join(END_S)  # those of a pool that nobody holds any more are about to end
+    left = [f"thread {thread.name}" for thread in running_threads() - threads]
+    left += [f"{count} × {name}" for name, count in (open_files() - files).items()]
+    if left:
+        pytest.fail(f"left behind: {', '.join(left)}", pytrace=False)
+
+
+def running_threads() -> set[threading.Thread]:
+    """Daemons are those of libraries, but for a shard's."""
+    return {t for t in threading.enumerate() if not t.daemon or t.name.startswith("shard ")}
+
+
+def open_files() -> Counter[str]:
+    """How many descriptors there are of each shared memory, and of sockets."""
+    names: Counter[str] = Counter()
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(path.readlink())
+        except OSError:  # the listing's own descriptor
+            continue
+        if target.startswith("/memfd:"):
+            names[target] += 1
+        elif target.startswith("socket:"):
+            names["socket"] += 1
+    return names

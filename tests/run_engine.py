@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.engine import Engine, UpdateSettings, StepReport
+from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lr_schedule import learning_rate

@@ -34,25 +34,38 @@ def module_name(path: Path) -> str:
     return f"megatrain_ray.{path.stem}" if folder == "megatrain_ray" else f"megatrain_ray.{folder}.{path.stem}"
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(code: str) -> Iterator[str]:
+    """Dotted names of the modules that the code imports. A name from the package itself may be a module."""
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+            assert node.level == 0, f"relative import in line {node.lineno}"
+            if node.module == "megatrain_ray":
+                yield from (f"megatrain_ray.{alias.name}" for alias in node.names)
+            else:
+                yield node.module or ""
 
 
 @pytest.mark.parametrize("path", sources(), ids=module_name)
 def test_imports_point_downwards(path: Path) -> None:
     own = level_of(module_name(path))
-    for name in imports(path):
+    for name in imports(path.read_text()):
         if name.startswith("megatrain_ray."):
             assert level_of(name) <= own, f"{module_name(path)} imports {name}"
         top = name.split(".")[0]
         if own < LEVELS["orchestration"]:
             assert top != "ray", f"{module_name(path)} imports ray"
         assert top not in ("engine", "io") or name == "io", f"{module_name(path)} imports {name} from the checkout"
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["from megatrain_ray import trainer", "import megatrain_ray.trainer", "from megatrain_ray.trainer import Trainer"],
+)
+def test_an_import_upwards_would_be_seen(code: str) -> None:
+    assert list(imports(code)) == ["megatrain_ray.trainer"]
+    assert level_of("megatrain_ray.trainer") > level_of("megatrain_ray.engine.step")
 
 
 def test_importing_engine_and_io_does_not_import_ray() -> None:
@@ -77,11 +90,32 @@ def test_one_owner(needle: str, owner: str) -> None:
 
 
 def _mentions(node: ast.AST, needle: str) -> bool:
+    names: list[str] = []
     if isinstance(node, ast.Attribute):
-        return ast.unparse(node) == needle
-    if isinstance(node, ast.Import):
-        return any(alias.name.split(".")[0] == needle or alias.name == needle for alias in node.names)
-    return False
+        names = [ast.unparse(node)]
+    elif isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    return any(name == needle or name.startswith(f"{needle}.") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("needle", "code"),
+    [
+        ("torch.cuda", "import torch.cuda.nvtx"),
+        ("torch.cuda", "from torch import cuda"),
+        ("torch.cuda", "from torch.cuda import Stream"),
+        ("torch.cuda", "from torch.cuda.nvtx import range_push"),
+        ("torch.cuda", "torch.cuda.synchronize()"),
+        ("kvikio", "import kvikio"),
+        ("kvikio", "import kvikio.defaults"),
+        ("kvikio", "from kvikio import CuFile"),
+    ],
+)
+def test_a_second_owner_would_be_seen(needle: str, code: str) -> None:
+    assert any(_mentions(node, needle) for node in ast.walk(ast.parse(code)))
+    assert not any(_mentions(node, f"{needle}x") for node in ast.walk(ast.parse(code)))
 
 
 # Grad mode, current stream and saved-tensor hooks belong to a thread: a task that is suspended inside one of these
@@ -99,16 +133,39 @@ TORCH_CONTEXTS = (
 
 
 def awaits_in_torch_contexts(tree: ast.AST) -> list[int]:
-    """Lines of `with` blocks over a torch context that contain an await or a yield to the event loop."""
-    found = []
+    """Lines where a torch context is entered that an await, or another suspension, follows in the same function."""
+    return sorted({*_in_with_blocks(tree), *_in_exit_stacks(tree)})
+
+
+def _in_with_blocks(tree: ast.AST) -> Iterator[int]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.With) and any(
-            any(name in ast.unparse(item.context_expr) for name in TORCH_CONTEXTS) for item in node.items
-        ):
+        if isinstance(node, ast.With) and any(_is_torch_context(item.context_expr) for item in node.items):
             inner = [n for statement in node.body for n in ast.walk(statement)]
-            if any(isinstance(n, ast.Await | ast.AsyncWith | ast.AsyncFor) for n in inner):
-                found.append(node.lineno)
-    return found
+            if any(_suspends(n) for n in inner):
+                yield node.lineno
+
+
+def _in_exit_stacks(tree: ast.AST) -> Iterator[int]:
+    """A stack may outlive its block, so every suspension of the function counts that comes after."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.AsyncFunctionDef):
+            inner = list(ast.walk(function))
+            last = max((n.lineno for n in inner if _suspends(n)), default=0)  # type: ignore[attr-defined]
+            entered = [n for n in inner if isinstance(n, ast.Call) and _enters_torch_context(n)]
+            yield from (call.lineno for call in entered if call.lineno < last)
+
+
+def _enters_torch_context(call: ast.Call) -> bool:
+    entering = isinstance(call.func, ast.Attribute) and call.func.attr == "enter_context"
+    return entering and any(_is_torch_context(argument) for argument in call.args)
+
+
+def _is_torch_context(expression: ast.expr) -> bool:
+    return any(name in ast.unparse(expression) for name in TORCH_CONTEXTS)
+
+
+def _suspends(node: ast.AST) -> bool:
+    return isinstance(node, ast.Await | ast.AsyncWith | ast.AsyncFor)
 
 
 @pytest.mark.parametrize("path", sources(), ids=module_name)
@@ -116,6 +173,16 @@ def test_no_await_inside_a_torch_context(path: Path) -> None:
     assert awaits_in_torch_contexts(ast.parse(path.read_text())) == []
 
 
-def test_an_await_inside_a_torch_context_would_be_seen() -> None:
-    code = "async def f():\n    with torch.no_grad():\n        await g()\n"
-    assert awaits_in_torch_contexts(ast.parse(code)) == [2]
+@pytest.mark.parametrize(
+    ("block", "lines"),
+    [
+        ("with torch.no_grad():\n        await g()", [2]),
+        ("with torch.no_grad():\n        async with g(): pass", [2]),
+        ("with ExitStack() as stack:\n        stack.enter_context(torch.no_grad())\n        await g()", [3]),
+        ("self.stack.enter_context(device.activate())\n    async for x in g(): pass", [2]),
+        ("with torch.no_grad():\n        g()\n    await g()", []),
+        ("stack.enter_context(open(path))\n    await g()", []),
+    ],
+)
+def test_an_await_inside_a_torch_context_would_be_seen(block: str, lines: list[int]) -> None:
+    assert awaits_in_torch_contexts(ast.parse(f"async def f():\n    {block}\n")) == lines

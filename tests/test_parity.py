@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.plan import ActivationPolicy, Tier, UpdateOrder
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.trace import Stage
 from tests.reference import Recipe, Result, train_reference
 from tests.run_engine import EngineResult, Mode, train_engine
 from tests.tiny import build_tiny, tiny_batches
+
+Gradients = Mapping[str, torch.Tensor | None]
 
 STEPS = 10
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
@@ -143,13 +147,54 @@ def test_chunked_loss_with_several_chunks_is_bit_equal(tmp_path: Path) -> None:
     assert_equal(ours, theirs)
 
 
-def test_a_wrong_gradient_would_be_seen(tmp_path: Path) -> None:
-    """The comparison convicts: one other seed, one other chunk order, and the curves part."""
-    build_tiny(tmp_path)
-    batches = tiny_batches(3)
-    recipe = Recipe(3)
-    theirs = train_reference(tmp_path, batches, recipe)
-    swapped = [batches[0], batches[2], batches[1]]
-    ours = train_engine(tmp_path, swapped, recipe, Mode())
-    assert ours.losses[0] == theirs.losses[0]
-    assert ours.losses[1:] != theirs.losses[1:]
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_wrong_gradient_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """The comparison convicts: one element of one parameter in one micro-batch of one step, off by one ulp.
+
+    The first moment keeps it; an FP32 master need not, whose own ulp is larger than what this moves it by.
+    """
+    recipe, mode = Recipe(2, precision=precision), Mode(num_shards=2)
+    assert_equal(*run(tmp_path, recipe, mode, steps=2))
+    name = "model.layers.1.self_attn.o_proj.weight"
+    add, calls = GradientStore.add, itertools.count()
+
+    def add_one_ulp(store: GradientStore, layer: int, gradients: Gradients, *, first: bool) -> None:
+        if layer == 2 and next(calls) == 0:
+            gradients = one_ulp_up(gradients, name)
+        add(store, layer, gradients, first=first)
+
+    monkeypatch.setattr(GradientStore, "add", add_one_ulp)
+    ours, theirs = run(tmp_path, recipe, mode, steps=2)
+    assert next(calls) == 2 * 4, "both steps had all their micro-batches"
+    assert ours.losses[0] == theirs.losses[0], "the first loss is older than the first gradient"
+    with pytest.raises(AssertionError):
+        assert_equal(ours, theirs)
+    assert not torch.equal(ours.exp_avg[name], theirs.exp_avg[name])
+
+
+def one_ulp_up(gradients: Gradients, name: str) -> Gradients:
+    """The same but for the largest element of `name`, which no sum with smaller ones rounds away."""
+    gradient = gradients[name]
+    assert gradient is not None
+    moved = gradient.clone()
+    largest = moved.view(-1)[moved.abs().argmax()]
+    largest.copy_(torch.nextafter(largest, torch.full_like(largest, torch.inf).copysign(largest)))
+    assert int((moved != gradient).sum()) == 1
+    return {**gradients, name: moved}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        pytest.param(Recipe(2, loss_chunk_tokens=16), Recipe(2), id="chunks"),
+        pytest.param(Recipe(2, seed=3), Recipe(2, seed=4), id="dropout seed"),
+        pytest.param(Recipe(2, micro_batch_size=2), Recipe(2), id="micro-batches"),
+    ],
+)
+def test_another_recipe_would_be_seen(tmp_path: Path, ours: Recipe, theirs: Recipe) -> None:
+    build_tiny(tmp_path, attention_dropout=0.1)
+    batches = tiny_batches(2)
+    result = train_engine(tmp_path, batches, ours, Mode())
+    assert_equal(result, train_reference(tmp_path, batches, ours))
+    with pytest.raises(AssertionError):
+        assert_equal(result, train_reference(tmp_path, batches, theirs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
-from megatrain_ray.engine.planner import PROCESS_BYTES, Machine, Request, make_plan
+from megatrain_ray.engine.planner import PROCESS_BYTES, Machine, Request, build_plan, candidates, make_plan
 from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
@@ -63,13 +64,18 @@ def test_device_bytes_by_hand() -> None:
 
 
 def test_the_measured_activations_of_a_llama_layer() -> None:
-    """What autograd saves of one layer, counted by hand, is what the trial forward finds."""
+    """What autograd saves of one layer, counted by hand, is what the trial forward finds: bytes a token."""
     _, activations = model()
-    tokens = BATCH * SEQ
-    norms = 2 * (2 * HIDDEN * 4 + 2 * 4 + HIDDEN * 2)  # FP32 input and its square root, twice; BF16 output
+    tokens, heads = BATCH * SEQ, 4
+    # FP32 input and its inverse root mean square; the BF16 normalised input, for the weight's gradient; the output.
+    norm = HIDDEN * 4 + 4 + HIDDEN * 2 + HIDDEN * 2
+    # q, k and v (both repeated to all heads) and the output; FP32 log-sum-exp of each head; a row of the BF16 mask.
+    attention = 4 * HIDDEN * 2 + heads * 4 + SEQ * 2
+    # Gate, its SiLU, up, and their product.
+    mlp = 4 * INNER * 2
     assert activations.boundary == (0, *(tokens * HIDDEN * 2,) * (LAYERS + 1))
-    assert activations.kept[1] == activations.kept[LAYERS]
-    assert tokens * norms < activations.kept[1] < tokens * (HIDDEN * 60 + INNER * 12)
+    assert activations.kept[1 : LAYERS + 1] == (tokens * (2 * norm + attention + mlp),) * LAYERS
+    assert activations.kept[0] == 0, "an embedding keeps its ids alone, which enter it"
 
 
 def test_the_fastest_plan_that_fits_is_chosen() -> None:
@@ -106,12 +112,41 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
         make_plan(structure, activations, replace(MACHINE, ram_bytes=1 << 30), REQUEST)
 
 
+def test_sums_go_to_the_host_when_nothing_else_fits() -> None:
+    """Many micro-batches: layers outermost would hold all their boundary activations."""
+    structure, activations = model()
+    request = replace(REQUEST, num_micro_batches=32)
+    plans = [build_plan(structure, activations, MACHINE, request, c) for c in candidates(structure, request)]
+    smallest = min(plan.total_bytes(Tier.HBM) for plan in plans if plan.sums is Tier.HBM)
+    assert make_plan(structure, activations, MACHINE, request).sums is Tier.HBM
+    plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=smallest - 1), request)
+    assert (plan.sums, plan.order) == (Tier.HOST, LoopOrder.MICRO_BATCHES_OUTER)
+    assert plan.total_bytes(Tier.HBM) < smallest
+    assert rows(plan, Tier.HOST)["gradients in waiting"] == 4 * structure.layout().size
+
+
+def test_thousands_of_shards_take_no_time() -> None:
+    """What a plan costs is of the model, whatever the number of shards."""
+    structure, activations = model()
+    machine = replace(MACHINE, ram_bytes=8 << 40)
+    start = time.process_time()
+    many = make_plan(structure, activations, machine, replace(REQUEST, num_shards=5000))
+    assert time.process_time() - start < 2.0
+    one = make_plan(structure, activations, machine, replace(REQUEST, num_shards=1))
+    assert (many.num_shards, many.num_shard_threads) == (5000, 1)
+    assert rows(many, Tier.HOST)["processes"] == (4 + 5000) * PROCESS_BYTES
+    for name in ("working copy", "optimizer state", "gradients in waiting"):
+        assert rows(many, Tier.HOST)[name] == rows(one, Tier.HOST)[name]
+
+
 def test_on_the_cpu_device_memory_is_host_memory() -> None:
     structure, activations = model()
     plan = make_plan(structure, activations, replace(MACHINE, device="cpu"), REQUEST)
     need = plan.total_bytes(Tier.HOST) + plan.total_bytes(Tier.HBM)
     machine = replace(MACHINE, device="cpu", ram_bytes=need - 1)
-    assert make_plan(structure, activations, machine, REQUEST) != plan
+    smaller = make_plan(structure, activations, machine, REQUEST)
+    assert smaller.total_bytes(Tier.HOST) + smaller.total_bytes(Tier.HBM) < need
+    assert smaller.slots != plan.slots or smaller.layers != plan.layers
 
 
 def test_the_plan_survives_json() -> None:

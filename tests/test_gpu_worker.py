@@ -1,0 +1,126 @@
+"""GpuWorker with arenas and shards in one process, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain_ray.arena_owner import WORKING, ArenaOwner, arena_sizes
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.data_worker import DataWorker
+from megatrain_ray.engine.planner import Machine
+from megatrain_ray.gpu_worker import GpuWorker, Progress
+from megatrain_ray.io.arena import Arena, ArenaHandle
+from megatrain_ray.io.batches import Batch
+from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.shard_worker import ShardWorker
+from tests.runs import config
+from tests.tiny import VOCAB_SIZE, build_tiny
+
+MACHINE = Machine(device="cpu", num_cpus=1, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
+STEPS = 3
+ROW = {
+    "step", "loss", "grad_norm", "lr", "tokens", "skipped", "step_s", "tokens_per_s", "model_tflops", "exposed_s",
+    "hbm_peak_bytes", "host_bytes",
+}  # fmt: skip
+EXPOSED = {"h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python"}
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
+
+Handles = Mapping[str, ArenaHandle]
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Prepared:
+    tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=STEPS, hardware__num_shards=2)
+    return prepare(TrainConfig.model_validate(tree).resolve(), MACHINE)
+
+
+@pytest.fixture
+def handles(ready: Prepared) -> Iterator[Handles]:
+    num_threads = torch.get_num_threads()
+    owned = ArenaOwner(arena_sizes(ready.plan, ready.structure.layout(ready.plan.num_fragments))).handles()
+    yield owned
+    for handle in owned.values():
+        os.close(handle.fd)
+    torch.set_num_threads(num_threads)
+
+
+def batches(ready: Prepared) -> DataWorker:
+    data = ready.config.data
+    return DataWorker(data, "bytes", VOCAB_SIZE, ready.plan.micro_batch_size * ready.plan.num_micro_batches, 0, None)
+
+
+async def run(ready: Prepared, handles: Handles, calls: Sequence[int], *, poison: bool = False) -> list[dict[str, Any]]:
+    """Rows of steps called in this order, all before the first has run; in the order of calls.
+
+    `poison`: one weight of the final norm, the last of the working copy, is infinite.
+    """
+    data = batches(ready)
+
+    async def fetch(step: int) -> Batch:
+        return data.batch(step)
+
+    shards = [ShardWorker(ready, k, handles) for k in range(ready.plan.num_shards)]
+    for shard in shards:
+        shard.initialize()
+    if poison:
+        poison_a_weight(ready, handles)
+    worker = GpuWorker(ready, handles, fetch)
+    await worker.start(Progress(0, 0))
+    async with asyncio.TaskGroup() as tasks:
+        for shard in shards:
+            tasks.create_task(asyncio.to_thread(shard.run, 0))
+        try:
+            async with asyncio.timeout(20):
+                rows = await asyncio.gather(*(worker.step(step) for step in calls))
+                progress = await worker.drain()
+        finally:
+            await worker.close()
+            for shard in shards:
+                shard.stop()
+    assert progress == Progress(len(calls), len(calls) - sum(row["skipped"] for row in rows))
+    return rows
+
+
+def poison_a_weight(ready: Prepared, handles: Handles) -> None:
+    layout = ready.structure.layout(ready.plan.num_fragments)
+    with Arena.attach(handles[WORKING]) as arena:
+        working = torch.frombuffer(arena.buffer, dtype=torch.float32)
+        head = working[layout.starts[-1] :][: layout.layers[-1].size]
+        layout.layers[-1].view(head, "model.norm.weight")[0] = math.inf
+
+
+async def test_steps_called_in_another_order_give_the_same_rows(ready: Prepared, handles: Handles) -> None:
+    """Ray does not keep the order of calls to an async actor."""
+    right = await run(ready, handles, (1, 2, 3))
+    wrong = await run(ready, handles, (3, 2, 1))
+    assert [row["step"] for row in right] == [1, 2, 3]
+    assert [row["step"] for row in wrong] == [3, 2, 1]
+    assert [[row[key] for key in NUMBERS] for row in right] == [[row[key] for key in NUMBERS] for row in wrong[::-1]]
+    assert right[0]["loss"] > right[2]["loss"]
+
+
+async def test_the_keys_of_a_row(ready: Prepared, handles: Handles) -> None:
+    for row in await run(ready, handles, (1, 2)):
+        assert set(row) == ROW
+        assert set(row["exposed_s"]) == EXPOSED
+        assert row["skipped"] is False
+        assert row["tokens"] == 4 * 32
+        assert row["host_bytes"] == sum(handle.nbytes for handle in handles.values())
+        assert math.fsum(row["exposed_s"].values()) <= row["step_s"]
+
+
+async def test_a_skipped_step_names_the_parameter(ready: Prepared, handles: Handles) -> None:
+    (row,) = await run(ready, handles, (1,), poison=True)
+    assert set(row) == {*ROW, "bad_parameter"}
+    assert row["skipped"] is True
+    assert not math.isfinite(row["grad_norm"])
+    names = [s.name for layer in ready.structure.layout().layers for s in layer.owned]
+    assert row["bad_parameter"] in names

@@ -1,0 +1,67 @@
+"""Ctrl-C and SIGTERM, by real signals to this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from megatrain_ray.interrupts import SIGNALS, Interrupts
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.parametrize("first", SIGNALS)
+def test_the_first_asks_and_the_second_ends(
+    first: signal.Signals, second: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        assert not interrupts.requested
+        send(first)
+        assert interrupts.requested
+        assert capsys.readouterr().err.count("interrupted: saving, then stopping") == 1
+        send(second)
+    assert handlers() == before
+
+
+def test_without_a_signal_nothing_changes() -> None:
+    before = handlers()
+    with Interrupts() as interrupts:
+        assert handlers() != before
+    assert not interrupts.requested
+    assert handlers() == before
+
+
+def test_listening_again_takes_signals_back_and_still_restores_the_first_handlers() -> None:
+    before = handlers()
+    with Interrupts() as interrupts:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        send(signal.SIGTERM)
+        assert not interrupts.requested
+        interrupts.listen()
+        send(signal.SIGTERM)
+        assert interrupts.requested
+    assert handlers() == before
+
+
+def test_outside_the_main_thread_it_leaves_handlers_alone() -> None:
+    before, within = handlers(), []
+
+    def work() -> None:
+        with Interrupts():
+            within.append(handlers())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert within == [before]
