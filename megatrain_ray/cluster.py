@@ -22,10 +22,9 @@ STOP_TIMEOUT_S = 20.0
 
 JOB_MARKER = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the driver it starts
 
-# Read by the processes that ray.init starts. The memory monitor counts arenas as used and kills actors for it. With a
-# token of its own the cluster writes none into the home directory. At Ray's own niceness of 15 any other process starves
-# a worker, and spinning OpenMP threads starve each other: 25 steps of examples/tiny_llama.yaml beside one busy process
-# took 48 s, with both settings 16 s.
+# Read by the processes that ray.init starts. The memory monitor counts arenas as used and kills actors for it. At Ray's
+# own niceness of 15 any other process starves a worker, and spinning OpenMP threads starve each other: 25 steps of
+# examples/tiny_llama.yaml beside one busy process took 48 s, with both settings 16 s.
 EMBEDDED_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -61,7 +60,8 @@ def cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
 
 @functools.cache
 def _token() -> str:
-    """One a process: Ray reads it once and keeps it, so a second cluster of this process needs the same."""
+    """One a process: Ray reads it once and keeps it, so a second cluster of this process needs the same. With one of
+    our own Ray writes none into the home directory."""
     return secrets.token_hex(32)
 
 
