@@ -110,7 +110,7 @@ def _check_names(config: Mapping[str, Any]) -> None:
     known = AutoConfig.for_model(config["model_type"]).to_dict()
     for name in config.keys() - known.keys():
         close = get_close_matches(name, known, n=1, cutoff=0.85)
-        if close and not name.startswith("_") and close[0] not in config:
+        if close and not name.startswith("_"):
             raise ConfigError(f"the model's configuration has no {name}; did you mean {close[0]}?")
 
 

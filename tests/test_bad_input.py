@@ -1,0 +1,86 @@
+"""Bad input through the command line: the right exit code, one message that names it, nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain_ray.cli import main
+from tests.runs import config, write_config
+from tests.tiny import build_tiny
+
+Tree = dict[str, Any]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def write(path: Path, content: str) -> str:
+    path.write_text(content)
+    return str(path)
+
+
+SHAPE = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+# name: (what is done to the model folder or the settings, exit code, what the message says)
+CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
+    "unknown key": (lambda f, t: t["train"].update(stepz=3), 2, "train.stepz: unknown key; did you mean train.steps?"),
+    "wrong type": (lambda f, t: t["train"].update(steps="ten"), 2, "train.steps: expected an integer, got"),
+    "missing data": (lambda f, t: t["data"].update(path="/nowhere.txt"), 2, "no such file: /nowhere.txt"),
+    "missing model": (lambda f, t: t["model"].update(path="/nowhere"), 2, "model.path: /nowhere is no folder"),
+    "no config.json": (lambda f, t: (f / "config.json").unlink(), 2, "config.json"),
+    "broken config.json": (lambda f, t: (f / "config.json").write_text("{"), 2, "config.json is not valid JSON"),
+    "typo in the model": (
+        lambda f, t: t.update(model={"config": SHAPE | {"num_hidden_layer": 9}}),
+        2,
+        "no num_hidden_layer; did you mean num_hidden_layers?",
+    ),
+    "impossible model": (
+        lambda f, t: t.update(model={"config": SHAPE | {"hidden_size": 63}}),
+        2,
+        "builds no llama model",
+    ),
+    "other model": (
+        lambda f, t: t.update(model={"config": SHAPE | {"model_type": "mistral"}}),
+        2,
+        "expected one of llama, got 'mistral'",
+    ),
+    "truncated weights": (lambda f, t: truncate(f / "model.safetensors"), 2, "model.safetensors is damaged"),
+    "empty data": (lambda f, t: t["data"].update(path=write(f / "empty.txt", "")), 2, "nothing to learn in"),
+    "too long": (lambda f, t: t["data"].update(seq_len=1000), 2, "data.seq_len: 1000 is more than the model's 256"),
+    "id beyond the vocabulary": (
+        lambda f, t: t.update(model={"config": SHAPE}),
+        2,
+        "but the model's vocab_size is 64",
+    ),
+    "little RAM": (lambda f, t: t["hardware"].update(ram_limit="1MiB"), 3, "of host RAM, 1.00 MiB available: raise"),
+    "little HBM": (lambda f, t: t["hardware"].update(hbm_limit="64KiB"), 3, "of device memory, 64.00 KiB available"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    spoil, code, message = CASES[name]
+    folder = build_tiny(tmp_path / "model")
+    tree = config(tmp_path / "runs" / "run", folder)
+    spoil(folder, tree)
+    path = write_config(tmp_path / "config.yaml", tree)
+    capsys.readouterr()
+    assert main(["train", str(path)]) == code
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.startswith("error: ")
+    assert "Traceback" not in shown
+    assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
+
+
+def test_a_plan_for_a_gpu_needs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = config(tmp_path / "run", SHAPE | {"vocab_size": 320}, hardware__device="cuda", data__path="/nowhere.txt")
+    path = write_config(tmp_path / "config.yaml", tree)
+    assert main(["plan", str(path), "hardware.hbm_limit=24GiB"]) == 0
+    assert "CUDA context" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
