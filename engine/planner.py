@@ -21,6 +21,7 @@ from megatrain_ray.engine.plan import (
     UpdateOrder,
 )
 from megatrain_ray.engine.plan_report import explain_misfit
+from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, visits
@@ -33,42 +34,6 @@ LOGITS_BYTES = 1 << 30
 PROCESS_BYTES = 640 << 20
 # A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess until a plan is compared with NVML.
 CONTEXT_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the plan may use. `hbm_bytes`: None where the device's memory is host memory."""
-
-    device: str
-    num_cpus: int
-    num_nodes: int
-    ram_bytes: int
-    hbm_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for, as far as placement goes."""
-
-    precision: Precision
-    round_gradients: bool  # train.grad_dtype: bf16
-    clip: bool
-    micro_batch_size: int
-    num_micro_batches: int
-    seq_len: int
-    num_shards: int | None = None
-    num_fragments: int = 1
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run a step, before anybody knows whether it fits."""
-
-    order: LoopOrder
-    activations: ActivationPolicy
-    num_block_slots: int
-    num_edge_slots: int
-    sums: Tier = Tier.HBM
 
 
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:

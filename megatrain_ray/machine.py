@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatrain_ray.engine.cuda_device import total_memory_bytes
-from megatrain_ray.engine.planner import Machine
+from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError
 
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"

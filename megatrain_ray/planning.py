@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import Plan, Precision
-from megatrain_ray.engine.planner import Machine, Request, make_plan
+from megatrain_ray.engine.plan_request import Machine, Request
+from megatrain_ray.engine.planner import make_plan
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine import probe_machine

@@ -22,7 +22,8 @@ from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
-from megatrain_ray.engine.planner import Candidate, Machine, Request, build_plan
+from megatrain_ray.engine.plan_request import Candidate, Machine, Request
+from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.step import MicroBatch, StepInput, World
 from megatrain_ray.engine.structure import discover

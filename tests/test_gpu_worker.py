@@ -15,7 +15,7 @@ import torch
 from megatrain_ray.arena_owner import WORKING, ArenaOwner, arena_sizes
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.engine.planner import Machine
+from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.gpu_worker import GpuWorker, Progress
 from megatrain_ray.io.arena import Arena, ArenaHandle
 from megatrain_ray.io.batches import Batch

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
-from megatrain_ray.engine.planner import PROCESS_BYTES, Machine, Request, build_plan, candidates, make_plan
+from megatrain_ray.engine.plan_request import Machine, Request
+from megatrain_ray.engine.planner import PROCESS_BYTES, build_plan, candidates, make_plan
 from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.config import TrainConfig
-from megatrain_ray.engine.planner import Machine
+from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning import FlopCount, Prepared, prepare
 from tests.runs import config

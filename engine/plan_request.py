@@ -1,0 +1,44 @@
+"""What a plan is made for: a machine, a request, and one of the ways to run a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain_ray.engine.plan import ActivationPolicy, Precision, Tier
+from megatrain_ray.engine.visits import LoopOrder
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the plan may use. `hbm_bytes`: None where the device's memory is host memory."""
+
+    device: str
+    num_cpus: int
+    num_nodes: int
+    ram_bytes: int
+    hbm_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, as far as placement goes."""
+
+    precision: Precision
+    round_gradients: bool  # train.grad_dtype: bf16
+    clip: bool
+    micro_batch_size: int
+    num_micro_batches: int
+    seq_len: int
+    num_shards: int | None = None
+    num_fragments: int = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a step, before anybody knows whether it fits."""
+
+    order: LoopOrder
+    activations: ActivationPolicy
+    num_block_slots: int
+    num_edge_slots: int
+    sums: Tier = Tier.HBM
