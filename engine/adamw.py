@@ -6,7 +6,6 @@ vector, so blocks are cut at multiples of 64 elements from a parameter's first o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,18 +63,13 @@ class AdamState(NamedTuple):
 
 
 class Scratch:
-    """One thread's buffers for a block, allocated once."""
+    """One thread's buffers for a block, allocated once. `thread`: its number, from 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
         self.gradient = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
         self.master = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
         self.bits = torch.empty(BLOCK_ELEMENTS, dtype=torch.int32)
-
-
-def blocks(length: int) -> Iterator[Span]:
-    """Cuts `length` elements into spans of at most BLOCK_ELEMENTS."""
-    for start in range(0, length, BLOCK_ELEMENTS):
-        yield Span(start, min(start + BLOCK_ELEMENTS, length))
 
 
 def adamw_block(

@@ -18,7 +18,7 @@ class BlockPool:
     """`num_threads` threads that take jobs from one queue. Which thread does a job may not matter to its result."""
 
     def __init__(self, num_threads: int) -> None:
-        self._scratch = [Scratch() for _ in range(num_threads)]
+        self._scratch = [Scratch(thread) for thread in range(num_threads)]
         self._pool = _single_threaded_pool(num_threads)
 
     def run(self, jobs: Iterable[Job]) -> None:

@@ -101,8 +101,9 @@ class LocalHost:
             header, committed_s = self._headers[update]
             num_bytes = self._layout.layers[layer].size * self._wire_dtype.itemsize
             gradient = lease.region[:num_bytes].view(self._wire_dtype)
+            serial = update * len(self._order) + layer + 1
             for shard in self._shards:
-                await loop.run_in_executor(self._executor, shard.update, layer, gradient, header)
+                await loop.run_in_executor(self._executor, shard.update, layer, gradient, header, serial)
             after = (committed_s, landed_s)
             self._ready_at_s[layer] = self._timeline.account(Stage.OPTIMIZER, Op("update", layer), after)
             await self._slab.release(layer)

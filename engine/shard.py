@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Scratch, adamw_block, blocks
-from megatrain_ray.engine.block_pool import BlockPool, Job
+from megatrain_ray.engine.adamw import AdamState, Hyper, Rates
+from megatrain_ray.engine.journal import Journal, Part, Transaction
+from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
 from megatrain_ray.engine.layout import Run, ShardLayout, Span
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
 
@@ -23,13 +24,15 @@ LOAD_ELEMENTS = 16 << 20  # 64 MiB of FP32
 @dataclass(frozen=True)
 class UpdateHeader:
     """What is fixed before the first write of an update. `update`: its number, from 1. `adam_step`: AdamW's own count,
-    which skipped updates do not advance. `scale`: multiplies gradients, an FP32 value. `skip`: change nothing."""
+    which skipped updates do not advance. `scale`: multiplies gradients, an FP32 value. `skip`: change nothing. `save`:
+    a save wants the generation that this update makes; no layer may go beyond it before it is written or copied."""
 
     update: int
     adam_step: int
     lr: float
     scale: float
     skip: bool
+    save: bool = False
 
 
 class AdamShard:
@@ -46,28 +49,47 @@ class AdamShard:
         v: Tensor,
         hyper: Hyper,
         num_threads: int,
+        journal: memoryview,
+        kernels: tuple[Build, ...] = NATIVE,
     ) -> None:
         """`working`: 1-D, the whole model's working copies at ModelLayout.starts. The others are the shard's own, 1-D
-        of ShardLayout.size: `residual` int16 for bf16, else None; `m` and `v` fp32.
+        of ShardLayout.size: `residual` int16 for bf16, else None; `m` and `v` fp32. `journal`: at least
+        Journal.num_bytes, zeroed, or what a shard that died left. `kernels`: candidates, the best first.
 
-        Raises MegatrainError for a tensor of another type or size.
+        Raises MegatrainError for a tensor of another type or size, or a journal made for less.
         """
         _check(precision, layout, {"working": working, "residual": residual, "m": m, "v": v})
         self.layout = layout
         self._working = working
         self._own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
-        self._hyper = hyper
-        self._pool = BlockPool(num_threads)
+        self._journal = Journal(journal, layout, precision, num_threads)
+        self._kernel = open_kernel(num_threads, hyper, kernels)
 
-    def update(self, layer: int, gradient: Tensor, header: UpdateHeader) -> None:
-        """One AdamW update of this shard's part of a layer.
+    @property
+    def kernel_name(self) -> str:
+        return self._kernel.name
 
-        `gradient`: the whole layer's, 1-D, padded size, bf16 or fp32. It is only read.
+    def update(self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int) -> None:
+        """One AdamW update of this shard's part of a layer: what of transaction `serial` is not done yet.
+
+        `gradient`: the whole layer's, 1-D, padded size, bf16 or fp32. It is only read. `serial`: positive, larger than
+        that of every update before; that of a torn one to finish it, with the same gradient and header.
+        Raises MegatrainError for a gradient of another size or type.
         """
+        size = self.layout.model.layers[layer].size
+        if gradient.numel() != size or gradient.dtype not in (torch.bfloat16, torch.float32):
+            raise MegatrainError(
+                f"optimizer shard {self.layout.index}: the gradient of layer {layer} must be {size} elements of "
+                f"bfloat16 or float32, got {gradient.numel()} of {gradient.dtype}"
+            )
         if header.skip:
             return
         rates = Rates(torch.tensor(float(header.adam_step)), header.lr, header.scale)
-        self._pool.run(job for run in self._runs(layer) for job in self._jobs(layer, run, gradient, rates))
+        self._kernel.update(self._parts(layer), gradient, rates, Transaction(self._journal, serial))
+
+    def roll_back(self, layer: int, serial: int) -> None:
+        """Undoes what a shard that died in transaction `serial` left half written; `update` then does the rest."""
+        self._journal.roll_back(self._parts(layer), serial)
 
     def load(self, source: WeightSource) -> None:
         """Fills working copy and residual from a source, at most 64 MiB at a time, and zeroes m and v.
@@ -90,17 +112,23 @@ class AdamShard:
         """
         flat = self.layout.model.layers[layer]
         logical = flat.logical(self.layout.spans[layer])
-        if not logical.size:
-            return
-        states = [self._state(layer, run) for run in self._runs(layer)]
-        working = "working" if "residual" in self._own else "master"
-        yield Piece(flat.name, working, logical.start, logical.stop, [_bytes_of(s.working) for s in states])
-        for kind in self._own:
-            yield Piece(flat.name, kind, logical.start, logical.stop, [_bytes_of(getattr(s, kind)) for s in states])
+        for kind, tensors in self._kinds(layer).items():
+            yield Piece(flat.name, kind, logical.start, logical.stop, [tensor.numpy().data for tensor in tensors])
+
+    def copy_layer(self, layer: int) -> list[Piece]:
+        """The same pieces, over memory of their own with what the state holds now."""
+        pieces: list[Piece] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for piece, tensors in zip(self.pieces(layer), self._kinds(layer).values(), strict=True):
+            copies = [torch.empty_like(tensor) for tensor in tensors]
+            pairs += zip(copies, tensors, strict=True)
+            pieces.append(piece._replace(buffers=[copy.numpy().data for copy in copies]))
+        self._kernel.copy(pairs)
+        return pieces
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""
-        self._pool.close()
+        self._kernel.close()
 
     def _runs(self, layer: int) -> Iterator[Run]:
         return self.layout.model.layers[layer].runs(self.layout.spans[layer])
@@ -111,17 +139,22 @@ class AdamShard:
         own = {kind: tensor[own_start : own_start + run.length] for kind, tensor in self._own.items()}
         return AdamState(self._working[start : start + run.length], own.get("residual"), own["m"], own["v"])
 
-    def _jobs(self, layer: int, run: Run, gradient: Tensor, rates: Rates) -> Iterator[Job]:
-        state = self._state(layer, run)
-        flat = gradient[run.padded : run.padded + run.length]
-        for span in blocks(run.length):
-            yield partial(self._update_block, state, flat, span, rates, run.segment.decay)
+    def _parts(self, layer: int) -> list[Part]:
+        parts, unit = [], 0
+        for run in self._runs(layer):
+            part = Part(self._state(layer, run), run.padded, run.segment.decay, unit)
+            parts.append(part)
+            unit = part.units.stop
+        return parts
 
-    def _update_block(
-        self, state: AdamState, gradient: Tensor, span: Span, rates: Rates, decay: bool, scratch: Scratch
-    ) -> None:
-        # Cut here, by the thread that works on it: the caller alone would keep the others waiting.
-        adamw_block(state.cut(span), gradient[slice(*span)], self._hyper, rates, scratch, decay=decay)
+    def _kinds(self, layer: int) -> dict[str, list[Tensor]]:
+        """The bytes of each kind of state, run after run."""
+        states = [self._state(layer, run) for run in self._runs(layer)]
+        if not states:
+            return {}
+        named = {"working" if "residual" in self._own else "master": [state.working for state in states]}
+        named |= {kind: [getattr(state, kind) for state in states] for kind in self._own}
+        return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items()}
 
 
 def _check(precision: Precision, layout: ShardLayout, tensors: dict[str, Tensor | None]) -> None:
@@ -144,8 +177,3 @@ def _read(source: WeightSource, run: Run, span: Span) -> Tensor:
             f"{run.in_segment + span.stop}: its source is damaged; start from other weights"
         )
     return master
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's own memory, writable."""
-    return tensor.view(torch.uint8).numpy().data

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import mmap
-import os
 import platform
-import shutil
-import subprocess
 import sys
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.compiled import CompileError, declare, load_compiled
 
-COMPILERS = ("cc", "gcc", "clang", "g++", "clang++")
 FLAGS = ("-O2", "-shared", "-fPIC")
 SOURCE = Path(__file__).with_name("words.c")
 
@@ -49,14 +43,14 @@ class CompiledAtomics:
     """words.c. Raises OSError or CompileError where it cannot be built or loaded."""
 
     def __init__(self) -> None:
-        library = _load_library()
+        library = load_compiled(SOURCE, FLAGS, ctypes.PyDLL)
         # PyDLL keeps the GIL: what takes 20 ns must not wait for the interpreter's next switch, up to 5 ms.
-        self.load = _function(library.word_load, ctypes.c_int64, ctypes.c_void_p)
-        self.store = _function(library.word_store, None, ctypes.c_void_p, ctypes.c_int64)
-        self.add = _function(library.word_add, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-        self.wake = _function(library.word_wake, None, ctypes.c_void_p)
+        self.load = declare(library.word_load, ctypes.c_int64, ctypes.c_void_p)
+        self.store = declare(library.word_store, None, ctypes.c_void_p, ctypes.c_int64)
+        self.add = declare(library.word_add, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+        self.wake = declare(library.word_wake, None, ctypes.c_void_p)
         without_gil = ctypes.CDLL(None, handle=library._handle)
-        self._wait = _function(without_gil.word_wait, None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        self._wait = declare(without_gil.word_wait, None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
     def wait(self, address: int, seen: int, timeout_s: float) -> None:
         self._wait(address, seen, int(timeout_s * 1e9))
@@ -109,10 +103,6 @@ class X86Atomics:
         )
 
 
-class CompileError(Exception):
-    """No compiler, or one that fails."""
-
-
 @functools.cache
 def load_atomics() -> Atomics:
     """The compiled ones; without a compiler those for x86-64, which is logged once. Raises MegatrainError elsewhere."""
@@ -121,42 +111,3 @@ def load_atomics() -> Atomics:
     except (OSError, CompileError) as error:
         log.warning("signal words without C (slower, x86-64 only): %s", error)
         return X86Atomics()
-
-
-def _function(function: ctypes._NamedFuncPointer, result: type | None, *arguments: type) -> ctypes._NamedFuncPointer:
-    function.restype = result
-    function.argtypes = arguments
-    return function
-
-
-def _load_library() -> ctypes.PyDLL:
-    """From the user's cache; from a folder that is gone afterwards where there is none."""
-    key = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, platform.machine())).encode()).hexdigest()[:16]
-    try:
-        return _load_or_build(Path.home() / ".cache" / "megatrain-ray" / f"words-{key}.so")
-    except (OSError, RuntimeError):  # no home, read-only, full, or mounted noexec
-        with tempfile.TemporaryDirectory() as folder:
-            return _load_or_build(Path(folder) / "words.so")
-
-
-def _load_or_build(library: Path) -> ctypes.PyDLL:
-    with suppress(OSError):  # missing, or damaged by a crash of the machine
-        return ctypes.PyDLL(str(library))
-    library.parent.mkdir(parents=True, exist_ok=True)
-    # Under a name of its own and then renamed: another process loads a whole file or none.
-    partial = library.with_suffix(f".{os.getpid()}.partial")
-    try:
-        _compile(partial)
-        partial.replace(library)
-    finally:
-        partial.unlink(missing_ok=True)
-    return ctypes.PyDLL(str(library))
-
-
-def _compile(output: Path) -> None:
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise CompileError(f"no C compiler on PATH (looked for {', '.join(COMPILERS)})")
-    done = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(output)], capture_output=True, text=True)
-    if done.returncode:
-        raise CompileError(f"{compiler} cannot compile {SOURCE}: {done.stderr.strip()}")

@@ -17,6 +17,7 @@ from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
+from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lr_schedule import learning_rate
@@ -192,6 +193,7 @@ class HostState:
                 v=t["v"],
                 hyper=Hyper(*recipe.betas, recipe.eps, recipe.weight_decay),
                 num_threads=1,
+                journal=memoryview(bytearray(Journal.num_bytes(s, plan.precision, 1))),
             )
             for s, t in zip(self.shard_layouts, self.tensors, strict=True)
         ]

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.journal import Journal
+from megatrain_ray.engine.kernel_choice import NATIVE
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.engine.working_copy import join
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -103,7 +106,7 @@ class Shards(ShardedState):
     def update(self, gradients: Sequence[Tensor], header: UpdateHeader) -> None:
         for layer, gradient in enumerate(gradients):
             for shard in self.shards:
-                shard.update(layer, gradient, header)
+                shard.update(layer, gradient, header, serial=header.update * len(gradients) + layer + 1)
 
     def load(self, source: WeightSource) -> None:
         for shard in self.shards:
@@ -111,8 +114,15 @@ class Shards(ShardedState):
 
 
 def shard_over(
-    part: ShardLayout, precision: Precision, working: Tensor, own: Mapping[str, Tensor], num_threads: int
+    part: ShardLayout,
+    precision: Precision,
+    working: Tensor,
+    own: Mapping[str, Tensor],
+    num_threads: int,
+    journal: memoryview | None = None,
+    kernels: tuple[Build, ...] = NATIVE,
 ) -> AdamShard:
+    """With a journal of its own unless one is given."""
     residual = own.get("residual")
     return AdamShard(
         part,
@@ -123,17 +133,19 @@ def shard_over(
         v=own["v"],
         hyper=HYPER,
         num_threads=num_threads,
+        journal=memoryview(bytearray(Journal.num_bytes(part, precision, num_threads))) if journal is None else journal,
+        kernels=kernels,
     )
 
 
 @contextmanager
-def open_shards(precision: Precision, num_shards: int) -> Iterator[Shards]:
+def open_shards(precision: Precision, num_shards: int, kernels: tuple[Build, ...] = NATIVE) -> Iterator[Shards]:
     """Every element poisoned to begin with; shard k works with k + 1 threads."""
     layout = model_layout()
     parts = [ShardLayout(layout, k, num_shards) for k in range(num_shards)]
     working = poisoned(layout.size, precision.working_dtype)
     own = [{kind: poisoned(part.size, dtype) for kind, dtype in precision.state_kinds} for part in parts]
-    shards = [shard_over(parts[k], precision, working, own[k], k + 1) for k in range(num_shards)]
+    shards = [shard_over(parts[k], precision, working, own[k], k + 1, kernels=kernels) for k in range(num_shards)]
     try:
         yield Shards(parts, working, own, shards)
     finally:

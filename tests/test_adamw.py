@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Scratch, adamw_block, blocks
+from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Scratch, adamw_block
 from megatrain_ray.engine.block_pool import BlockPool
 from megatrain_ray.engine.layout import Span
 from megatrain_ray.engine.working_copy import join, split
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-SCRATCH = Scratch()
+SCRATCH = Scratch(0)
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Case:
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def blocks(length: int) -> Iterator[Span]:
+    for start in range(0, length, BLOCK_ELEMENTS):
+        yield Span(start, min(start + BLOCK_ELEMENTS, length))
 
 
 def random_master(size: int) -> Tensor:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from megatrain_ray.engine.layout import ShardLayout
 from megatrain_ray.engine.plan import Precision
-from megatrain_ray.engine.shard import LOAD_ELEMENTS, AdamShard, UpdateHeader
+from megatrain_ray.engine.shard import LOAD_ELEMENTS, UpdateHeader
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
 from tests.shards import (
-    HYPER,
     NAN_BYTES,
     Dictionary,
     Shards,
@@ -26,6 +25,7 @@ from tests.shards import (
     open_shards,
     random_masters,
     reference,
+    shard_over,
 )
 
 
@@ -150,16 +150,14 @@ def test_a_nan_in_the_source_is_refused_by_name() -> None:
 def test_tensors_of_the_wrong_type_or_size_are_refused() -> None:
     layout = ShardLayout(model_layout(), 0, 1)
     size, working = layout.size, torch.zeros(layout.model.size, dtype=torch.bfloat16)
-    residual = torch.zeros(size, dtype=torch.int16)
+    residual = {"residual": torch.zeros(size, dtype=torch.int16)}
 
-    def build(m_size: int, residual: Tensor | None) -> None:
+    def build(m_size: int, residual: dict[str, Tensor]) -> None:
         m, v = torch.zeros(m_size), torch.zeros(size)
-        AdamShard(
-            layout, Precision.BF16, working=working, residual=residual, m=m, v=v, hyper=HYPER, num_threads=1
-        ).close()
+        shard_over(layout, Precision.BF16, working, {"m": m, "v": v} | residual, num_threads=1).close()
 
     build(size, residual)
     with pytest.raises(MegatrainError, match=f"shard 0: m must be .*{size}.* got .*{size - 1}"):
         build(size - 1, residual)
     with pytest.raises(MegatrainError, match=r"residual must be .*int16.* got None"):
-        build(size, None)
+        build(size, {})

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.errors import DeadlineError, MegatrainError
-from megatrain_ray.io import atomics
+from megatrain_ray.io import atomics, compiled
 from megatrain_ray.io.arena import Arena, ArenaHandle
-from megatrain_ray.io.atomics import Atomics, CompiledAtomics, CompileError, X86Atomics
+from megatrain_ray.io.atomics import Atomics, CompiledAtomics, X86Atomics
+from megatrain_ray.io.compiled import CompileError
 from megatrain_ray.io.words import Words
 
 WAIT_S = 30.0
@@ -204,5 +205,5 @@ def test_what_the_compiler_says_is_passed_on(tmp_path: Path, monkeypatch: pytest
 
 def test_the_source_is_also_cpp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.setattr(atomics, "COMPILERS", ("g++",))
+    monkeypatch.setattr(compiled, "COMPILERS", ("g++",))
     assert Words(memoryview(bytearray(8)), 1, CompiledAtomics()).add(0, 3) == 3

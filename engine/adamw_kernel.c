@@ -1,0 +1,358 @@
+/* AdamW in one pass: gradient in; working copy, residual, m and v (FP32: master, m and v) read and written.
+ *
+ * Bit-equal to torch's fused AdamW with FMA: the order of operations below is the contract, and nothing here may be
+ * contracted or reassociated by the compiler. Every unit is copied into its thread's room of the journal before it is
+ * overwritten, and marked afterwards (journal.py says why a kill at any instruction can then be undone).
+ */
+
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const int64_t UNIT = 1 << 14, COPY_BYTES = 1 << 20, RECORD_WORDS = 8;
+
+#define INLINE static inline __attribute__((always_inline))
+#define RESTRICT __restrict
+
+/* Mirrored by ctypes structures of native_adamw.py: 8-byte members only. */
+typedef struct {
+    const void *gradient; /* bf16 or fp32 */
+    void *working;        /* bf16, or the fp32 master where there is no residual */
+    int16_t *residual;
+    float *m, *v;
+    int64_t length, first_unit, decays;
+} Part;
+
+typedef struct {
+    double scale, m_weight, v_keep, v_weight, decay, step_size, root, eps; /* rounded to FP32 before use */
+    int64_t bf16_gradient;
+    int64_t vector; /* elements of torch's vectors: what a parameter has beyond a multiple of it is rounded otherwise */
+} Rates;
+
+typedef struct {
+    int64_t serial;
+    int64_t *records; /* of a thread: serial, first unit, number of units; RECORD_WORDS apart */
+    int64_t *marks;
+    char *rooms;
+    int64_t room_bytes; /* from one thread's to the next */
+} Journal;
+
+typedef struct {
+    char *to;
+    const char *from;
+    int64_t nbytes, first_chunk;
+} Copy;
+
+/* ---- arithmetic ---- */
+
+INLINE float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE uint32_t as_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* Elements [start, stop) of a part. `split`, `bf16`, `tail` and `heavy` are constants wherever this is inlined. */
+INLINE void elements(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16, int tail,
+                     int heavy) {
+    const uint16_t *RESTRICT gradient16 = (const uint16_t *)part->gradient;
+    const float *RESTRICT gradient32 = (const float *)part->gradient;
+    uint16_t *RESTRICT working = (uint16_t *)part->working;
+    float *RESTRICT master = (float *)part->working;
+    int16_t *RESTRICT residual = part->residual;
+    float *RESTRICT ms = part->m;
+    float *RESTRICT vs = part->v;
+    const float scale = (float)rates->scale, m_weight = (float)rates->m_weight, v_keep = (float)rates->v_keep,
+                v_weight = (float)rates->v_weight, decay = part->decays ? (float)rates->decay : 1.0f,
+                step_size = (float)rates->step_size, root = (float)rates->root, eps = (float)rates->eps;
+    for (int64_t i = start; i < stop; i++) {
+        const float g = (bf16 ? as_float((uint32_t)gradient16[i] << 16) : gradient32[i]) * scale;
+        const float p = split ? as_float(((uint32_t)working[i] << 16) + (uint32_t)(int32_t)residual[i]) : master[i];
+        /* torch's lerp takes the nearer end as its base. */
+        const float way = g - ms[i];
+        const float m = !heavy ? __builtin_fmaf(m_weight, way, ms[i])
+                        : tail ? __builtin_fmaf(-way, 1.0f - m_weight, g)
+                               : __builtin_fmaf(m_weight - 1.0f, way, g);
+        const float v = tail ? __builtin_fmaf(vs[i], v_keep, v_weight * g * g)
+                             : __builtin_fmaf(v_weight * g, g, vs[i] * v_keep);
+        const float next = p * decay + step_size * m / (sqrtf(v) / root + eps);
+        ms[i] = m;
+        vs[i] = v;
+        if (split) {
+            const uint32_t bits = as_bits(next), half = bits + 0x8000u;
+            const int nan = next != next;
+            working[i] = (uint16_t)(nan ? 0x7FC0u : half >> 16);
+            residual[i] = (int16_t)(nan ? 0u : bits - (half & 0xFFFF0000u));
+        } else {
+            master[i] = next;
+        }
+    }
+}
+
+INLINE void body_and_tail(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16,
+                          int heavy) {
+    const int64_t body = part->length - part->length % rates->vector;
+    const int64_t cut = stop < body ? stop : body > start ? body : start;
+    elements(part, rates, start, cut, split, bf16, 0, heavy);
+    elements(part, rates, cut, stop, split, bf16, 1, heavy);
+}
+
+INLINE void any_kind(const Part *part, const Rates *rates, int64_t start, int64_t stop, int heavy) {
+    if (part->residual && rates->bf16_gradient)
+        body_and_tail(part, rates, start, stop, 1, 1, heavy);
+    else if (part->residual)
+        body_and_tail(part, rates, start, stop, 1, 0, heavy);
+    else if (rates->bf16_gradient)
+        body_and_tail(part, rates, start, stop, 0, 1, heavy);
+    else
+        body_and_tail(part, rates, start, stop, 0, 0, heavy);
+}
+
+typedef void Span(const Part *, const Rates *, int64_t start, int64_t stop);
+
+#define VARIANT(name, target)                                                                   \
+    target static void name(const Part *part, const Rates *rates, int64_t start, int64_t stop) { \
+        if ((float)rates->m_weight < 0.5f)                                                       \
+            any_kind(part, rates, start, stop, 0);                                               \
+        else                                                                                     \
+            any_kind(part, rates, start, stop, 1);                                               \
+    }
+
+VARIANT(span_baseline, )
+#ifdef __x86_64__
+VARIANT(span_avx2, __attribute__((target("avx2,fma"))))
+VARIANT(span_avx512, __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))))
+static Span *const VARIANTS[] = {span_baseline, span_avx2, span_avx512};
+#else
+static Span *const VARIANTS[] = {span_baseline};
+#endif
+
+/* ---- threads ---- */
+
+typedef struct Pool Pool;
+typedef void Job(const Pool *pool, int64_t thread, int64_t item);
+
+struct Pool {
+    pthread_mutex_t mutex;
+    pthread_cond_t changed, finished;
+    pthread_t *helpers;
+    int64_t num_helpers;
+    Job *job; /* NULL: none, or every item of it is taken */
+    int64_t num_items, next_item, number, working, stopping;
+    /* What a job reads. */
+    Span *span;
+    const Part *parts;
+    const Rates *rates;
+    const Journal *journal;
+    const Copy *copies;
+    int64_t num_parts;
+};
+
+typedef struct {
+    Pool *pool;
+    int64_t thread;
+} Helper;
+
+static void work(Pool *pool, Job *job, int64_t thread) {
+    int64_t item;
+    while ((item = __atomic_fetch_add(&pool->next_item, 1, __ATOMIC_RELAXED)) < pool->num_items)
+        job(pool, thread, item);
+}
+
+static void *help(void *argument) {
+    Helper helper = *(Helper *)argument;
+    Pool *pool = helper.pool;
+    int64_t seen = 0;
+    free(argument);
+    pthread_mutex_lock(&pool->mutex);
+    while (!pool->stopping) {
+        if (!pool->job || pool->number == seen) {
+            pthread_cond_wait(&pool->changed, &pool->mutex);
+            continue;
+        }
+        Job *job = pool->job;
+        seen = pool->number;
+        pool->working++;
+        pthread_mutex_unlock(&pool->mutex);
+        work(pool, job, helper.thread);
+        pthread_mutex_lock(&pool->mutex);
+        if (!--pool->working)
+            pthread_cond_signal(&pool->finished);
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    return NULL;
+}
+
+/* The caller is thread 0. A helper that wakes up after the last item was taken is not waited for. */
+static void run(Pool *pool, Job *job, int64_t num_items) {
+    pthread_mutex_lock(&pool->mutex);
+    pool->job = job;
+    pool->num_items = num_items;
+    pool->next_item = 0;
+    pool->number++;
+    if (num_items > 1)
+        pthread_cond_broadcast(&pool->changed);
+    pthread_mutex_unlock(&pool->mutex);
+    work(pool, job, 0);
+    pthread_mutex_lock(&pool->mutex);
+    pool->job = NULL;
+    while (pool->working)
+        pthread_cond_wait(&pool->finished, &pool->mutex);
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+static int start_helper(Pool *pool) {
+    Helper *helper = (Helper *)malloc(sizeof(Helper));
+    if (!helper)
+        return 0;
+    helper->pool = pool;
+    helper->thread = pool->num_helpers + 1;
+    if (pthread_create(&pool->helpers[pool->num_helpers], NULL, help, helper)) {
+        free(helper);
+        return 0;
+    }
+    pool->num_helpers++;
+    return 1;
+}
+
+/* ---- jobs ---- */
+
+static int64_t part_of(const Pool *pool, int64_t unit) {
+    int64_t low = 0, high = pool->num_parts - 1;
+    while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (pool->parts[middle].first_unit <= unit)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* The room's layout, that of journal.py: working, residual, m and v of the block, one after the other. */
+static void save(const Part *part, int64_t start, int64_t count, char *room) {
+    const int64_t working_bytes = part->residual ? 2 * count : 4 * count;
+    memcpy(room, (const char *)part->working + (part->residual ? 2 : 4) * start, working_bytes);
+    room += working_bytes;
+    if (part->residual) {
+        memcpy(room, part->residual + start, 2 * count);
+        room += 2 * count;
+    }
+    memcpy(room, part->m + start, 4 * count);
+    memcpy(room + 4 * count, part->v + start, 4 * count);
+}
+
+static void arm(const Journal *journal, int64_t thread, int64_t unit, const Part *part, int64_t start, int64_t count) {
+    int64_t *record = journal->records + RECORD_WORDS * thread;
+    __atomic_store_n(&record[0], 0, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE); /* no later store before it */
+    save(part, start, count, journal->rooms + journal->room_bytes * thread);
+    record[1] = unit;
+    record[2] = 1;
+    __atomic_store_n(&record[0], journal->serial, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+}
+
+static void update_unit(const Pool *pool, int64_t thread, int64_t unit) {
+    const Part *part = &pool->parts[part_of(pool, unit)];
+    const Journal *journal = pool->journal;
+    const int64_t start = (unit - part->first_unit) * UNIT, rest = part->length - start;
+    const int64_t count = rest < UNIT ? rest : UNIT;
+    if (!journal) {
+        pool->span(part, pool->rates, start, start + count);
+    } else if (__atomic_load_n(&journal->marks[unit], __ATOMIC_ACQUIRE) != journal->serial) {
+        arm(journal, thread, unit, part, start, count);
+        pool->span(part, pool->rates, start, start + count);
+        __atomic_store_n(&journal->marks[unit], journal->serial, __ATOMIC_RELEASE);
+    }
+}
+
+static void copy_chunk(const Pool *pool, int64_t thread, int64_t chunk) {
+    const Copy *copy = pool->copies;
+    (void)thread;
+    while (chunk >= copy->first_chunk + (copy->nbytes + COPY_BYTES - 1) / COPY_BYTES)
+        copy++;
+    const int64_t start = (chunk - copy->first_chunk) * COPY_BYTES, rest = copy->nbytes - start;
+    memcpy(copy->to + start, copy->from + start, rest < COPY_BYTES ? rest : COPY_BYTES);
+}
+
+/* ---- what Python calls ---- */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* 2: AVX-512, 1: AVX2 with FMA, 0: neither. */
+int64_t adamw_best_variant(void) {
+#ifdef __x86_64__
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+        return 0;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+               ? 2
+               : 1;
+#else
+    return 0;
+#endif
+}
+
+void adamw_close(Pool *pool) {
+    pthread_mutex_lock(&pool->mutex);
+    pool->stopping = 1;
+    pthread_cond_broadcast(&pool->changed);
+    pthread_mutex_unlock(&pool->mutex);
+    for (int64_t i = 0; i < pool->num_helpers; i++)
+        pthread_join(pool->helpers[i], NULL);
+    free(pool->helpers);
+    free(pool);
+}
+
+/* Threads beside the caller's own. NULL where they cannot be had. */
+Pool *adamw_open(int64_t num_helpers) {
+    sigset_t all, before;
+    Pool *pool = (Pool *)calloc(1, sizeof(Pool));
+    if (!pool)
+        return NULL;
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->changed, NULL);
+    pthread_cond_init(&pool->finished, NULL);
+    pool->helpers = (pthread_t *)calloc(num_helpers + 1, sizeof(pthread_t));
+    sigfillset(&all); /* signals are for the threads that Python knows */
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    while (pool->helpers && pool->num_helpers < num_helpers && start_helper(pool))
+        ;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (pool->helpers && pool->num_helpers == num_helpers)
+        return pool;
+    adamw_close(pool);
+    return NULL;
+}
+
+/* `journal` NULL: what is interrupted is lost. Parts in ascending order of units. */
+void adamw_update(Pool *pool, int64_t variant, const Part *parts, int64_t num_parts, int64_t num_units,
+                  const Rates *rates, const Journal *journal) {
+    pool->span = VARIANTS[variant];
+    pool->parts = parts;
+    pool->num_parts = num_parts;
+    pool->rates = rates;
+    pool->journal = journal;
+    run(pool, update_unit, num_units);
+}
+
+void adamw_copy(Pool *pool, const Copy *copies, int64_t num_chunks) {
+    pool->copies = copies;
+    run(pool, copy_chunk, num_chunks);
+}
+
+#ifdef __cplusplus
+}
+#endif

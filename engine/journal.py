@@ -1,0 +1,178 @@
+"""Journal: what a shard's threads are about to overwrite, in shared memory, so that a kill tears no element.
+
+A transaction is one update of a shard's part of one layer, with a serial number. It is cut into units; a thread works
+on a block of consecutive units of one parameter:
+
+    record.serial = 0 → old contents to the thread's room → record.units = the block's → record.serial = the serial
+    → overwrites the block → marks its units with the serial, in ascending order
+
+A record is valid when its serial is that of the torn transaction and its last unit is not marked: then the block may be
+half written and the room is whole. `roll_back` copies it back and clears the block's marks; the same update then does
+what is not marked. Killed in between, both can be done again. Serials grow, so what older transactions left is void.
+
+    header (threads there is room for) | a record each | a mark for each unit of the largest layer | a room each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState
+from megatrain_ray.engine.layout import FlatLayout, ShardLayout, Span, round_up
+from megatrain_ray.engine.plan import Precision
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.words import WORD_BYTES, Words
+
+UNIT_ELEMENTS = 1 << 14  # a multiple of 64; also in adamw_kernel.c
+BLOCK_UNITS = BLOCK_ELEMENTS // UNIT_ELEMENTS
+RECORD_WORDS = 8  # a cache line: threads write their records all the time
+PAGE_BYTES = 4096
+_SERIAL, _FIRST, _COUNT = range(3)
+
+
+class Part(NamedTuple):
+    """A run of one parameter in a shard's part of a layer. `gradient_start`: in the layer's padded gradient.
+    `first_unit`: its units are numbered on from that of the run before."""
+
+    state: AdamState
+    gradient_start: int
+    decays: bool
+    first_unit: int
+
+    @property
+    def length(self) -> int:
+        return self.state.m.numel()
+
+    @property
+    def units(self) -> Span:
+        return Span(self.first_unit, self.first_unit + num_units(self.length))
+
+    def elements(self, units: Span) -> Span:
+        """Those of some of its units, counted from the run's first."""
+        start, stop = (UNIT_ELEMENTS * (unit - self.first_unit) for unit in units)
+        return Span(start, min(stop, self.length))
+
+
+def num_units(length: int) -> int:
+    return -(-length // UNIT_ELEMENTS)
+
+
+class JournalAddresses(NamedTuple):
+    """Of a journal's memory, for native code. `room_bytes`: from one room to the next."""
+
+    records: int
+    marks: int
+    rooms: int
+    room_bytes: int
+
+
+class Journal:
+    """Over zeroed memory, or over that of a shard that died. Threads write only their own records and rooms."""
+
+    def __init__(self, buffer: memoryview, layout: ShardLayout, precision: Precision, num_threads: int) -> None:
+        """`buffer`: writable bytes, at least `num_bytes`, of an address that is a multiple of 8.
+
+        Raises MegatrainError for a buffer that is too small, or made for fewer threads.
+        """
+        self._kinds = precision.state_kinds
+        self._num_marks = max(map(_units_of, layout.model.layers, layout.spans), default=0)
+        made_for = Words(buffer, 1).load(0) or num_threads
+        size = self.num_bytes(layout, precision, made_for)
+        if buffer.nbytes < size or made_for < num_threads:
+            raise MegatrainError(
+                f"optimizer shard {layout.index}: a journal of {buffer.nbytes} bytes made for {made_for} threads, "
+                f"expected {size} bytes and {num_threads} threads or more"
+            )
+        self._first_mark = RECORD_WORDS * (1 + made_for)
+        self._words = Words(buffer, self._first_mark + self._num_marks)
+        self._words.store(0, made_for)
+        self._num_records = made_for
+        self._memory = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._room_bytes = _room_bytes(precision)
+        self._first_room = size - made_for * self._room_bytes
+
+    @staticmethod
+    def num_bytes(layout: ShardLayout, precision: Precision, num_threads: int) -> int:
+        """Of a journal for up to `num_threads`. A shard with the native kernel touches a sixteenth of each room."""
+        marks = max(map(_units_of, layout.model.layers, layout.spans), default=0)
+        words = RECORD_WORDS * (1 + num_threads) + marks
+        return round_up(WORD_BYTES * words, PAGE_BYTES) + num_threads * _room_bytes(precision)
+
+    @property
+    def addresses(self) -> JournalAddresses:
+        start = self._memory.data_ptr()
+        records, marks = WORD_BYTES * RECORD_WORDS, WORD_BYTES * self._first_mark
+        return JournalAddresses(start + records, start + marks, start + self._first_room, self._room_bytes)
+
+    def unmarked_blocks(self, part: Part, serial: int) -> Iterator[Span]:
+        """The part's units that a transaction has still to do, as blocks of at most BLOCK_UNITS consecutive ones."""
+        first = WORD_BYTES * (self._first_mark + part.units.start)
+        marks = self._memory[first : first + WORD_BYTES * part.units.size].numpy().view(np.int64)
+        edges = np.flatnonzero(np.diff(marks != serial, prepend=False, append=False)).tolist()
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            yield from blocks_of(Span(part.first_unit + start, part.first_unit + stop))
+
+    def save(self, thread: int, units: Span, state: AdamState, serial: int) -> None:
+        """Before the block is overwritten. `state`: what it holds now."""
+        record = RECORD_WORDS * (1 + thread)
+        self._words.store(record + _SERIAL, 0)
+        for old, kept in self._kept(thread, state):
+            kept.copy_(old)
+        self._words.store(record + _FIRST, units.start)
+        self._words.store(record + _COUNT, units.size)
+        self._words.store(record + _SERIAL, serial)
+
+    def mark(self, units: Span, serial: int) -> None:
+        """After the block was overwritten."""
+        for unit in range(*units):
+            self._words.store(self._first_mark + unit, serial)
+
+    def roll_back(self, parts: Sequence[Part], serial: int) -> None:
+        """Undoes the blocks that a torn transaction left half written. `parts`: those of its layer."""
+        for thread in range(self._num_records):
+            record = RECORD_WORDS * (1 + thread)
+            first = self._words.load(record + _FIRST)
+            units = Span(first, first + self._words.load(record + _COUNT))
+            if self._words.load(record + _SERIAL) != serial or self._is_marked(units.stop - 1, serial):
+                continue
+            part = next(part for part in parts if first < part.units.stop)
+            for state, kept in self._kept(thread, part.state.cut(part.elements(units))):
+                state.copy_(kept)
+            self.mark(units, 0)
+            self._words.store(record + _SERIAL, 0)
+
+    def _is_marked(self, unit: int, serial: int) -> bool:
+        return self._words.load(self._first_mark + unit) == serial
+
+    def _kept(self, thread: int, state: AdamState) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor of a block with its place in the thread's room, one after the other."""
+        start = self._first_room + thread * self._room_bytes
+        for tensor in state:
+            if tensor is not None:
+                yield tensor, self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+                start += tensor.nbytes
+
+
+class Transaction(NamedTuple):
+    """`serial`: positive, larger than that of every transaction before."""
+
+    journal: Journal
+    serial: int
+
+
+def blocks_of(units: Span) -> Iterator[Span]:
+    for start in range(units.start, units.stop, BLOCK_UNITS):
+        yield Span(start, min(start + BLOCK_UNITS, units.stop))
+
+
+def _units_of(layer: FlatLayout, span: Span) -> int:
+    return sum(num_units(run.length) for run in layer.runs(span))
+
+
+def _room_bytes(precision: Precision) -> int:
+    itemsize = precision.working_dtype.itemsize + sum(dtype.itemsize for _, dtype in precision.state_kinds)
+    return BLOCK_ELEMENTS * itemsize

@@ -1,0 +1,68 @@
+"""The portable update kernel: torch's own AdamW on blocks that stay in a core's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from megatrain_ray.engine.adamw import Hyper, Rates, Scratch, adamw_block
+from megatrain_ray.engine.block_pool import BlockPool, Job
+from megatrain_ray.engine.journal import Part, Transaction, blocks_of
+from megatrain_ray.engine.layout import Span
+
+COPY_ELEMENTS = 1 << 20
+
+
+class TorchBlocks:
+    """UpdateKernel wherever torch runs."""
+
+    name = "torch blocks"
+
+    def __init__(self, num_threads: int, hyper: Hyper) -> None:
+        self._hyper = hyper
+        self._pool = BlockPool(num_threads)
+
+    def update(self, parts: Sequence[Part], gradient: Tensor, rates: Rates, transaction: Transaction | None) -> None:
+        self._pool.run(job for part in parts for job in self._jobs(part, gradient, rates, transaction))
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._pool.run(job for to, source in pairs for job in _copy_jobs(to, source))
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _jobs(self, part: Part, gradient: Tensor, rates: Rates, transaction: Transaction | None) -> Iterator[Job]:
+        blocks = transaction.journal.unmarked_blocks(part, transaction.serial) if transaction else blocks_of(part.units)
+        flat = gradient[part.gradient_start : part.gradient_start + part.length]
+        for units in blocks:
+            yield partial(self._update_block, part, units, flat, rates, transaction)
+
+    def _update_block(
+        self,
+        part: Part,
+        units: Span,
+        gradient: Tensor,
+        rates: Rates,
+        transaction: Transaction | None,
+        scratch: Scratch,
+    ) -> None:
+        # Cut here, by the thread that works on it: the caller alone would keep the others waiting.
+        elements = part.elements(units)
+        state = part.state.cut(elements)
+        if transaction:
+            transaction.journal.save(scratch.thread, units, state, transaction.serial)
+        adamw_block(state, gradient[slice(*elements)], self._hyper, rates, scratch, decay=part.decays)
+        if transaction:
+            transaction.journal.mark(units, transaction.serial)
+
+
+def _copy_jobs(to: Tensor, source: Tensor) -> Iterator[Job]:
+    for start in range(0, source.numel(), COPY_ELEMENTS):
+        piece = slice(start, start + COPY_ELEMENTS)
+        yield partial(_copy, to[piece], source[piece])
+
+
+def _copy(to: Tensor, source: Tensor, _: Scratch) -> None:
+    to.copy_(source)

@@ -1,0 +1,116 @@
+"""UpdateKernel: what updates a shard's part of a layer; and the check that one is equal to torch, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Scratch, adamw_block
+from megatrain_ray.engine.block_pool import BlockPool
+from megatrain_ray.engine.journal import UNIT_ELEMENTS, Part, Transaction, num_units
+from megatrain_ray.engine.layout import Span
+from megatrain_ray.engine.working_copy import split
+from megatrain_ray.errors import MegatrainError
+
+# Of the check's parameters: bodies and tails for vectors of up to 16 elements, and an end of a unit inside one.
+SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 63, 1007, UNIT_ELEMENTS + 29, 64)
+# Specials, denormals, the largest and the smallest normal number, and a tie of the split.
+AWKWARD = (
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-45,
+    3.4028235e38,
+    -1.17549435e-38,
+    1.00390625,
+)
+AWKWARD_EVERY = 13
+
+
+class UpdateKernel(Protocol):
+    """One caller at a time. Any kernel can finish the transaction that another one began."""
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+
+    def update(self, parts: Sequence[Part], gradient: Tensor, rates: Rates, transaction: Transaction | None) -> None:
+        """Updates the units that are not marked; without a transaction all of them, and a kill tears some.
+
+        `parts`: their units ascend. `gradient`: the layer's, 1-D, padded, bf16 or fp32; only read.
+        """
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copies each second tensor (uint8, 1-D, contiguous) over the first, with all threads."""
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+
+
+Build = Callable[[int, Hyper], UpdateKernel]  # from a number of threads
+
+
+def check_kernel(build: Build, hyper: Hyper) -> None:
+    """Raises MegatrainError with the first difference between a kernel and torch's fused AdamW. Takes milliseconds."""
+    with closing(build(1, hyper)) as kernel, closing(BlockPool(1)) as pool:
+        # In a thread with one torch thread: where cores are busy, waking others costs more than all this.
+        pool.run([partial(_check, kernel, hyper)])
+
+
+def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
+    modes = itertools.product((True, False), (torch.bfloat16, torch.float32), (1.0, 0.3), (1, 1000))
+    for is_split, dtype, scale, step in modes:
+        rates = Rates(torch.tensor(float(step)), 1e-3, float(torch.tensor(scale)))
+        gradient = _values(0, 1e-2).to(dtype)
+        got, want = list(_parts(is_split)), list(_parts(is_split))
+        kernel.update(got, gradient, rates, None)
+        for part, expected in zip(got, want, strict=True):
+            own = gradient[part.gradient_start : part.gradient_start + part.length]
+            adamw_block(expected.state, own, hyper, rates, scratch, decay=part.decays)
+            if names := _different(part.state, expected.state):
+                raise MegatrainError(
+                    f"{kernel.name} differs from torch {torch.__version__} in {', '.join(names)} of a parameter of "
+                    f"{part.length} elements ({'split' if is_split else 'fp32'} master, {dtype} gradient, "
+                    f"scale {scale}, step {step})"
+                )
+
+
+def _parts(is_split: bool) -> Iterator[Part]:
+    """One parameter of each size, with numbers that are always the same; every second one decays."""
+    master, m, v = _values(1, 1.0), _values(2, 1e-3), _values(3, 1e-5).abs_()
+    working, residual = split(master) if is_split else (master, None)
+    whole, start, unit = AdamState(working, residual, m, v), 0, 0
+    for index, size in enumerate(SIZES):
+        yield Part(whole.cut(Span(start, start + size)), start, bool(index % 2), unit)
+        start, unit = start + size, unit + num_units(size)
+
+
+def _values(seed: int, scale: float) -> Tensor:
+    """An awkward one here and there; never in all four tensors at the same place."""
+    values = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(seed)) * scale
+    awkward = values[3 * seed :: AWKWARD_EVERY]
+    awkward.copy_(torch.tensor(AWKWARD).repeat(awkward.numel() // len(AWKWARD) + 1)[: awkward.numel()])
+    return values
+
+
+def _different(a: AdamState, b: AdamState) -> list[str]:
+    tensors = zip(AdamState._fields, a, b, strict=True)
+    return [name for name, x, y in tensors if x is not None and y is not None and not _equal(x, y)]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit; but FP32 NaNs are alike: which operand's sign and payload they keep, no compiler promises."""
+    integer = torch.int32 if a.dtype == torch.float32 else torch.int16
+    same = a.view(integer) == b.view(integer)
+    if a.dtype == torch.float32:
+        same |= a.isnan() & b.isnan()
+    return bool(same.all())
