@@ -1,4 +1,4 @@
-"""Blobs: named byte strings written whole and read in parts, in memory or in files."""
+"""Blobs: named byte strings, written and read in aligned blocks, in memory or in files."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import aiofiles
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.disk_errors import UnreadableError, explained
 
-BLOCK_BYTES = 4 << 20
-DIRECT_ALIGN = 4096  # of O_DIRECT: file offset, size and address
+ALIGN_BYTES = 4096  # of O_DIRECT: file offset, size and address
+
+T = TypeVar("T")
+
+
+class BlobWriter(Protocol):
+    """A blob that is being written. Blocks may be written in any order, several at the same time."""
+
+    async def write_at(self, offset: int, block: memoryview) -> None:
+        """`offset`, the block's size and its address are multiples of ALIGN_BYTES (see `aligned_block`)."""
 
 
 class BlobStore(Protocol):
-    """Every method raises MegatrainError naming the blob. Calls for different blobs may run at the same time."""
+    """Every method raises MegatrainError naming the blob: UnreadableError when it cannot be read, DiskFullError."""
 
-    async def write(self, name: str, chunks: Iterable[memoryview]) -> int:
-        """Writes a new blob, or another one in its place, and returns its bytes; durable on return.
+    def create(self, name: str) -> AbstractAsyncContextManager[BlobWriter]:
+        """A new blob, or another one in its place: durable when the block has ended well, else not to be used."""
 
-        `chunks` is iterated in a worker thread, so it may compute. What a failed write leaves is not to be used.
-        """
-
-    async def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer`, writable bytes. Raises MegatrainError when the blob ends before."""
+    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
+        """Fills `block`, writable and aligned as for `write_at`. Raises UnreadableError when the blob ends before."""
 
     async def size(self, name: str) -> int:
         """Bytes of a blob."""
@@ -39,21 +45,32 @@ class BlobStore(Protocol):
         """Where a blob is, for messages."""
 
 
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def aligned_block(nbytes: int) -> memoryview:
+    """Zeros at a multiple of ALIGN_BYTES, `aligned(nbytes)` of them; pages are taken when they are touched."""
+    return memoryview(mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes))))
+
+
 class MemoryStore:
     """Blobs in this process's memory."""
 
     def __init__(self) -> None:
-        self._blobs: dict[str, bytes] = {}
+        self._blobs: dict[str, bytearray] = {}
 
-    async def write(self, name: str, chunks: Iterable[memoryview]) -> int:
-        self._blobs[name] = await asyncio.to_thread(b"".join, chunks)
-        return len(self._blobs[name])
+    @asynccontextmanager
+    async def create(self, name: str) -> AsyncIterator[BlobWriter]:
+        blob = self._blobs[name] = bytearray()
+        yield _MemoryBlob(blob)
 
-    async def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        part = self._blob(name)[offset : offset + len(buffer)]
-        if len(part) < len(buffer):
-            raise _too_short(self.describe(name), offset + len(buffer), len(self._blob(name)))
-        buffer[:] = part
+    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
+        part = self._blob(name)[offset : offset + len(block)]
+        if len(part) < len(block):
+            raise _too_short(self.describe(name), offset + len(block), len(self._blob(name)))
+        block[:] = part
 
     async def size(self, name: str) -> int:
         return len(self._blob(name))
@@ -61,10 +78,19 @@ class MemoryStore:
     def describe(self, name: str) -> str:
         return f"{name} in memory"
 
-    def _blob(self, name: str) -> bytes:
+    def _blob(self, name: str) -> bytearray:
         if name not in self._blobs:
-            raise MegatrainError(f"cannot read {self.describe(name)}: there is no such blob")
+            raise UnreadableError(f"cannot read {self.describe(name)}: there is no such blob")
         return self._blobs[name]
+
+
+class _MemoryBlob:
+    def __init__(self, blob: bytearray) -> None:
+        self._blob = blob
+
+    async def write_at(self, offset: int, block: memoryview) -> None:
+        self._blob.extend(bytes(max(0, offset - len(self._blob))))
+        self._blob[offset : offset + len(block)] = block
 
 
 class FileStore:
@@ -74,57 +100,80 @@ class FileStore:
         """`folder` exists."""
         self._folder = folder
 
-    async def write(self, name: str, chunks: Iterable[memoryview]) -> int:
-        path, block, total = self._folder / name, memoryview(mmap.mmap(-1, BLOCK_BYTES)), 0
-        filled = _fill(chunks, block)
-        with _explained("write", path):
-            async with aiofiles.open(path, "wb", buffering=0, opener=_open_direct) as file:
-                while nbytes := await asyncio.to_thread(next, filled, 0):
-                    total += nbytes
-                    left = block[: _aligned(nbytes)]
-                    while left:
-                        left = left[await _transfer(file.fileno(), file.write, left) :]
-                await file.truncate(total)  # the last block was written up to the alignment
-                await asyncio.to_thread(os.fsync, file.fileno())
-        return total
+    @asynccontextmanager
+    async def create(self, name: str) -> AsyncIterator[BlobWriter]:
+        path = self._folder / name
+        with explained("write", path):
+            file = await aiofiles.open(path, "wb", buffering=0, opener=_open_direct)
+        try:
+            yield _FileBlob(path, file.fileno())
+            with explained("write", path):
+                await _completed(os.fsync, file.fileno())
+        finally:
+            await file.close()
 
-    async def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        path, block = self._folder / name, memoryview(mmap.mmap(-1, BLOCK_BYTES))
-        with _explained("read", path):
+    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
+        path = self._folder / name
+        with explained("read", path):
             async with aiofiles.open(path, "rb", buffering=0, opener=_open_direct) as file:
-                while buffer:
-                    skip = offset % DIRECT_ALIGN
-                    await file.seek(offset - skip)
-                    window = block[: _aligned(skip + len(buffer))]
-                    end = await _transfer(file.fileno(), file.readinto, window)
-                    if end <= skip:
-                        raise _too_short(str(path), offset + len(buffer), path.stat().st_size)
-                    part = window[skip : min(end, skip + len(buffer))]
-                    buffer[: len(part)] = part
-                    buffer, offset = buffer[len(part) :], offset + len(part)
+                got = await _completed(_read_all, file.fileno(), offset, block)
+            if got < len(block):
+                raise _too_short(str(path), offset + len(block), path.stat().st_size)
 
     async def size(self, name: str) -> int:
-        with _explained("read", self._folder / name):
+        with explained("read", self._folder / name):
             return (self._folder / name).stat().st_size
 
     def describe(self, name: str) -> str:
         return str(self._folder / name)
 
 
-def _fill(chunks: Iterable[memoryview], block: memoryview) -> Iterator[int]:
-    """Copies the chunks into `block` as often as it gets full, and what is left at the end; yields bytes filled."""
-    filled = 0
-    for chunk in chunks:
-        rest = chunk
-        while rest:
-            part = rest[: len(block) - filled]
-            block[filled : filled + len(part)] = part
-            rest, filled = rest[len(part) :], filled + len(part)
-            if filled == len(block):
-                yield filled
-                filled = 0
-    if filled:
-        yield filled
+class _FileBlob:
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    async def write_at(self, offset: int, block: memoryview) -> None:
+        with explained("write", self._path):
+            await _completed(_write_all, self._fd, offset, block)
+
+
+async def _completed(call: Callable[..., T], *arguments: object) -> T:
+    """In a thread, which is through with it even when the task was cancelled: its descriptor is closed after this."""
+    done = asyncio.get_running_loop().run_in_executor(None, partial(call, *arguments))
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        await asyncio.wait([done])
+        raise
+
+
+def _write_all(fd: int, offset: int, block: memoryview) -> None:
+    while block:
+        written = _transfer(fd, partial(os.pwrite, fd, block, offset))
+        block, offset = block[written:], offset + written
+
+
+def _read_all(fd: int, offset: int, block: memoryview) -> int:
+    """Bytes read: fewer than the block's at the end of the file only."""
+    total = 0
+    while total < len(block):
+        got = _transfer(fd, partial(os.preadv, fd, [block[total:]], offset + total))
+        if not got:
+            break
+        total += got
+    return total
+
+
+def _transfer(fd: int, call: Callable[[], int]) -> int:
+    """Some file systems open a file for O_DIRECT and then refuse the transfer: once more through the page cache."""
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return call()
 
 
 def _open_direct(path: str, flags: int) -> int:
@@ -136,29 +185,5 @@ def _open_direct(path: str, flags: int) -> int:
         return os.open(path, flags, 0o666)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // DIRECT_ALIGN) * DIRECT_ALIGN
-
-
-async def _transfer(fd: int, call: Callable[[memoryview], Awaitable[int | None]], data: memoryview) -> int:
-    """Some file systems open a file for O_DIRECT and then refuse the transfer: once more through the page cache."""
-    try:
-        return await call(data) or 0
-    except OSError as error:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        return await call(data) or 0
-
-
-@contextmanager
-def _explained(action: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise MegatrainError(f"cannot {action} {path}: {error.strerror}") from error
-
-
-def _too_short(where: str, expected: int, got: int) -> MegatrainError:
-    return MegatrainError(f"{where} is truncated: expected at least {expected} bytes, got {got}")
+def _too_short(where: str, expected: int, got: int) -> UnreadableError:
+    return UnreadableError(f"{where} is truncated: expected at least {expected} bytes, got {got}")

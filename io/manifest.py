@@ -1,11 +1,14 @@
 """What a save consists of. The schema is versioned and stands in docs/save_format.md.
 
 Positions of state are *logical*: elements of a layer without padding, so they mean the same for any number of shards.
+The last key of the file is a checksum of everything before it.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,9 @@ from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.config import SaveCompression
+from megatrain_ray.errors import DamagedSaveError, MegatrainError
+from megatrain_ray.io.disk_errors import UnreadableError, explained
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
@@ -21,7 +26,10 @@ MANIFEST_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class PieceEntry:
-    """Elements [start, stop) of one kind of one layer: `nbytes` from `offset` on in a blob, with their zlib.crc32."""
+    """Elements [start, stop) of one kind of one layer: `nbytes` from `offset` on in a blob.
+
+    `crc32`: zlib's, of the elements' bytes, followed by the stored ones where these are compressed.
+    """
 
     layer: str
     start: int
@@ -33,10 +41,11 @@ class PieceEntry:
 
 @dataclass(frozen=True)
 class BlobEntry:
-    """One kind of state of one part: `pieces` one after the other."""
+    """One kind of state of one part: `pieces` one after the other, each from a multiple of 4096 on."""
 
     name: str
     kind: str
+    compression: SaveCompression
     nbytes: int
     pieces: tuple[PieceEntry, ...]
 
@@ -69,6 +78,16 @@ class LayerEntry:
 
 
 @dataclass(frozen=True)
+class SaveTiming:
+    """What a save cost: how long it held updates up at most, how long it took to write, and its bytes on the disk."""
+
+    predicted_stall_s: float
+    stall_s: float
+    write_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """`step`: completed updates, of which AdamW counted `optimizer_step` and `num_skipped` changed nothing.
 
@@ -88,9 +107,11 @@ class Manifest:
     config: dict[str, Any]
     parts: tuple[PartManifest, ...]
     generation_config: dict[str, Any] | None = None
+    timing: SaveTiming | None = None
 
     def to_json(self) -> bytes:
-        return TypeAdapter(Manifest).dump_json(self) + b"\n"
+        """The bytes of the file."""
+        return _sealed(TypeAdapter(Manifest).dump_json(self))
 
     def blobs(self) -> Iterator[BlobEntry]:
         return (blob for part in self.parts for blob in part.blobs)
@@ -110,15 +131,16 @@ class Manifest:
 
 
 def read_manifest(save_folder: Path) -> Manifest:
-    """Raises MegatrainError naming the file when it is missing, damaged or of another version."""
+    """Raises DamagedSaveError naming the file when it is missing or damaged, MegatrainError for another version."""
     path = save_folder / MANIFEST_NAME
     try:
-        text = path.read_bytes()
+        with explained("read", path):
+            text = _unsealed(path.read_bytes())
         values = json.loads(text)
-    except OSError as error:
-        raise MegatrainError(f"cannot read {path}: {error.strerror}; without it there is no save") from None
+    except UnreadableError as error:
+        raise DamagedSaveError(f"{error}; without it there is no save") from None
     except ValueError as error:
-        raise MegatrainError(f"{path} is damaged: {error}") from None
+        raise DamagedSaveError(f"{path} is damaged: {error}") from None
     version = values.get("version") if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
         raise MegatrainError(f"{path} has format version {version!r}, this release reads version {FORMAT_VERSION}")
@@ -127,10 +149,28 @@ def read_manifest(save_folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise MegatrainError(f"{path} is damaged: {where}: {first['msg']}") from None
+        raise DamagedSaveError(f"{path} is damaged: {where}: {first['msg']}") from None
+
+
+def _sealed(text: bytes) -> bytes:
+    """The JSON object `text` with the checksum of all its bytes but the last brace as its last key."""
+    body = text.removesuffix(b"}")
+    return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
+
+
+def _unsealed(sealed: bytes) -> bytes:
+    """The JSON object that `_sealed` was given. Raises ValueError when it is not what was written."""
+    match = re.fullmatch(rb'(.*),"crc32":"([0-9a-f]{8})"}\n', sealed, re.DOTALL)
+    if match is None:
+        raise ValueError("it does not end with its checksum")
+    got = f"{zlib.crc32(match[1]):08x}"
+    if got != match[2].decode():
+        raise ValueError(f"expected checksum {match[2].decode()}, got {got}")
+    return match[1] + b"}"
 
 
 def _tile(spans: list[tuple[int, int]], size: int) -> bool:
     """Whether ascending spans cover [0, size) once."""
     edges = [0, *(edge for span in spans for edge in span), size]
-    return all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True))
+    meet = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True))
+    return meet and all(start < stop for start, stop in spans)

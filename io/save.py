@@ -1,20 +1,40 @@
-"""Saves of a run: folders step_N, each of which exists once its manifest has its name, and not a moment earlier."""
+"""Saves of a run: folders step_N, each of which exists once its manifest has its name, and not a moment earlier.
+
+A damaged save that was put aside is a folder step_N.damaged: nothing here reads or deletes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.blob_store import FileStore
+from megatrain_ray.config import SaveCompression
+from megatrain_ray.errors import DamagedSaveError, MegatrainError
+from megatrain_ray.io.blob_store import ALIGN_BYTES, FileStore
+from megatrain_ray.io.disk_errors import DiskFullError, explained
 from megatrain_ray.io.manifest import MANIFEST_NAME, Manifest, PartManifest, read_manifest
+from megatrain_ray.io.piece_codec import compressed_bound
+from megatrain_ray.io.pieces import STORED_BYTES, write_blobs
 from megatrain_ray.io.pieces import Piece as Piece
-from megatrain_ray.io.pieces import write_blobs
 from megatrain_ray.io.save_reader import SaveReader
+
+NUM_KINDS = 4  # at most
+ENTRY_BYTES = 512  # of a stored piece in the manifest, at most
+LAYER_BYTES = 64 << 10  # of a layer there, at most: 400 parameters
+REST_BYTES = 1 << 20  # of everything else there, at most
+
+
+def save_room(num_bytes: int, num_layers: int, num_shards: int) -> int:
+    """Bytes on disk that a save of `num_bytes` of state takes at most, compressed or not, its manifest included."""
+    num_pieces = -(-num_bytes // STORED_BYTES) + num_layers * NUM_KINDS * num_shards
+    manifest = REST_BYTES + num_layers * LAYER_BYTES + num_pieces * ENTRY_BYTES
+    return compressed_bound(num_bytes) + num_pieces * (64 + ALIGN_BYTES) + manifest
 
 
 def save_folder(saves_dir: Path, step: int) -> Path:
@@ -26,70 +46,113 @@ def list_saves(saves_dir: Path) -> list[int]:
     return sorted(step for step, folder in _folders(saves_dir).items() if (folder / MANIFEST_NAME).is_file())
 
 
+def list_set_aside(saves_dir: Path) -> list[Path]:
+    """Folders of damaged saves that were put aside."""
+    return sorted(path for path in saves_dir.glob("step_*.damaged*") if path.is_dir())
+
+
 def load_manifest(saves_dir: Path, step: int) -> Manifest:
-    """Raises MegatrainError when there is no such save or its manifest is damaged."""
+    """Raises DamagedSaveError when there is no such save or its manifest is damaged."""
     return read_manifest(save_folder(saves_dir, step))
 
 
 def prepare_save(saves_dir: Path, step: int) -> Path:
     """A new folder for `write_part`, where what an unfinished save of this step left is gone.
 
-    Raises MegatrainError when that save exists already: a good save is never overwritten.
+    Raises MegatrainError when that save exists already, since a good save is never overwritten, and when the folder
+    cannot be made.
     """
     folder = save_folder(saves_dir, step)
     if (folder / MANIFEST_NAME).exists():
         raise MegatrainError(f"{folder} is a finished save already; delete it to save step {step} once more")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    with explained("make", folder):
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
     return folder
 
 
-async def write_part(folder: Path, part: int, pieces: Iterable[Piece]) -> PartManifest:
-    """Writes one shard's pieces, which must not change meanwhile; durable on return. Raises MegatrainError."""
-    return await write_blobs(FileStore(folder), part, pieces)
+async def write_part(
+    folder: Path,
+    part: int,
+    pieces: Iterable[Piece],
+    done: Callable[[Piece], None] = lambda piece: None,
+    compression: SaveCompression = "none",
+) -> PartManifest:
+    """Writes one shard's pieces; durable on return. Raises MegatrainError, DiskFullError when there is no room.
+
+    `pieces` may block until there is a next one; it is iterated in worker threads, one call at a time and, after an
+    error, no more. A piece's bytes must not change from when it is yielded until `done(piece)` is called.
+    """
+    with _abandoned_when_full(folder):
+        return await write_blobs(FileStore(folder), part, pieces, done, compression)
 
 
 def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:
     """Makes the save exist, after all parts are written; durable on return.
 
-    Raises MegatrainError, and the save does not exist, when a part left something out or is not there as written.
+    Raises MegatrainError, and the save does not exist, when a part left something out or is not there as written, and
+    when its manifest cannot be written; what there was of the save is deleted then.
     """
     folder = save_folder(saves_dir, step)
     gaps = manifest.gaps()
     if gaps:
         raise MegatrainError(f"{folder} would not be whole: {gaps[0]} ({len(gaps)} such gaps)")
     asyncio.run(_check_sizes(folder, manifest))
-    partial = folder / f"{MANIFEST_NAME}.partial"
-    with partial.open("wb") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(folder)  # the names of the blobs, before the one name that vouches for them
-    partial.rename(folder / MANIFEST_NAME)
-    for changed in (folder, saves_dir, saves_dir.parent):
-        _sync_folder(changed)
+    try:
+        with _abandoned_when_full(folder), explained("write", folder / MANIFEST_NAME):
+            _write_manifest(folder, manifest)
+    except MegatrainError:
+        abandon_save(saves_dir, step)
+        raise
+
+
+def abandon_save(saves_dir: Path, step: int) -> None:
+    """Deletes what was written of a save that will not be finished; nobody writes to it any more."""
+    folder = save_folder(saves_dir, step)
+    if not (folder / MANIFEST_NAME).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside(saves_dir: Path, step: int) -> Path:
+    """Renames a damaged save's folder to step_N.damaged (.damaged.2 when that is taken, …): it is no save any more,
+    and its bytes are kept. Durable; returns the new folder. Raises MegatrainError when it cannot be renamed."""
+    folder = save_folder(saves_dir, step)
+    names = itertools.chain([""], (f".{k}" for k in itertools.count(2)))
+    target = next(path for name in names if not (path := saves_dir / f"{folder.name}.damaged{name}").exists())
+    with explained("rename", folder):
+        folder.rename(target)
+        _sync_folder(saves_dir)
+    return target
 
 
 def prune(saves_dir: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` saves, and never the newest."""
+    """Deletes all but the newest `keep` saves, and never the newest. Raises MegatrainError."""
     for step in list_saves(saves_dir)[: -max(1, keep)]:
         folder = save_folder(saves_dir, step)
-        (folder / MANIFEST_NAME).unlink()
-        _sync_folder(folder)  # killed from here on, it is an unfinished save
-        shutil.rmtree(folder)
-
-
-def clean_unfinished(saves_dir: Path) -> None:
-    """Deletes what saves that were never finished, or half deleted, left behind."""
-    for folder in _folders(saves_dir).values():
-        if not (folder / MANIFEST_NAME).exists():
+        with explained("delete", folder):
+            (folder / MANIFEST_NAME).unlink()
+            _sync_folder(folder)  # killed from here on, it is an unfinished save
             shutil.rmtree(folder)
+
+
+def clean_unfinished(saves_dir: Path) -> list[Path]:
+    """Deletes what saves that were never finished, or half deleted, left behind, and returns what they were.
+
+    Raises MegatrainError when that cannot be deleted.
+    """
+    left = [folder for folder in _folders(saves_dir).values() if not (folder / MANIFEST_NAME).exists()]
+    for folder in left:
+        with explained("delete", folder):
+            shutil.rmtree(folder)
+    return left
 
 
 async def read_pieces(folder: Path, manifest: Manifest, wanted: Iterable[Piece]) -> None:
     """Fills the writable buffers of each wanted piece, whatever the number of shards that wrote the save.
 
-    Raises MegatrainError naming blob, layer and kind for what the save does not hold or what is damaged.
+    Raises MegatrainError for what the save does not hold, DamagedSaveError naming blob, layer and kind for what is
+    missing, truncated, unreadable or not what was written.
     """
     await SaveReader(FileStore(folder), manifest).read(wanted)
 
@@ -106,7 +169,33 @@ def verify(folder: Path) -> list[str]:
 async def _check_sizes(folder: Path, manifest: Manifest) -> None:
     reader = SaveReader(FileStore(folder), manifest)
     for blob in manifest.blobs():
-        await reader.check_size(blob)
+        try:
+            await reader.check_size(blob)
+        except DamagedSaveError as error:  # it is no save yet that could be damaged
+            raise MegatrainError(str(error)) from None
+
+
+@contextmanager
+def _abandoned_when_full(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except DiskFullError as error:
+        raise DiskFullError(
+            f"{error}; {folder.name} is abandoned, the saves before it are intact: free some space, lower save_keep, "
+            "or use another run_dir"
+        ) from None
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    partial = folder / f"{MANIFEST_NAME}.partial"
+    with partial.open("wb") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)  # the names of the blobs, before the one name that vouches for them
+    partial.rename(folder / MANIFEST_NAME)
+    for changed in (folder, folder.parent, folder.parent.parent):
+        _sync_folder(changed)
 
 
 def _folders(saves_dir: Path) -> dict[int, Path]:

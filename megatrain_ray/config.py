@@ -59,6 +59,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
+SaveCompression = Literal["none", "zstd"]
 
 
 class Group(BaseModel):
@@ -164,6 +165,10 @@ class TrainConfig(Group):
     """Updates between saves; 0: at the end and on interrupt only; null: never."""
     save_keep: Count = 2
     """Newest saves that are kept."""
+    save_compress: SaveCompression = "none"
+    """Whether saves are compressed on their way to the disk."""
+    max_failures: Annotated[int, Field(ge=0)] = 3
+    """Deaths of optimizer shards and arena owner that are made good within one start of the run."""
 
     @model_validator(mode="wrap")
     @classmethod

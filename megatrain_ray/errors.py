@@ -28,6 +28,10 @@ class InterruptedRunError(MegatrainError):
     exit_code = 130
 
 
+class DamagedSaveError(MegatrainError):
+    """A save is not what was written; the one before may be."""
+
+
 class ShardFailedError(MegatrainError):
     """An optimizer shard failed; its own call says why."""
 

@@ -7,30 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config_file import dump_config
-from megatrain_ray.io.save import list_saves, save_folder, verify
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.save import list_saves, list_set_aside, load_manifest, save_folder, verify
 from megatrain_ray.run_dir import RunFiles
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
+NUM_PROBLEMS = 10  # that are shown of one save
 
 
 def inspect_run(path: Path) -> tuple[str, bool]:
-    """A report of several lines, and whether the newest save is whole (True where there is none).
+    """A report of several lines, and whether all saves are whole (True where there are none).
 
     Raises ConfigError where `path` holds no run.
     """
     files = RunFiles(path.absolute())
     config = dump_config(files.read_config())
     steps = list_saves(files.saves)
-    problems = verify(save_folder(files.saves, steps[-1])) if steps else []
+    problems = _problems(files.saves)
+    saves = [f"step {step:<8} {_save(files.saves, step)}" for step in steps]
+    saves += [f"{path.name:<13} {format_bytes(_size(path))}, set aside" for path in list_set_aside(files.saves)]
     sections = {
         "config": config.splitlines(),
-        "saves": [f"step {step:<8} {format_bytes(_size(save_folder(files.saves, step)))}" for step in steps]
-        or ["none"],
+        "saves": saves or ["none"],
         "last rows": [_row(row) for row in files.rows()[-NUM_ROWS:]] or ["none"],
-        "checksums": _verdict(steps, problems),
+        "checksums": [line for step in problems for line in _verdict(step, problems[step])] or ["nothing to check"],
     }
-    return "\n".join(_lines(sections)), not problems
+    return "\n".join(_lines(sections)), not any(problems.values())
 
 
 SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}
@@ -42,12 +45,32 @@ def _lines(sections: dict[str, list[str]]) -> Iterator[str]:
         yield from (f"  {line}" for line in lines)
 
 
-def _verdict(steps: list[int], problems: list[str]) -> list[str]:
-    if not steps:
-        return ["nothing to check"]
+def _problems(saves: Path) -> dict[int, list[str]]:
+    """Of each save, newest first; not of one that a running training deleted meanwhile."""
+    found = {step: verify(save_folder(saves, step)) for step in reversed(list_saves(saves))}
+    return {step: problems for step, problems in found.items() if not problems or step in list_saves(saves)}
+
+
+def _save(saves: Path, step: int) -> str:
+    """Its size, and what it cost when the manifest tells."""
+    size = format_bytes(_size(save_folder(saves, step)))
+    try:
+        timing = load_manifest(saves, step).timing
+    except MegatrainError:  # the verdict says so
+        return size
+    if timing is None:
+        return size
+    return (
+        f"{size}, written in {timing.write_s:.1f} s, held updates up for {timing.stall_s:.1f} s "
+        f"(predicted {timing.predicted_stall_s:.1f} s)"
+    )
+
+
+def _verdict(step: int, problems: list[str]) -> list[str]:
     if not problems:
-        return [f"step {steps[-1]}: good"]
-    return [f"step {steps[-1]}: DAMAGED", *problems]
+        return [f"step {step}: good"]
+    left = len(problems) - NUM_PROBLEMS
+    return [f"step {step}: DAMAGED", *problems[:NUM_PROBLEMS], *([f"and {left} more"] if left > 0 else [])]
 
 
 def _row(row: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from megatrain_ray.config import SaveCompression
 from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
 from megatrain_ray.io.pieces import Piece
 from megatrain_ray.io.save import commit_save, load_manifest, prepare_save, read_pieces, save_folder, write_part
@@ -26,6 +27,12 @@ def make_state(precision: str, seed: int | None = 0) -> State:
     sizes = {(layer, kind): n * LAYERS[layer] for layer in LAYERS for kind, n in ITEMSIZES[precision].items()}
     source = random.Random(seed)
     return {key: bytearray(source.randbytes(n) if seed is not None else n) for key, n in sizes.items()}
+
+
+def flip(path: Path, position: int, mask: int = 0x10) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= mask
+    path.write_bytes(data)
 
 
 def pieces_of(state: State, precision: str, shard: int, num_shards: int) -> Iterator[Piece]:
@@ -58,12 +65,21 @@ def make_manifest(parts: Iterable[PartManifest], precision: str = "bf16", step: 
     )
 
 
-def write_save(saves: Path, step: int, state: State, precision: str = "bf16", num_shards: int = 2) -> Path:
+def write_save(
+    saves: Path,
+    step: int,
+    state: State,
+    precision: str = "bf16",
+    num_shards: int = 2,
+    compression: SaveCompression = "none",
+) -> Path:
     folder = prepare_save(saves, step)
-    parts = [
-        pickle.loads(pickle.dumps(asyncio.run(write_part(folder, k, pieces_of(state, precision, k, num_shards)))))
-        for k in range(num_shards)
-    ]
+
+    def write(k: int) -> PartManifest:
+        pieces = pieces_of(state, precision, k, num_shards)
+        return asyncio.run(write_part(folder, k, pieces, compression=compression))
+
+    parts = [pickle.loads(pickle.dumps(write(k))) for k in range(num_shards)]
     commit_save(saves, step, make_manifest(parts, precision, step))
     return folder
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,8 @@ import pytest
 
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io import blob_store
-from megatrain_ray.io.blob_store import BLOCK_BYTES, BlobStore, FileStore, MemoryStore
+from megatrain_ray.io.blob_store import ALIGN_BYTES, BlobStore, FileStore, MemoryStore, aligned, aligned_block
+from megatrain_ray.io.disk_errors import DiskFullError, UnreadableError
 
 SIZES = [0, 1, 4095, 4096, 4097, (3 << 20) + 1]
 
@@ -33,62 +36,76 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return MemoryStore() if request.param == "memory" else FileStore(tmp_path)
 
 
-def content(nbytes: int) -> bytes:
-    return random.Random(nbytes).randbytes(nbytes)
+def block_of(data: bytes) -> memoryview:
+    block = aligned_block(len(data))
+    block[: len(data)] = data
+    return block[: aligned(len(data))]
 
 
-def in_chunks(data: bytes, nbytes: int) -> Iterator[memoryview]:
-    return (memoryview(data)[start : start + nbytes] for start in range(0, len(data), nbytes))
+def content(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(nbytes + seed).randbytes(nbytes)
+
+
+async def write(store: BlobStore, name: str, data: bytes) -> None:
+    async with store.create(name) as blob:
+        await blob.write_at(0, block_of(data))
 
 
 async def read(store: BlobStore, name: str, offset: int, nbytes: int) -> bytes:
-    buffer = bytearray(nbytes)
-    await store.read_into(name, offset, memoryview(buffer))
-    return bytes(buffer)
+    block = aligned_block(nbytes)[: aligned(nbytes)]
+    await store.read_into(name, offset, block)
+    return bytes(block[:nbytes])
 
 
-@pytest.mark.parametrize("nbytes", [*SIZES, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 4097])
-async def test_what_was_written_is_read_from_any_offset(store: BlobStore, nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_what_was_written_is_read_from_any_block(store: BlobStore, nbytes: int) -> None:
     data = content(nbytes)
-    for chunk in {max(1, nbytes), 1 << 20, 5 << 20, 65537}:
-        assert await store.write("blob", in_chunks(data, chunk)) == nbytes
-        assert await store.size("blob") == nbytes
-        assert await read(store, "blob", 0, nbytes) == data
-    for offset in {n for size in SIZES for n in (size, nbytes - size) if 0 <= n < nbytes}:
-        for part in {n for n in (*SIZES, nbytes - offset) if offset + n <= nbytes}:
-            assert await read(store, "blob", offset, part) == data[offset : offset + part]
+    await write(store, "blob", data)
+    assert await store.size("blob") == aligned(nbytes)
+    for offset in {0, *(n for n in (4096, 8192, 3 << 20) if n < nbytes)}:
+        for size in {n for n in (*SIZES, nbytes - offset) if 0 <= n <= nbytes - offset}:
+            assert await read(store, "blob", offset, size) == data[offset : offset + size]
+
+
+async def test_blocks_may_come_in_any_order_and_at_the_same_time(store: BlobStore) -> None:
+    parts = [content(4096 * (1 + k % 3), k) for k in range(20)]
+    offsets = [sum(map(len, parts[:k])) for k in range(20)]
+    order = random.Random(0).sample(range(20), 20)
+    async with store.create("blob") as blob:
+        await asyncio.gather(*(blob.write_at(offsets[k], block_of(parts[k])) for k in order))
+    whole = b"".join(parts)
+    assert await store.size("blob") == len(whole)
+    assert await read(store, "blob", 0, len(whole)) == whole
 
 
 async def test_a_second_write_replaces_the_first(store: BlobStore) -> None:
     for data in (content(9000), content(4097), b""):
-        await store.write("blob", iter([memoryview(data)]))
-        assert await read(store, "blob", 0, await store.size("blob")) == data
+        await write(store, "blob", data)
+        assert await store.size("blob") == aligned(len(data))
+        assert await read(store, "blob", 0, len(data)) == data
 
 
-@pytest.mark.parametrize("nbytes", SIZES)
-async def test_reading_past_the_end_is_an_error(store: BlobStore, nbytes: int) -> None:
-    await store.write("blob", in_chunks(content(nbytes), 1 << 20))
-    for offset, part in ((0, nbytes + 1), (nbytes, 1), (nbytes + 5000, 1)):
-        with pytest.raises(MegatrainError, match=rf"blob.* truncated: .* least {offset + part} .* got {nbytes}"):
-            await read(store, "blob", offset, part)
+async def test_reading_past_the_end_is_an_error(store: BlobStore) -> None:
+    await write(store, "blob", content(8192))
+    for offset, nbytes in ((0, 12288), (8192, 4096), (4096, 8192), (20480, 4096)):
+        with pytest.raises(UnreadableError, match=rf"blob.* truncated: .* least {offset + nbytes} .* got 8192"):
+            await read(store, "blob", offset, nbytes)
 
 
 async def test_a_blob_that_is_not_there_is_named(store: BlobStore) -> None:
-    await store.write("kept", iter([memoryview(b"kept")]))
-    with pytest.raises(MegatrainError, match="gone"):
+    await write(store, "kept", b"kept")
+    with pytest.raises(UnreadableError, match="gone"):
         await store.size("gone")
-    with pytest.raises(MegatrainError, match="gone"):
+    with pytest.raises(UnreadableError, match="gone"):
         await read(store, "gone", 0, 1)
     assert await read(store, "kept", 0, 4) == b"kept"
 
 
-async def test_the_chunks_own_errors_pass_through(store: BlobStore) -> None:
-    def chunks() -> Iterator[memoryview]:
-        yield memoryview(b"one")
-        raise LookupError("two")
-
+async def test_the_blocks_own_errors_pass_through(store: BlobStore) -> None:
     with pytest.raises(LookupError, match="two"):
-        await store.write("blob", chunks())
+        async with store.create("blob") as blob:
+            await blob.write_at(0, block_of(b"one"))
+            raise LookupError("two")
 
 
 async def test_every_transfer_is_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +114,9 @@ async def test_every_transfer_is_aligned(tmp_path: Path, monkeypatch: pytest.Mon
         if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             pytest.skip("the temporary folder's file system knows no O_DIRECT")
     monkeypatch.setattr(fcntl, "fcntl", lambda *_: pytest.fail("a transfer was refused"))
-    data = content(BLOCK_BYTES + 4097)
-    await FileStore(tmp_path).write("blob", in_chunks(data, 65537))
-    assert await read(FileStore(tmp_path), "blob", 4095, BLOCK_BYTES + 2) == data[4095:]
+    data = content(3 * ALIGN_BYTES + 1)
+    await write(FileStore(tmp_path), "blob", data)
+    assert await read(FileStore(tmp_path), "blob", ALIGN_BYTES, len(data) - ALIGN_BYTES) == data[ALIGN_BYTES:]
 
 
 @contextmanager
@@ -111,25 +128,76 @@ def open_direct(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-async def test_a_file_system_that_refuses_only_the_transfer(tmp_path: Path) -> None:
-    data, refused = content(9000), list[int]()
+async def test_a_file_system_that_refuses_only_the_transfer_and_writes_little_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write, refused = os.pwrite, list[int]()
 
-    async def write(part: memoryview) -> int:
+    def pwrite(fd: int, part: memoryview, offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             refused.append(len(part))
             raise OSError(errno.EINVAL, "alignment")
-        return os.write(fd, part)
+        return real_write(fd, part[:1000], offset)
 
-    with open_direct(tmp_path / "blob") as fd:
-        assert await blob_store._transfer(fd, write, memoryview(data)) == len(data)
-        assert await blob_store._transfer(fd, write, memoryview(b"more")) == 4
-    assert refused == [9000], "from then on through the page cache"
-    assert (tmp_path / "blob").read_bytes() == data + b"more"
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    data = content(8192)
+    await write(FileStore(tmp_path), "blob", data)
+    assert (tmp_path / "blob").read_bytes() == data
+    assert refused in ([], [8192]), "from then on through the page cache"
 
 
-async def test_a_full_disk_is_an_error_that_says_where(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_no_room_is_an_error_that_says_where_and_how_much_there_is(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, part: memoryview, offset: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    message = rf"cannot write {tmp_path}/blob: {os.strerror(number)}, [0-9.]+ .?i?B are free there"
+    with pytest.raises(DiskFullError, match=message):
+        await write(FileStore(tmp_path), "blob", content(5000))
+
+
+async def test_a_full_device_and_a_folder_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "blob").symlink_to("/dev/full")
-    with pytest.raises(MegatrainError, match=rf"cannot write {tmp_path}/blob: No space left on device"):
-        await FileStore(tmp_path).write("blob", in_chunks(content(5000), 5000))
+    with pytest.raises(DiskFullError, match=rf"cannot write {tmp_path}/blob: No space left on device"):
+        await write(FileStore(tmp_path), "blob", content(5000))
     with pytest.raises(MegatrainError, match=r"cannot write .*no_folder/blob: No such file"):
-        await FileStore(tmp_path / "no_folder").write("blob", iter([]))
+        await write(FileStore(tmp_path / "no_folder"), "blob", b"")
+
+
+async def test_what_lacks_in_this_process_says_nothing_about_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write(FileStore(tmp_path), "blob", b"good")
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(MegatrainError, match="Too many open files") as caught:
+        await read(FileStore(tmp_path), "blob", 0, 4)
+    assert not isinstance(caught.value, UnreadableError)
+
+
+async def test_a_cancelled_write_is_through_before_its_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it could go to the file that gets the descriptor's number next."""
+    started, go_on, events = threading.Event(), threading.Event(), list[str]()
+
+    def pwrite(fd: int, part: memoryview, offset: int) -> int:
+        started.set()
+        assert go_on.wait(20)
+        events.append(f"written to {Path(f'/proc/self/fd/{fd}').readlink().name}")
+        return len(part)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    writing = asyncio.create_task(write(FileStore(tmp_path), "blob", b"late"))
+    await asyncio.to_thread(started.wait)
+    writing.cancel()
+    asyncio.get_running_loop().call_soon(go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert events == ["written to blob"]

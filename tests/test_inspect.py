@@ -1,20 +1,22 @@
-"""`megatrain inspect` of a run with saves, of one without, and of one whose newest save is damaged."""
+"""`megatrain inspect` of a run with saves, of one without, and of ones with a damaged save."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
 
 from megatrain_ray.cli import main
-from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry
-from megatrain_ray.io.save import Piece, commit_save, prepare_save, write_part
+from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, SaveTiming
+from megatrain_ray.io.save import Piece, commit_save, prepare_save, set_aside, write_part
 from megatrain_ray.run_dir import RunDir
+from tests.saves import flip
 from tests.settings import config
 
 
-def save(saves: Path, step: int) -> None:
+def save(saves: Path, step: int, timing: SaveTiming | None = None) -> None:
     """One layer of 1024 elements of 4 bytes."""
     folder = prepare_save(saves, step)
     piece = Piece("embed", "m", 0, 1024, [memoryview(bytes([step]) * 4096)])
@@ -30,6 +32,7 @@ def save(saves: Path, step: int) -> None:
         model={},
         config={},
         parts=(asyncio.run(write_part(folder, 0, [piece])),),
+        timing=timing,
     )
     commit_save(saves, step, manifest)
 
@@ -61,21 +64,38 @@ def test_a_run_without_saves(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "    steps: 4" in lines
 
 
-def test_saves_with_their_size_and_a_verdict_on_the_newest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in (9, 10):
-        save(run / "saves", step)
+def test_saves_with_their_size_and_cost_and_a_verdict_on_each(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(run / "saves", 9)
+    save(run / "saves", 10, SaveTiming(predicted_stall_s=0.5, stall_s=0.75, write_s=12.25, nbytes=4096))
     assert main(["inspect", str(run)]) == 0
     out = capsys.readouterr().out
-    assert out.index("  step 9 ") < out.index("  step 10 ")
-    assert " KiB" in out
-    assert out.endswith("checksums\n  step 10: good\n")
+    lines = out.splitlines()
+    first = lines.index("saves") + 1
+    assert lines[first].startswith("  step 9 ")
+    assert lines[first].endswith(" KiB")
+    assert lines[first + 1].startswith("  step 10 ")
+    assert lines[first + 1].endswith(" KiB, written in 12.2 s, held updates up for 0.8 s (predicted 0.5 s)")
+    assert out.endswith("checksums\n  step 10: good\n  step 9: good\n")
 
 
-def test_a_damaged_save_is_named_and_exits_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(run / "saves", 3)
-    blob = next(p for p in (run / "saves" / "step_3").rglob("*") if p.is_file() and p.name != "manifest.json")
-    blob.write_bytes(b"\1" + blob.read_bytes()[1:])
+def test_a_damaged_save_is_named_and_exits_1_though_the_newest_is_good(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 4):
+        save(run / "saves", step)
+    flip(run / "saves" / "step_3" / "part_0.m", 0)
     assert main(["inspect", str(run)]) == 1
     verdict = capsys.readouterr().out.split("checksums\n")[1].splitlines()
-    assert verdict[0] == "  step 3: DAMAGED"
-    assert blob.name in verdict[1]
+    assert verdict[:2] == ["  step 4: good", "  step 3: DAMAGED"]
+    assert "part_0.m is damaged: m of embed" in verdict[2]
+
+
+def test_a_damaged_manifest_and_a_save_put_aside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (3, 4, 5):
+        save(run / "saves", step)
+    set_aside(run / "saves", 5)
+    flip(run / "saves" / "step_4" / "manifest.json", 10)
+    assert main(["inspect", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^  step_5.damaged .* KiB, set aside$", out, re.MULTILINE)
+    assert re.search(r"step 4: DAMAGED\n  .*step_4/manifest.json is damaged: .*\n  step 3: good\n$", out)

@@ -1,21 +1,24 @@
-"""Saves are exact onto any number of shards, and every damaged byte is found and named."""
+"""Saves are exact onto any number of shards, compressed or not, and every damaged byte is found and named."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.config import SaveCompression
+from megatrain_ray.errors import DamagedSaveError, MegatrainError
 from megatrain_ray.io import pieces as pieces_module
-from megatrain_ray.io.blob_store import BlobStore, FileStore, MemoryStore
-from megatrain_ray.io.manifest import LayerEntry
+from megatrain_ray.io.blob_store import BlobStore, FileStore, MemoryStore, aligned
+from megatrain_ray.io.manifest import _sealed
 from megatrain_ray.io.pieces import Piece, write_blobs
-from megatrain_ray.io.save import commit_save, list_saves, load_manifest, prepare_save, verify, write_part
+from megatrain_ray.io.save import list_saves, load_manifest, save_room, verify
 from megatrain_ray.io.save_reader import SaveReader
-from tests.saves import LAYERS, make_manifest, make_state, pieces_of, read_save, write_save
+from tests.saves import LAYERS, flip, make_manifest, make_state, pieces_of, read_save, write_save
+
+COMPRESSIONS: tuple[SaveCompression, ...] = ("none", "zstd")
 
 
 @pytest.fixture
@@ -23,22 +26,30 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts everywhere: stored pieces of a few KiB, chunks of less."""
     monkeypatch.setattr(pieces_module, "STORED_BYTES", 4096)
     monkeypatch.setattr(pieces_module, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr("megatrain_ray.io.save_reader.CHUNK_BYTES", 1500)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(("written_by", "read_by"), [(1, 3), (3, 1), (3, 2), (2, 2), (8, 3)])
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize(("small", "compression"), [(False, "none"), (True, "none"), (False, "zstd"), (True, "zstd")])
 def test_a_save_restores_onto_any_number_of_shards(
-    tmp_path: Path, precision: str, written_by: int, read_by: int, small: bool, request: pytest.FixtureRequest
+    tmp_path: Path,
+    precision: str,
+    written_by: int,
+    read_by: int,
+    small: bool,
+    compression: SaveCompression,
+    request: pytest.FixtureRequest,
 ) -> None:
     if small:
         request.getfixturevalue("small_pieces")
     state = make_state(precision)
-    folder = write_save(tmp_path, 5, state, precision, written_by)
+    folder = write_save(tmp_path, 5, state, precision, written_by, compression)
     assert read_save(tmp_path, 5, precision, read_by) == state
     assert verify(folder) == []
     assert list_saves(tmp_path) == [5]
+    assert sum(p.stat().st_size for p in folder.iterdir()) < save_room(
+        sum(map(len, state.values())), len(LAYERS), written_by
+    )
 
 
 async def test_state_in_memory_and_a_part_of_a_piece(small_pieces: None) -> None:
@@ -53,9 +64,9 @@ async def test_only_what_overlaps_is_read(small_pieces: None) -> None:
     class Counting(MemoryStore):
         num_bytes = 0
 
-        async def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-            self.num_bytes += len(buffer)
-            await super().read_into(name, offset, buffer)
+        async def read_into(self, name: str, offset: int, block: memoryview) -> None:
+            self.num_bytes += len(block)
+            await super().read_into(name, offset, block)
 
     store = Counting()
     manifest = make_manifest([await write_blobs(store, 0, pieces_of(make_state("bf16"), "bf16", 0, 1))])
@@ -72,20 +83,51 @@ def test_the_manifest_is_exact(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_equal_states_make_equal_saves(tmp_path: Path, compression: SaveCompression, small_pieces: None) -> None:
+    """Whichever of the workers is the first."""
+    folders = [write_save(tmp_path, step, make_state("bf16"), compression=compression) for step in (1, 2)]
+    for path in folders[0].glob("part_*"):
+        assert path.read_bytes() == (folders[1] / path.name).read_bytes()
+
+
+def test_compression_shrinks_numbers_that_resemble_each_other(tmp_path: Path) -> None:
+    state = make_state("fp32")
+    for values in state.values():
+        values[3::4] = bytes([0x3C]) * len(values[3::4])  # as if all had the same exponent
+    sizes = [
+        sum(p.stat().st_size for p in write_save(tmp_path, k, state, "fp32", 1, compression).glob("part_*"))
+        for k, compression in enumerate(COMPRESSIONS)
+    ]
+    assert sizes[1] < 0.85 * sizes[0]
+    assert read_save(tmp_path, 1, "fp32") == state
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kind", ["working", "residual", "m", "v"])
-@pytest.mark.parametrize("position", [0, 5000, -1])
-def test_one_flipped_bit_is_found_and_named(tmp_path: Path, kind: str, position: int, small_pieces: None) -> None:
-    folder = write_save(tmp_path, 1, make_state("bf16"))
-    path = folder / f"part_0.{kind}"
-    data = bytearray(path.read_bytes())
-    data[position] ^= 0x10
-    path.write_bytes(data)
-    layer = {0: "embed", 5000: "layers.0", -1: "head"}[position]
-    message = rf"part_0.{kind} is damaged: {kind} of {layer}, elements .*expected checksum [0-9a-f]{{8}}, got"
-    with pytest.raises(MegatrainError, match=message):
+@pytest.mark.parametrize("layer", list(LAYERS))
+def test_one_flipped_bit_is_found_and_named(
+    tmp_path: Path, compression: SaveCompression, kind: str, layer: str, small_pieces: None
+) -> None:
+    folder = write_save(tmp_path, 1, make_state("bf16"), compression=compression)
+    blob = next(blob for blob in load_manifest(tmp_path, 1).blobs() if blob.name == f"part_0.{kind}")
+    piece = [piece for piece in blob.pieces if piece.layer == layer][-1]
+    flip(folder / blob.name, piece.offset + piece.nbytes // 2)
+    message = rf"part_0.{kind} is damaged: {kind} of {layer}, elements {piece.start} to {piece.stop}: "
+    with pytest.raises(DamagedSaveError, match=message):
         read_save(tmp_path, 1, num_shards=3)
     (problem,) = verify(folder)
-    assert f"{path} is damaged: {kind} of {layer}" in problem
+    assert f"{folder / blob.name} is damaged: {kind} of {layer}" in problem
+
+
+def test_what_is_not_what_was_written_is_not_handed_out(tmp_path: Path) -> None:
+    folder = write_save(tmp_path, 1, make_state("bf16"))
+    flip(folder / "part_0.m", 0)
+    buffer = bytearray(4)
+    reader = SaveReader(FileStore(folder), load_manifest(tmp_path, 1))
+    with pytest.raises(DamagedSaveError):
+        asyncio.run(reader.read([Piece("embed", "m", 0, 1, [memoryview(buffer)])]))
+    assert buffer == bytes(4)
 
 
 def test_verify_names_everything_that_is_wrong(tmp_path: Path) -> None:
@@ -96,7 +138,8 @@ def test_verify_names_everything_that_is_wrong(tmp_path: Path) -> None:
     problems = verify(folder)
     assert any("part_0.m: No such file" in p for p in problems)
     assert any(f"{blob} has another size: expected" in p for p in problems)
-    with pytest.raises(MegatrainError, match=r"part_[01]\.[mv]"):
+    assert len(problems) == 2
+    with pytest.raises(DamagedSaveError, match=r"part_[01]\.[mv]"):
         read_save(tmp_path, 1)
     (folder / "manifest.json").unlink()
     assert verify(folder) == [
@@ -105,22 +148,37 @@ def test_verify_names_everything_that_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("edit", "message"),
     [
-        (b'{"version":1', b'{"version":2', "has format version 2, this release reads version 1"),
-        (b'"step":1', b'"step":"one"', "is damaged: step: "),
-        (b"}", b"", "is damaged: "),
-        (b'{"version":1', b'[{"version":1', "is damaged: "),
+        (lambda text: _sealed(text.replace(b'"step":1', b'"step":"one"')), "is damaged: step: "),
+        (lambda text: _sealed(b"1" + text), "is damaged: Extra data"),
+        (lambda text: text, "is damaged: it does not end with its checksum"),
+        (lambda text: b"", "is damaged: it does not end with its checksum"),
+        (
+            lambda text: _sealed(text).replace(b'"optimizer_step":0', b'"optimizer_step":1'),
+            "is damaged: expected checksum [0-9a-f]{8}, got [0-9a-f]{8}",
+        ),
     ],
 )
-def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
+def test_a_manifest_that_is_not_what_was_written_is_named(
+    tmp_path: Path, edit: Callable[[bytes], bytes], message: str
+) -> None:
     path = write_save(tmp_path, 1, make_state("bf16")) / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(old, new, 1))
-    with pytest.raises(MegatrainError, match=f"{path} {message}"):
+    path.write_bytes(edit(path.read_bytes().rpartition(b',"crc32"')[0] + b"}"))
+    with pytest.raises(DamagedSaveError, match=f"{path} {message}"):
         load_manifest(tmp_path, 1)
 
 
-async def test_what_the_save_does_not_hold_is_named(tmp_path: Path) -> None:
+def test_a_save_of_another_version_is_not_called_damaged(tmp_path: Path) -> None:
+    path = write_save(tmp_path, 1, make_state("bf16")) / "manifest.json"
+    text = path.read_bytes().rpartition(b',"crc32"')[0] + b"}"
+    path.write_bytes(_sealed(text.replace(b'{"version":1', b'{"version":2')))
+    with pytest.raises(MegatrainError, match="has format version 2, this release reads version 1") as caught:
+        load_manifest(tmp_path, 1)
+    assert not isinstance(caught.value, DamagedSaveError)
+
+
+async def test_what_the_save_does_not_hold_is_named() -> None:
     store: BlobStore = MemoryStore()
     reader = SaveReader(
         store, make_manifest([await write_blobs(store, 0, pieces_of(make_state("bf16"), "bf16", 0, 2))])
@@ -141,25 +199,37 @@ async def test_a_piece_that_does_not_fill_its_buffers_is_not_written() -> None:
             await write_blobs(MemoryStore(), 0, [Piece("embed", "m", 0, stop, [memoryview(bytes(nbytes))])])
 
 
-def test_memory_is_bounded_whatever_the_size_of_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of the store at once, and how many at once."""
-    largest, at_once, most = 0, 0, 0
-    real_read = FileStore.read_into
+class Watching(MemoryStore):
+    """The largest block that is read, and how many at once at most."""
 
-    async def note(self: FileStore, name: str, offset: int, buffer: memoryview) -> None:
-        nonlocal largest, at_once, most
-        largest, at_once = max(largest, len(buffer)), at_once + 1
-        most = max(most, at_once)
-        await real_read(self, name, offset, buffer)
-        at_once -= 1
+    largest = at_once = most = 0
 
-    monkeypatch.setattr(FileStore, "read_into", note)
-    size = 20 << 20
-    state = bytearray(size)
-    folder = prepare_save(tmp_path, 1)
-    part = asyncio.run(write_part(folder, 0, [Piece("big", "m", 0, size // 4, [memoryview(state)])]))
-    manifest = dataclasses.replace(make_manifest([part]), itemsize={"m": 4}, layers=(LayerEntry("big", size // 4, ()),))
-    commit_save(tmp_path, 1, manifest)
-    assert verify(folder) == []
-    assert largest == pieces_module.CHUNK_BYTES
-    assert most <= 4
+    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
+        self.largest, self.at_once = max(self.largest, len(block)), self.at_once + 1
+        self.most = max(self.most, self.at_once)
+        await asyncio.sleep(0)
+        await super().read_into(name, offset, block)
+        self.at_once -= 1
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+async def test_memory_is_bounded_whatever_the_size_of_a_piece(compression: SaveCompression, small_pieces: None) -> None:
+    store, taken, done = Watching(), 0, 0
+
+    def pieces() -> Iterator[Piece]:
+        """Says how far the iteration is ahead of what was written."""
+        nonlocal taken
+        for piece in pieces_of(make_state("bf16"), "bf16", 0, 1):
+            assert taken - done <= pieces_module.WRITES_AT_ONCE[compression]
+            taken += 1
+            yield piece
+
+    def note(piece: Piece) -> None:
+        nonlocal done
+        done += 1
+
+    manifest = make_manifest([await write_blobs(store, 0, pieces(), note, compression)])
+    assert done == taken == 12
+    assert await SaveReader(store, manifest).problems() == []
+    assert 4096 <= store.largest <= aligned(4096 + 16 + 64)
+    assert store.most <= 6

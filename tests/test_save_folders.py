@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.blob_store import FileStore
-from megatrain_ray.io.pieces import write_blobs
+from megatrain_ray.errors import DamagedSaveError, MegatrainError
 from megatrain_ray.io.save import (
+    abandon_save,
     clean_unfinished,
     commit_save,
     list_saves,
+    list_set_aside,
     prepare_save,
     prune,
     save_folder,
+    set_aside,
     verify,
     write_part,
 )
-from tests.saves import make_manifest, make_state, pieces_of, read_save, write_save
+from tests.saves import flip, make_manifest, make_state, pieces_of, read_save, write_save
 
 
 def test_what_a_killed_save_left_is_no_save(tmp_path: Path) -> None:
@@ -67,31 +67,41 @@ def test_nothing_is_committed_before_it_is_on_disk(tmp_path: Path, monkeypatch: 
     ]
 
 
-class FaultyStore(FileStore):
-    """The `fail_on`th write fails after its first chunk, as a full disk does."""
-
-    def __init__(self, folder: Path, fail_on: int) -> None:
-        super().__init__(folder)
-        self._left = fail_on
-
-    async def write(self, name: str, chunks: Iterable[memoryview]) -> int:
-        self._left -= 1
-        if self._left:
-            return await super().write(name, chunks)
-        await super().write(name, [next(iter(chunks))])
-        raise MegatrainError(f"cannot write {name}: No space left on device")
-
-
-def test_a_disk_that_gets_full_leaves_the_last_save_good(tmp_path: Path) -> None:
+def test_an_abandoned_save_leaves_nothing_and_a_finished_one_cannot_be_abandoned(tmp_path: Path) -> None:
     state = make_state("bf16")
     write_save(tmp_path, 1, state)
-    folder = prepare_save(tmp_path, 2)
-    with pytest.raises(MegatrainError, match=r"part_0.m: No space left"):
-        asyncio.run(write_blobs(FaultyStore(folder, 3), 0, pieces_of(make_state("bf16", 9), "bf16", 0, 1)))
-    assert list_saves(tmp_path) == [1]
-    clean_unfinished(tmp_path)
-    assert verify(save_folder(tmp_path, 1)) == []
+    asyncio.run(write_part(prepare_save(tmp_path, 2), 0, pieces_of(state, "bf16", 0, 2)))
+    for step in (1, 2, 3):
+        abandon_save(tmp_path, step)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
     assert read_save(tmp_path, 1) == state
+
+
+def test_a_damaged_save_is_put_aside_and_its_step_can_be_saved_again(tmp_path: Path) -> None:
+    state = make_state("bf16")
+    write_save(tmp_path, 1, state)
+    for name in ("step_2.damaged", "step_2.damaged.2", "step_2.damaged.3"):
+        blob = write_save(tmp_path, 2, make_state("bf16", 2)) / "part_0.m"
+        flip(blob, 0)
+        kept = blob.read_bytes()
+        aside = set_aside(tmp_path, 2)
+        assert aside == tmp_path / name
+        assert (aside / "part_0.m").read_bytes() == kept
+        assert list_saves(tmp_path) == [1]
+    clean_unfinished(tmp_path)
+    prune(tmp_path, 1)
+    assert [p.name for p in list_set_aside(tmp_path)] == ["step_2.damaged", "step_2.damaged.2", "step_2.damaged.3"]
+    assert read_save(tmp_path, 1) == state
+
+
+def test_putting_aside_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_save(tmp_path, 2, make_state("fp32"), "fp32", 1)
+    events: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(f"{Path(f'/proc/self/fd/{fd}').readlink()}"))
+    set_aside(tmp_path, 2)
+    assert events == [str(tmp_path)]
+    with pytest.raises(MegatrainError, match=r"cannot rename .*step_2: No such file"):
+        set_aside(tmp_path, 2)
 
 
 def test_a_save_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
@@ -103,8 +113,9 @@ def test_a_save_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
         commit_save(tmp_path, 1, make_manifest([*parts, parts[0]]))
     with (folder / "part_1.v").open("ab") as file:
         file.write(b"!")
-    with pytest.raises(MegatrainError, match=r"part_1.v has another size"):
+    with pytest.raises(MegatrainError, match=r"part_1.v has another size") as caught:
         commit_save(tmp_path, 1, make_manifest(parts))
+    assert not isinstance(caught.value, DamagedSaveError), "the save that was restored would be put aside"
     (folder / "part_1.v").unlink()
     with pytest.raises(MegatrainError, match=r"part_1.v: No such file"):
         commit_save(tmp_path, 1, make_manifest(parts))

@@ -1,0 +1,47 @@
+"""What a disk can do to a file, as errors that say which file, what happened and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.units import format_bytes
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # this process or machine lacks something; the file may be good
+
+
+class DiskFullError(MegatrainError):
+    """The file system, or the user's quota of it, has no room."""
+
+
+class UnreadableError(MegatrainError):
+    """A file is missing, ends too early, or cannot be read."""
+
+
+@contextmanager
+def explained(action: str, path: Path) -> Iterator[None]:
+    """Raises MegatrainError for an OSError of the block, which did `action` (read, write, …) to `path`.
+
+    UnreadableError when reading failed because of the file, DiskFullError when there was no room.
+    """
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot {action} {path}: {error.strerror or error}"
+        if error.errno in FULL:
+            raise DiskFullError(f"{message}, {format_bytes(free_bytes(path))} are free there") from error
+        if action == "read" and error.errno not in BUSY:
+            raise UnreadableError(message) from error
+        raise MegatrainError(message) from error
+
+
+def free_bytes(path: Path) -> int:
+    """What a user who is not root may still write where `path` is, or will be; a quota is not counted."""
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    stats = os.statvfs(there)
+    return stats.f_bavail * stats.f_frsize

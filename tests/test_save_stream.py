@@ -1,0 +1,101 @@
+"""A part is written while its pieces are still being made, and lets go of each as soon as its bytes are read."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.config import SaveCompression
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io import pieces as pieces_module
+from megatrain_ray.io.blob_store import MemoryStore
+from megatrain_ray.io.pieces import Piece, write_blobs
+from megatrain_ray.io.save import commit_save, prepare_save, write_part
+from tests.saves import make_manifest, make_state, pieces_of, read_save
+
+WAIT_S = 20.0
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_layer_may_change_once_it_is_done_and_the_next_need_not_be_there(
+    tmp_path: Path, compression: SaveCompression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like training: a layer comes only after the one before was let go of and overwritten."""
+    monkeypatch.setattr(pieces_module, "STORED_BYTES", 4096)
+    expected, state = make_state("bf16"), make_state("bf16")
+    let_go: queue.Queue[Piece] = queue.Queue()
+
+    def pieces() -> Iterator[Piece]:
+        everything = list(pieces_of(state, "bf16", 0, 1))
+        for layer in dict.fromkeys(piece.layer for piece in everything):
+            own = [piece for piece in everything if piece.layer == layer]
+            yield from own
+            for _ in own:
+                done = let_go.get(timeout=WAIT_S)
+                assert done.layer == layer
+                state[layer, done.kind][:] = b"\xff" * len(state[layer, done.kind])
+
+    folder = prepare_save(tmp_path, 1)
+    part = asyncio.run(write_part(folder, 0, pieces(), let_go.put, compression))
+    commit_save(tmp_path, 1, make_manifest([part]))
+    assert read_save(tmp_path, 1) == expected
+
+
+def test_a_kind_that_comes_last_or_alone_holds_nothing_up() -> None:
+    """All of one kind, then all of the other: kinds progress as unevenly as they can."""
+    state = make_state("fp32")
+    pieces = sorted(pieces_of(state, "fp32", 0, 1), key=lambda piece: piece.kind)
+    part = asyncio.run(write_blobs(MemoryStore(), 0, pieces))
+    assert [blob.kind for blob in part.blobs] == ["m", "master", "v"]
+    assert part.blobs[0].pieces[-1].layer == pieces[2].layer
+
+
+class FailingBlob:
+    async def write_at(self, offset: int, block: memoryview) -> None:
+        raise MegatrainError("the disk is gone")
+
+
+def test_an_error_of_one_blob_ends_all_and_no_piece_is_asked_for_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain_ray.io.blob_store._MemoryBlob", lambda blob: FailingBlob())
+    asked = 0
+
+    def endless() -> Iterator[Piece]:
+        nonlocal asked
+        while True:
+            asked += 1
+            yield Piece("embed", f"kind {asked % 4}", 0, 1, [memoryview(bytes(4))])
+
+    with pytest.raises(MegatrainError, match="the disk is gone"):
+        asyncio.run(write_blobs(MemoryStore(), 0, endless()))
+    assert asked < 100
+
+
+def test_an_error_is_told_while_the_next_piece_is_still_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that whoever makes it can be told to stop."""
+    monkeypatch.setattr("megatrain_ray.io.blob_store._MemoryBlob", lambda blob: FailingBlob())
+    stop = threading.Event()
+
+    def pieces() -> Iterator[Piece]:
+        yield Piece("embed", "m", 0, 1, [memoryview(bytes(4))])
+        assert stop.wait(WAIT_S)
+
+    async def write() -> None:
+        with pytest.raises(MegatrainError, match="the disk is gone"):
+            await write_blobs(MemoryStore(), 0, pieces())
+        stop.set()
+
+    asyncio.run(write())
+
+
+async def test_what_the_pieces_raise_passes_through() -> None:
+    def pieces() -> Iterator[Piece]:
+        yield next(pieces_of(make_state("bf16"), "bf16", 0, 1))
+        raise LookupError("the shard was stopped")
+
+    with pytest.raises(LookupError, match="the shard was stopped"):
+        await write_blobs(MemoryStore(), 0, pieces())
