@@ -16,7 +16,8 @@ from contextlib import contextmanager
 
 import torch
 
-from megatrain_ray.engine.device import DEADLINE_S, Device, Event, MemoryStatistics
+from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.engine.device import Device, Event, MemoryStatistics
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.trace import Stage, Timeline
 

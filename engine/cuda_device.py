@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain_ray.engine.device import DEADLINE_S, Device, Event, MemoryStatistics
+from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.engine.device import Device, Event, MemoryStatistics
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.trace import Stage, Timeline
 

@@ -15,9 +15,8 @@ from typing import Protocol
 
 import torch
 
+from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.trace import Op, Stage, Timeline
-
-DEADLINE_S = 600.0  # no stage of a step may take longer; a stuck one is named in the error
 
 
 class Event(Protocol):

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, MemoryStatistics
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import ModelLayout
@@ -41,11 +42,13 @@ class Host(ParamSource, GradSink, Protocol):
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What a step's update needs that the gradients do not tell. `adam_step`: AdamW's own count if not skipped."""
+    """What a step's update needs that the gradients do not tell. `adam_step`: AdamW's own count if not skipped.
+    `save`: a save wants the generation that the update makes."""
 
     lr: float
     adam_step: int
     clip: float | None
+    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Engine:
         memory = device.allocate(sum(slot.num_bytes for slot in plan.slots))
         ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
         residency = step_residency(structure, self._layout, plan)
-        self.streamer = LayerStreamer(device, ring, self._layout, residency, host)
+        self.streamer = LayerStreamer(device, ring, self._layout, residency, host, plan.update_deadline_s + DEADLINE_S)
         self._offloader = GradientOffloader(device, host)
         self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order)
         model = build_empty(factory, plan.precision.working_dtype)
@@ -151,6 +154,11 @@ class Engine:
         finally:
             self._offloader.submit_nowait(None)
 
+    @property
+    def whereabouts(self) -> str:
+        """What the compute thread does, for the message about a step that does not end."""
+        return self.runner.whereabouts
+
     async def on_compute_thread(self, function: Callable[[], T]) -> T:
         """Runs it where every torch call that computes runs."""
 
@@ -173,7 +181,7 @@ def clip_scale(norm: float, max_norm: float) -> float:
 
 
 def _header(update: int, settings: UpdateSettings, scale: float, *, skip: bool) -> UpdateHeader:
-    return UpdateHeader(update=update, adam_step=settings.adam_step, lr=settings.lr, scale=scale, skip=skip)
+    return UpdateHeader(update, settings.adam_step, settings.lr, scale, skip, settings.save)
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

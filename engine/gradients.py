@@ -7,20 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import torch
 
-from megatrain_ray.engine.device import DEADLINE_S, Device, Event
+from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.engine.device import Device, Event
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.errors import DeadlineError
 
 
 class GradientSlots:
     """Regions that layers' gradients occupy in turn: layer `L - 1 - k` takes region `k mod n`, or each its own."""
 
-    def __init__(self, device: Device, sizes_bytes: Sequence[int], num_layers: int, *, poison: bool) -> None:
+    def __init__(
+        self, device: Device, sizes_bytes: Sequence[int], num_layers: int, timeout_s: float, *, poison: bool
+    ) -> None:
+        """`timeout_s`: of waiting for a region."""
         self._device = device
+        self._timeout_s = timeout_s
         self._poison = poison
         self._regions = [device.allocate(num_bytes) for num_bytes in sizes_bytes]
         self._num_layers = num_layers
@@ -31,7 +38,7 @@ class GradientSlots:
         index = self._index(layer)
         future = self._empty[index]
         if future is not None:
-            wait_for(self._device, future, "d2h")
+            wait_for(self._device, future, "d2h", self._timeout_s)
         if self._poison:
             self._regions[index].fill_(0xFF)
         return self._regions[index][:num_bytes]
@@ -57,10 +64,13 @@ class GradientSlots:
         return (self._num_layers - 1 - layer) % len(self._regions)
 
 
-def wait_for(device: Device, future: Future[Event], cause: str) -> None:
+def wait_for(device: Device, future: Future[Event], cause: str, timeout_s: float) -> None:
     """The compute thread waits until a transfer is submitted, the compute stage until it is done."""
     with device.exposed(cause):
-        event = future.result(DEADLINE_S)
+        try:
+            event = future.result(timeout_s)
+        except FutureTimeout:
+            raise DeadlineError(f"a gradient did not move ({cause}) within {timeout_s:.0f} s") from None
     device.wait(event, cause)
 
 
@@ -68,8 +78,11 @@ class GradientStore:
     """One flat sum a layer, from the first contribution to departure."""
 
     def __init__(self, plan: Plan, layout: ModelLayout, device: Device, *, poison: bool) -> None:
+        # The transfer's own bound, which names what is stuck, comes first.
+        self._timeout_s = plan.update_deadline_s + DEADLINE_S
+
         def slots(sizes: Sequence[int]) -> GradientSlots:
-            return GradientSlots(device, sizes, len(layout.layers), poison=poison)
+            return GradientSlots(device, sizes, len(layout.layers), self._timeout_s, poison=poison)
 
         self._layout = layout
         self._device = device
@@ -140,7 +153,7 @@ class GradientStore:
             if fetch is None:
                 region = self._sums.take(layer, self._num_bytes(layer))
             else:
-                wait_for(self._device, fetch.done, "host_accumulation")
+                wait_for(self._device, fetch.done, "host_accumulation", self._timeout_s)
                 region = fetch.region
             self._open[layer] = region.view(self._sum_dtype)
         return self._open[layer]

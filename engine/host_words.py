@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from typing import NamedTuple
 
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.errors import DeadlineError, MegatrainError, ShardFailedError
@@ -33,6 +34,14 @@ class _Header(IntEnum):
     LR = 2  # bits of a float64, as is SCALE
     SCALE = 3
     SKIP = 4
+    SAVE = 5
+
+
+class TornLayer(NamedTuple):
+    """A layer in the middle of an update."""
+
+    layer: int
+    update: int
 
 
 _FIRST_LANDED = len(_Word) + NUM_HEADERS * len(_Header)
@@ -77,6 +86,7 @@ class HostWords:
         self._words.store_float(first + _Header.LR, header.lr)
         self._words.store_float(first + _Header.SCALE, header.scale)
         self._words.store(first + _Header.SKIP, int(header.skip))
+        self._words.store(first + _Header.SAVE, int(header.save))
         self._words.store(_Word.COMMITTED, header.update)
         self._words.add(_Word.LANDED_BELL, 1)
 
@@ -89,10 +99,16 @@ class HostWords:
             lr=self._words.load_float(first + _Header.LR),
             scale=self._words.load_float(first + _Header.SCALE),
             skip=bool(self._words.load(first + _Header.SKIP)),
+            save=bool(self._words.load(first + _Header.SAVE)),
         )
         if header.update != update:
             raise MegatrainError(f"the header of update {update} is not there: its place holds update {header.update}")
         return header
+
+    def saved_at(self, generation: int) -> bool:
+        """Whether a save wants this generation. Known until every layer of every shard is beyond it."""
+        first = self._header(generation)
+        return self._words.load(first + _Header.UPDATE) == generation and bool(self._words.load(first + _Header.SAVE))
 
     def land(self, layer: int, update: int, gradient_start: int) -> None:
         """The layer's gradient is complete in the slab, from byte `gradient_start` on.
@@ -125,8 +141,17 @@ class HostWords:
         """Before the first write: a layer whose begun word is ahead of its generation is torn."""
         self._words.store(self._begun(shard, layer), update)
 
-    def begun(self, shard: int, layer: int) -> int:
-        return self._words.load(self._begun(shard, layer))
+    def torn(self, shard: int) -> TornLayer | None:
+        """What a shard that died has begun and not finished; it works on one layer at a time."""
+        for layer in range(self._num_layers):
+            begun = self._words.load(self._begun(shard, layer))
+            if begun > self.shard_generation(shard, layer):
+                return TornLayer(layer, begun)
+        return None
+
+    def shard_generation(self, shard: int, layer: int) -> int:
+        """The generation of the shard's own part of the layer."""
+        return self._words.load(self._generation(shard, layer))
 
     def finish(self, shard: int, layer: int, update: int) -> None:
         """After the last write: the shard's part of the layer has generation `update`."""
@@ -135,24 +160,29 @@ class HostWords:
 
     def generation(self, layer: int) -> int:
         """The generation that every shard's part of the layer has reached."""
-        return min(self._words.load(self._generation(shard, layer)) for shard in range(self._num_shards))
+        return min(self.shard_generation(shard, layer) for shard in range(self._num_shards))
 
-    def wait_generation(self, layer: int, update: int, timeout_s: float) -> None:
-        """Raises DeadlineError after `timeout_s`, MegatrainError when a shard failed or the shards were stopped."""
+    def wait_shard_generation(self, shard: int, layer: int, generation: int, timeout_s: float) -> None:
+        """Waits for the shard's own part of the layer. Raises DeadlineError after `timeout_s`, MegatrainError when a
+        shard failed or the shards were stopped."""
 
         def reached() -> bool:
-            if self.generation(layer) >= update:
+            if self.shard_generation(shard, layer) >= generation:
                 return True
             self.check()
             return False
 
         if not self._wait(_Word.GENERATION_BELL, reached, timeout_s):
-            generations = [self._words.load(self._generation(s, layer)) for s in range(self._num_shards)]
-            raise DeadlineError(
-                f"optimizer: layer {layer} did not reach generation {update} within {timeout_s} s; its shards are at "
-                f"{generations}, landed {self._words.load(self._landed(layer))}, committed "
-                f"{self._words.load(_Word.COMMITTED)}"
-            )
+            raise self.late(layer, generation, timeout_s)
+
+    def late(self, layer: int, generation: int, timeout_s: float) -> DeadlineError:
+        """Says who keeps a layer from its generation."""
+        behind = [s for s in range(self._num_shards) if self.shard_generation(s, layer) < generation]
+        landed, committed = self._words.load(self._landed(layer)), self._words.load(_Word.COMMITTED)
+        cause = f"optimizer shard {', '.join(map(str, behind))} is stuck"
+        if min(landed, committed) < generation:
+            cause = f"its gradient is that of update {landed}, the last committed update is {committed}"
+        return DeadlineError(f"layer {layer} did not get generation {generation} within {timeout_s:.0f} s: {cause}")
 
     def check(self) -> None:
         """Raises MegatrainError when a shard failed or the shards were stopped."""

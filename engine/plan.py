@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from pydantic import TypeAdapter
 
+from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.residency import SlotSpec
 from megatrain_ray.engine.visits import LoopOrder
 
@@ -47,8 +48,10 @@ class Precision(Enum):
 
 
 class Recovery(Enum):
-    """What the death of one process costs. FROM_SAVE: the steps since the last save."""
+    """What the death of an optimizer shard costs. IN_PLACE: a moment, its updates are logged in host memory.
+    FROM_SAVE: the steps since the last save, as every other death does."""
 
+    IN_PLACE = "in place"
     FROM_SAVE = "from save"
 
 
@@ -110,6 +113,7 @@ class Plan:
     num_shard_threads: int
     recovery: Recovery
     uploads_per_step: int
+    save_copy_bytes: int  # spare RAM into which a save copies layers that are updated before they are written
     hbm_limit_bytes: int | None
     ram_limit_bytes: int
     rows: tuple[ByteCount, ...]
@@ -136,6 +140,17 @@ class Plan:
         """The order in which an update visits layers."""
         num_layers = len(self.layers)
         return range(num_layers) if self.update_order is UpdateOrder.FORWARD else range(num_layers - 1, -1, -1)
+
+    @property
+    def save_bytes(self) -> int:
+        """Of one save, without its manifest: 12 bytes per parameter."""
+        per_element = self.precision.working_dtype.itemsize + sum(d.itemsize for _, d in self.precision.state_kinds)
+        return per_element * sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def update_deadline_s(self) -> float:
+        """How long an update may take at most: a save may hold it up for as long as the disk needs."""
+        return transfer_deadline_s(self.save_bytes)
 
     def total_bytes(self, tier: Tier) -> int:
         return sum(row.num_bytes for row in self.rows if row.tier is tier)

@@ -21,7 +21,9 @@ def describe(plan: Plan) -> str:
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
         f"update    AdamW in {plan.update_order.value} order, {plan.num_shards} × {plan.num_shard_threads} threads",
-        f"recover   {plan.recovery.value}",
+        f"save      {format_bytes(plan.save_bytes)} while training goes on, through up to "
+        f"{format_bytes(plan.save_copy_bytes)} of copies",
+        f"recover   {plan.recovery.value} when an optimizer shard dies, from the last save otherwise",
     ]
     return "\n".join(lines)
 

@@ -60,10 +60,14 @@ def build_plan(
 
 
 def fits(plan: Plan) -> bool:
-    hbm, host = plan.total_bytes(Tier.HBM), plan.total_bytes(Tier.HOST)
-    if plan.device == "cpu":
-        host += hbm
-    return host <= plan.ram_limit_bytes and (plan.hbm_limit_bytes is None or hbm <= plan.hbm_limit_bytes)
+    hbm = plan.total_bytes(Tier.HBM)
+    return spare_ram(plan) >= 0 and (plan.hbm_limit_bytes is None or hbm <= plan.hbm_limit_bytes)
+
+
+def spare_ram(plan: Plan) -> int:
+    """Bytes of the host's limit that the plan leaves; negative where it does not fit."""
+    on_host = plan.total_bytes(Tier.HOST) + (plan.total_bytes(Tier.HBM) if plan.device == "cpu" else 0)
+    return plan.ram_limit_bytes - on_host
 
 
 def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidate]:
@@ -155,13 +159,15 @@ class _Builder:
             shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
             num_compute_threads=max(1, m.num_cpus),
             num_shard_threads=max(1, m.num_cpus // num_shards),
-            recovery=Recovery.FROM_SAVE,
+            recovery=Recovery.IN_PLACE,  # all state is in host memory, where updates are logged
             uploads_per_step=len(residency.loads),
+            save_copy_bytes=0,
             hbm_limit_bytes=m.hbm_bytes,
             ram_limit_bytes=m.ram_bytes,
             rows=(),
         )
-        return replace(plan, rows=(*self._hbm_rows(plan), *self._host_rows(plan)))
+        plan = replace(plan, rows=(*self._hbm_rows(plan), *self._host_rows(plan)))
+        return replace(plan, save_copy_bytes=max(0, min(plan.save_bytes, spare_ram(plan) // 2)))
 
     @property
     def _sums(self) -> torch.dtype:

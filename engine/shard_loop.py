@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.errors import DeadlineError
 
@@ -25,17 +26,17 @@ class ShardLoop:
         slab: Tensor,
         gradient_dtype: torch.dtype,
         order: Sequence[int],
-        generation: int,
+        gate: SaveGate,
     ) -> None:
-        """`slab`: 1-D uint8, shared, gradients of `gradient_dtype` at byte offsets. `generation`: updates already in
-        the state; the next one is the first that is served."""
+        """`slab`: 1-D uint8, shared, gradients of `gradient_dtype` at byte offsets. What the words say that the shard
+        has done is not done again; a layer that a killed one left torn is rolled back first."""
         self._shard = shard
         self._index = shard.layout.index
         self._words = words
         self._slab = slab
         self._gradient_dtype = gradient_dtype
         self._order = order
-        self._generation = generation
+        self._gate = gate
         self._error: BaseException | None = None
         # A daemon: a process whose parent forgot to stop it must still be able to exit.
         self._thread = threading.Thread(target=self._run, name=f"shard {self._index}", daemon=True)
@@ -53,8 +54,10 @@ class ShardLoop:
             raise self._error
 
     def _run(self) -> None:
-        update = self._generation + 1
         try:
+            if torn := self._words.torn(self._index):
+                self._shard.roll_back(torn.layer, self._serial(*torn))
+            update = 1 + min(self._words.shard_generation(self._index, layer) for layer in self._order)
             while self._serve(update):
                 update += 1
         except BaseException as error:
@@ -62,15 +65,23 @@ class ShardLoop:
             self._words.fail(self._index)
 
     def _serve(self, update: int) -> bool:
-        """One update of every layer; False when told to stop."""
+        """One update of every layer that has not had it; False when told to stop."""
         for layer in self._order:
+            if self._words.shard_generation(self._index, layer) >= update:
+                continue
             while not self._words.wait_landed(layer, update, IDLE_S):
                 if self._words.stopped:
                     return False
+            self._gate.enter(layer, update)
             self._words.begin(self._index, layer, update)
-            self._shard.update(layer, self._gradient(layer), self._words.header(update))
+            header = self._words.header(update)
+            self._shard.update(layer, self._gradient(layer), header, self._serial(layer, update))
             self._words.finish(self._index, layer, update)
         return True
+
+    def _serial(self, layer: int, update: int) -> int:
+        """Of the transaction: no other update of any layer has it."""
+        return update * len(self._order) + layer + 1
 
     def _gradient(self, layer: int) -> Tensor:
         start = self._words.gradient_start(layer)

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megatrain_ray.engine.device import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
@@ -33,6 +32,7 @@ class SharedHost:
         self._layout = layout
         self._working = working
         self._words = words
+        self._deadline_s = plan.update_deadline_s
         self._slab = SlabPool(slab, layout, plan.slab_itemsize, self._check)
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()
@@ -50,10 +50,13 @@ class SharedHost:
 
     async def lease(self, layer: int) -> Lease:
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(self._deadline_s):
                 return await self._slab.lease(layer)
         except TimeoutError:
-            raise DeadlineError(f"no room for the gradient of layer {layer} within {DEADLINE_S:.0f} s") from None
+            raise DeadlineError(
+                f"no room for the gradient of layer {layer} within {self._deadline_s:.0f} s: the optimizer shards do "
+                "not get on"
+            ) from None
 
     async def land(self, lease: Lease, update: int, at_s: float) -> None:
         self._held[lease.layer] = update
@@ -77,12 +80,10 @@ class SharedHost:
             return self._words.generation(layer) >= generation
 
         try:
-            async with asyncio.timeout(DEADLINE_S), self._changed:
+            async with asyncio.timeout(self._deadline_s), self._changed:
                 await self._changed.wait_for(arrived)
         except TimeoutError:
-            raise DeadlineError(
-                f"layer {layer} did not get generation {generation} within {DEADLINE_S:.0f} s: a shard is stuck"
-            ) from None
+            raise self._words.late(layer, generation, self._deadline_s) from None
 
     def _check(self) -> None:
         """Raises what makes waiting vain: a failed or stopped shard, a watcher that is gone."""

@@ -96,6 +96,7 @@ class StepRunner:
             for path, module in skeleton.modules.items()
         }
         self.num_forwards = 0
+        self.whereabouts = "between steps"  # read by other threads
 
     def run(self, step: StepInput, visits: tuple[Visit, ...]) -> StepOutput:
         """All visits; returns when the loss and the norm are known on the host."""
@@ -104,6 +105,7 @@ class StepRunner:
         for visit in visits:
             if self._store.waits_on_host:
                 self._fetch_ahead(visits[visit.index + 1 : visit.index + 2])
+            self.whereabouts = f"step {step.step}, {visit.phase.value} of {self._plan.layers[visit.layer].name}"
             with self._streamer.layer(visit.index) as regions, self._residents.bound(regions):
                 for j in visit.micro_batches:
                     self._visit(visit, j, state)
@@ -111,7 +113,9 @@ class StepRunner:
                     self._transfer(self._store.finish(visit.layer))
                 elif self._store.waits_on_host and visit.phase is not Phase.FORWARD:
                     self._transfer(self._store.suspend(visit.layer))
-        return self._output(state)
+        output = self._output(state)
+        self.whereabouts = f"after the backward of step {step.step}"
+        return output
 
     def _fetch_ahead(self, coming: tuple[Visit, ...]) -> None:
         """Asks for the sum that the next visit will add to."""

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain_ray.engine.device import DEADLINE_S, Device, Event
+from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.engine.device import Device, Event
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.residency import FragmentId, Load, Residency
 from megatrain_ray.engine.seams import ParamSource

@@ -83,7 +83,7 @@ class Arena:
 
         Raises MegatrainError when the holder is gone, is another process by now or lives in another PID namespace.
         """
-        fd = _open(handle)
+        fd = open_held(handle)
         try:
             return cls(fd, handle)
         finally:
@@ -141,7 +141,8 @@ class Arena:
         portion[:: mmap.PAGESIZE].max()  # an older kernel: in shared memory a read takes the page as well
 
 
-def _open(handle: ArenaHandle) -> int:
+def open_held(handle: ArenaHandle) -> int:
+    """A descriptor of this process for what another one holds. Raises MegatrainError as `Arena.attach`."""
     path = Path(f"/proc/{handle.pid}/fd/{handle.fd}")
     try:
         target = str(path.readlink())

@@ -11,16 +11,17 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.partial_folder import complete_or_absent
 from megatrain_ray.io.weights import INDEX_NAME, SINGLE_NAME
 
 FILE_BYTES = 5 * 10**9  # the largest file that hubs and file systems take without ado
+SETTLE_BYTES = 256 << 20  # written at most before they are brought to the disk
 
 
 class ExportDtype(Enum):
@@ -67,7 +68,7 @@ def write_model_folder(
     The folder appears when it is complete. Raises ConfigError unless `out_dir` is new or empty, MegatrainError when
     writing fails.
     """
-    with _complete_or_absent(out_dir) as folder:
+    with complete_or_absent(out_dir) as folder:
         # torch_dtype is the same key by its name before Transformers 4.56; two answers would be one too many
         described = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype.config_name}
         _write_json(folder / "config.json", described)
@@ -83,31 +84,6 @@ def write_model_folder(
             shutil.copy(file, folder)
         for name, group in zip(names, files, strict=True):
             _write_safetensors(folder / name, group, dtype)
-
-
-@contextmanager
-def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
-    """A folder beside `out_dir` that takes its place when the block ends well, and is gone when it does not."""
-    target = out_dir.resolve()
-    partial = target.with_name(f".{target.name}.partial")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{out_dir} exists and is not an empty folder: nothing is overwritten; name another one")
-    try:
-        _make(partial, out_dir)
-        yield partial
-        partial.rename(target)
-    except OSError as error:
-        raise MegatrainError(f"cannot write {error.filename or out_dir}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _make(partial: Path, out_dir: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {out_dir}: {error.strerror}; name another folder") from None
 
 
 def _split(tensors: Sequence[ExportTensor], dtype: ExportDtype, file_bytes: int) -> list[list[ExportTensor]]:
@@ -131,6 +107,23 @@ def _index(names: Sequence[str], files: Sequence[Sequence[ExportTensor]], dtype:
 
 
 def _write_safetensors(path: Path, tensors: Sequence[ExportTensor], dtype: ExportDtype) -> None:
+    with path.open("wb") as file:
+        file.write(_header(tensors, dtype))
+        unsettled = 0
+        for tensor in tensors:
+            written = 0
+            for chunk in tensor.chunks():
+                written += file.write(chunk)
+                unsettled += len(chunk)
+                if unsettled >= SETTLE_BYTES:
+                    _settle(file)
+                    unsettled = 0
+            if written != _nbytes(tensor, dtype):
+                raise MegatrainError(f"{tensor.name}: expected {_nbytes(tensor, dtype)} bytes to export, got {written}")
+        _settle(file)
+
+
+def _header(tensors: Sequence[ExportTensor], dtype: ExportDtype) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Transformers refuses a file without it
     offset = 0
     for tensor in tensors:
@@ -139,14 +132,14 @@ def _write_safetensors(path: Path, tensors: Sequence[ExportTensor], dtype: Expor
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors:
-            written = sum(file.write(chunk) for chunk in tensor.chunks())
-            if written != _nbytes(tensor, dtype):
-                raise MegatrainError(f"{tensor.name}: expected {_nbytes(tensor, dtype)} bytes to export, got {written}")
-        file.flush()
-        os.fsync(file.fileno())
+    return struct.pack("<Q", len(text)) + text
+
+
+def _settle(file: BinaryIO) -> None:
+    """What is written is on disk and out of the page cache, where it would take memory from a training beside it."""
+    file.flush()
+    os.fdatasync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,21 @@ class WeightFolder:
     def open(path: Path | str) -> WeightFolder:
         """Reads the headers of model.safetensors, or of the files that model.safetensors.index.json names.
 
-        Raises ConfigError for a folder without them, a missing file, and one that is truncated or no safetensors file.
+        Raises ConfigError for a folder without them, and for a file that is missing, unreadable, truncated or no
+        safetensors file.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder; expected one with {SINGLE_NAME} or {INDEX_NAME}")
-        index = folder / INDEX_NAME
-        if index.is_file():
-            return WeightFolder(folder, _read_indexed(index))
-        if (folder / SINGLE_NAME).is_file():
+        try:
+            present = {file.name for file in folder.iterdir()}
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"{folder} is no folder; expected one with {SINGLE_NAME} or {INDEX_NAME}") from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {folder}: {error.strerror}") from None
+        if INDEX_NAME in present:
+            return WeightFolder(folder, _read_indexed(folder / INDEX_NAME, present))
+        if SINGLE_NAME in present:
             return WeightFolder(folder, _read_header(folder / SINGLE_NAME))
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        pickled = any(name.endswith((".bin", ".pt")) for name in present)
         advice = "its weights are pickled, which is not read: save them as safetensors" if pickled else "is it a model?"
         raise ConfigError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}: {advice}")
 
@@ -87,12 +91,15 @@ class WeightFolder:
         return values.float()
 
     def _fill(self, values: torch.Tensor, stored: _Stored, start: int) -> None:
+        """Leaves nothing in the page cache, where a model of any size would be in the way of its own state. Reads 2.4
+        GB/s; with O_DIRECT, which does not read ahead, it was 1.5, and 0.6 to 1.6 filling the cache."""
         buffer = values.view(torch.uint8).numpy().data
-        position = stored.offset + start * values.itemsize
+        first = position = stored.offset + start * values.itemsize
         try:
             with stored.file.open("rb") as file:
                 while buffer and (got := os.preadv(file.fileno(), [buffer], position)):
                     buffer, position = buffer[got:], position + got
+                os.posix_fadvise(file.fileno(), first, position - first, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise ConfigError(f"cannot read {stored.file}: {error.strerror}") from None
         if buffer:
@@ -112,34 +119,32 @@ def _dtype(name: str, stored: _Stored) -> torch.dtype:
     return DTYPES[stored.dtype]
 
 
-def _read_indexed(index: Path) -> dict[str, _Stored]:
+def _read_indexed(index: Path, present: Set[str]) -> dict[str, _Stored]:
     try:
         files = json.loads(index.read_bytes())["weight_map"]
         names = {str(name): str(file) for name, file in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {index}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
-    headers = {file: _read_header(_beside(index, file)) for file in sorted(set(names.values()))}
+    for file in names.values():
+        if file not in present:
+            raise ConfigError(f"{index} names {file}, which is not in its folder: download the model again")
+    headers = {file: _read_header(index.parent / file) for file in sorted(set(names.values()))}
     for name, file in names.items():
         if name not in headers[file]:
             raise ConfigError(f"{index.parent / file} holds no {name}, though {index.name} says so")
     return {name: headers[file][name] for name, file in names.items()}
 
 
-def _beside(index: Path, name: str) -> Path:
-    file = index.parent / name
-    if Path(name).name != name or not file.is_file():
-        raise ConfigError(f"{index} names {name}, which is not in its folder: download the model again")
-    return file
-
-
 def _read_header(path: Path) -> dict[str, _Stored]:
     """The library checks the file as a whole (offsets, sizes, length); it does not tell where the bytes lie."""
     try:
-        with safetensors.safe_open(path, framework="pt"), path.open("rb") as file:
+        with path.open("rb") as file, safetensors.safe_open(path, framework="pt"):
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(length))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None  # the library's have none
     except safetensors.SafetensorError as error:
         raise ConfigError(f"{path} is damaged or no safetensors file: {error}; download the model again") from None
     return {

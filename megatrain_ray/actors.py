@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,12 +11,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatrain_ray.arena_owner import ArenaOwner, arena_sizes
 from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.engine.device import DEADLINE_S
-from megatrain_ray.errors import MegatrainError
-from megatrain_ray.gpu_worker import GpuWorker, Progress
+from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.errors import DeadlineError
+from megatrain_ray.gpu_worker import GpuWorker, Progress, StepResult
 from megatrain_ray.io.arena import ArenaHandle
+from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.io.manifest import Manifest, PartManifest
 from megatrain_ray.planning import Prepared
 from megatrain_ray.shard_worker import ShardWorker
 
@@ -29,117 +27,69 @@ ONCE: Mapping[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
 class GpuActor:
     """GpuWorker on this actor's event loop."""
 
-    def __init__(self, prepared: Prepared, handles: Mapping[str, ArenaHandle], data: Any) -> None:
+    def __init__(self, prepared: Prepared, holders: Sequence[Handles], data: Any) -> None:
         async def fetch(step: int) -> Batch:
             batch: Batch = await data.batch.remote(step)
             return batch
 
-        self._worker = GpuWorker(prepared, handles, fetch)
+        self._worker = GpuWorker(prepared, holders, fetch)
+
+    async def handles(self) -> dict[str, ArenaHandle]:
+        return self._worker.handles()
 
     async def start(self, progress: Progress) -> None:
         await self._worker.start(progress)
 
-    async def step(self, step: int) -> dict[str, Any]:
-        return await self._worker.step(step)
+    async def step(self, step: int, save: bool) -> StepResult:
+        return await self._worker.step(step, save)
 
-    async def drain(self) -> Progress:
-        return await self._worker.drain()
+    async def whereabouts(self) -> str:
+        return self._worker.whereabouts()
 
     async def close(self) -> None:
         await self._worker.close()
 
 
-@dataclass
-class Actors:
-    """Handles of everything that runs for a training run."""
+class Placement:
+    """Where a run's actors are placed, and how each of them is made."""
 
-    owner: Any
-    data: Any
-    shards: list[Any]
-    gpu: Any
-    group: Any
-    serving: list[Any]  # of each shard's `run`: an answer means that it failed or was stopped
-
-    @staticmethod
-    def start(prepared: Prepared, data_arguments: Mapping[str, Any]) -> Actors:
-        """Places and starts all actors; weights are not loaded yet."""
+    def __init__(self, prepared: Prepared) -> None:
+        """Raises DeadlineError when the cluster has no room for them."""
+        self._prepared = prepared
         plan = prepared.plan
-        gpu = {"GPU": 1.0} if plan.device == "cuda" else {}
+        self._gpu = {"GPU": 1.0} if plan.device == "cuda" else {}
         # Ray's CPUs are a promise of room; threads are the plan's. Fractions, so that small machines can run all.
-        group = placement_group([{"CPU": 0.1, **gpu}, *({"CPU": 0.1} for _ in range(plan.num_shards))], "STRICT_PACK")
-        ray.get(group.ready(), timeout=DEADLINE_S)
+        bundles = [{"CPU": 0.1, **self._gpu}, *({"CPU": 0.1} for _ in range(plan.num_shards))]
+        self._group = placement_group(bundles, "STRICT_PACK")
+        if not self._group.wait(DEADLINE_S):
+            raise DeadlineError(f"the cluster found no room for {bundles} on one machine within {DEADLINE_S:.0f} s")
 
-        def place(bundle: int, **options: Any) -> dict[str, Any]:
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            return {**ONCE, "num_cpus": 0.1, "scheduling_strategy": strategy, **options}
+    def owner(self, holders: Sequence[Handles], after_pid: int | None) -> Any:
+        """Of new arenas, or of those that `holders` still hold. It maps nothing, so whom it follows does not matter."""
+        plan, structure = self._prepared.plan, self._prepared.structure
+        sizes = arena_sizes(plan, structure.layout(plan.num_fragments))
+        return ray.remote(ArenaOwner).options(**ONCE, num_cpus=0, max_concurrency=3).remote(sizes, holders)
 
-        owner = (
-            ray.remote(ArenaOwner)
-            .options(**ONCE, num_cpus=0)
-            .remote(arena_sizes(plan, prepared.structure.layout(plan.num_fragments)))
-        )
-        data = ray.remote(DataWorker).options(**ONCE, num_cpus=0).remote(**data_arguments)
-        handles = ray.get(owner.handles.remote(), timeout=DEADLINE_S)
-        shards = [
-            ray.remote(ShardWorker).options(**place(1 + k, max_concurrency=3)).remote(prepared, k, handles)
-            for k in range(plan.num_shards)
-        ]
-        num_gpus = 1 if gpu else 0
-        worker = ray.remote(GpuActor).options(**place(0, num_gpus=num_gpus)).remote(prepared, handles, data)
-        return Actors(owner, data, shards, worker, group, [])
+    def shard_maker(self, index: int) -> Callable[[Sequence[Handles], int | None], Any]:
+        # run, write_part, and what must be answered meanwhile
+        options = self._place(1 + index, max_concurrency=4)
 
-    def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """Fills every shard: from a save, or from the model's source."""
-        if save_folder is None:
-            calls = [shard.initialize.remote() for shard in self.shards]
-        else:
-            calls = [shard.restore.remote(save_folder, manifest) for shard in self.shards]
-        ray.get(calls)
+        def make(holders: Sequence[Handles], after_pid: int | None) -> Any:
+            return ray.remote(ShardWorker).options(**options).remote(self._prepared, index, holders, after_pid)
 
-    def begin(self, progress: Progress) -> None:
-        """Starts the engine, which resets the signal words, and then the shards that obey them."""
-        ray.get(self.gpu.start.remote(progress))
-        self.serving = [shard.run.remote(progress.step) for shard in self.shards]
+        return make
 
-    def write_parts(self, save_folder: Path) -> tuple[PartManifest, ...]:
-        """All shards write their parts at the same time."""
-        return tuple(ray.get([shard.write_part.remote(save_folder) for shard in self.shards]))
+    def data(self, arguments: Mapping[str, Any]) -> Any:
+        return ray.remote(DataWorker).options(**ONCE, num_cpus=0).remote(**arguments)
 
-    def answer(self, call: Any) -> Any:
-        """What a call returns, unless a shard that should be serving ends first. Raises what that one raised."""
-        ended, _ = ray.wait([call, *self.serving], num_returns=1)
-        result = ray.get(ended[0])
-        if ended[0] != call:
-            raise MegatrainError("an optimizer shard stopped serving before the run was over")
-        return result
+    def gpu(self, holders: Sequence[Handles], data: Any) -> Any:
+        options = self._place(0, num_gpus=1 if self._gpu else 0)
+        return ray.remote(GpuActor).options(**options).remote(self._prepared, holders, data)
 
-    def failures(self, within_s: float = 2.0) -> list[Exception]:
-        """What the shards' calls raised, given a moment: what made a shard fail may arrive after what followed."""
-        if not self.serving:
-            return []
-        ended, _ = ray.wait(self.serving, num_returns=1, timeout=within_s)
-        found = []
-        for call in ended:
-            try:
-                ray.get(call)
-            except Exception as error:
-                found.append(error)
-        return found
+    def clear(self) -> None:
+        """Gives the room back, after the actors have ended."""
+        remove_placement_group(self._group)
 
-    def name_of(self, actor_id: str | None) -> str:
-        """Which process of the run that is."""
-        named = {"GPU worker": self.gpu, "data": self.data, "arena owner": self.owner}
-        named |= {f"optimizer shard {k}": shard for k, shard in enumerate(self.shards)}
-        return next((name for name, actor in named.items() if actor._actor_id.hex() == actor_id), "one of Ray's")
-
-    def stop(self) -> None:
-        """Ends a run that went well: everybody closes what they hold, then the processes end."""
-        ray.get(self.gpu.close.remote(), timeout=DEADLINE_S)
-        ray.get([shard.stop.remote() for shard in self.shards], timeout=DEADLINE_S)
-        ray.get(self.serving, timeout=DEADLINE_S)
-
-    def kill(self) -> None:
-        """Ends the processes whatever their state. Idempotent."""
-        for actor in (self.gpu, *self.shards, self.data, self.owner):
-            ray.kill(actor)
-        remove_placement_group(self.group)
+    def _place(self, bundle: int, **options: Any) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {**ONCE, "num_cpus": 0.1, "scheduling_strategy": strategy, **options}

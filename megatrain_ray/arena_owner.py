@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 
 from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.io.arena import ArenaHandle, create_memfd
+from megatrain_ray.io.arena import ArenaHandle
+from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 
 WORKING = "working"
 SLAB = "slab"
@@ -19,8 +21,12 @@ def state_arena(shard: int) -> str:
     return f"state-{shard}"
 
 
+def journal_arena(shard: int) -> str:
+    return f"journal-{shard}"
+
+
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
-    """Bytes of every arena of a run: three that all attach, and one that only its shard does."""
+    """Bytes of every arena of a run: three that all map, and two for each shard that only this one does."""
     per_element = sum(dtype.itemsize for _, dtype in plan.precision.state_kinds)
     sizes = {
         WORKING: layout.size * plan.precision.working_dtype.itemsize,
@@ -28,19 +34,27 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
         WORDS: 8 * HostWords.num_words(len(layout.layers), plan.num_shards),
     }
     for k in range(plan.num_shards):
-        sizes[state_arena(k)] = ShardLayout(layout, k, plan.num_shards, plan.shard_cut_elements).size * per_element
+        part = ShardLayout(layout, k, plan.num_shards, plan.shard_cut_elements)
+        sizes[state_arena(k)] = part.size * per_element
+        sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.num_shard_threads)
     return sizes
 
 
 class ArenaOwner:
     """Holds file descriptors; maps nothing."""
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._handles = {
-            name: ArenaHandle(pid=os.getpid(), fd=create_memfd(name, num_bytes), nbytes=num_bytes, name=name)
-            for name, num_bytes in sizes.items()
-        }
+    def __init__(self, sizes: Mapping[str, int], holders: Sequence[Handles] = ()) -> None:
+        """Creates arenas of `sizes`; where an owner died, holds instead what the other `holders` still hold."""
+        self._holder = ArenaHolder.adopt(holders) if holders else ArenaHolder.create(sizes)
+        self._stopped = threading.Event()
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """For `Arena.attach` in any process of this machine."""
-        return dict(self._handles)
+        """For `ArenaHolder.adopt` in any process of this machine."""
+        return self._holder.handles
+
+    def run(self) -> None:
+        """Holds until `stop`."""
+        self._stopped.wait()
+
+    def stop(self) -> None:
+        self._stopped.set()

@@ -10,11 +10,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+
+from megatrain_ray.errors import MegatrainError
 
 # Batches and metrics only; Ray would claim 30 % of RAM, which the arenas need.
 OBJECT_STORE_BYTES = 128 << 20
@@ -29,7 +32,29 @@ EMBEDDED_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
+    # How long Ray's processes go on without their head, 60 s unless set: those of a killed driver outlive it by that.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
 }
+
+DAEMONS = ("gcs_server", "raylet")
+
+
+@dataclass(frozen=True)
+class Daemons:
+    """Ray's own processes of an embedded cluster, without which nothing goes on; of another cluster none are known."""
+
+    processes: tuple[psutil.Process, ...] = ()
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in self.processes)
+
+    def check(self) -> None:
+        """Raises MegatrainError when one died. Ray itself notices late and then ends this process."""
+        if not self.alive:
+            raise MegatrainError(
+                "a process of the run died (Ray's gcs_server or raylet); the same command resumes from the last save"
+            )
 
 
 def in_ray_job() -> bool:
@@ -38,23 +63,23 @@ def in_ray_job() -> bool:
 
 
 @contextmanager
-def cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
+def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     """Connects this process to Ray for the block.
 
     In order: a connection that exists already stays as it is; inside `ray job submit`, or with RAY_ADDRESS set, that
     cluster; else an embedded one, whose processes, session folder and shared memory are gone afterwards.
     """
     if ray.is_initialized():
-        yield
+        yield Daemons()
     elif os.environ.get("RAY_ADDRESS") or in_ray_job():
         ray.init(log_to_driver=True, logging_level=logging.WARNING)
         try:
-            yield
+            yield Daemons()
         finally:
             ray.shutdown()
     else:
-        with _embedded(num_cpus, num_gpus):
-            yield
+        with _embedded(num_cpus, num_gpus) as daemons:
+            yield daemons
 
 
 @functools.cache
@@ -65,11 +90,12 @@ def _token() -> str:
 
 
 @contextmanager
-def _embedded(num_cpus: int, num_gpus: int) -> Iterator[None]:
+def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     # A socket path must stay under 107 bytes, so not under the run directory.
     _remove_stale_folders()
     folder = tempfile.mkdtemp(prefix=f"megatrain-{os.getpid()}-", dir="/tmp")
     before = {process.pid for process in psutil.Process().children(recursive=True)}
+    daemons = Daemons()
     try:
         with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}):
             logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
@@ -83,14 +109,16 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[None]:
                 logging_level=logging.ERROR,
                 _temp_dir=folder,
             )
-            yield
+            daemons = Daemons(tuple(process for process in _started(before) if _is_daemon(process)))
+            yield daemons
     finally:
         started = _started(before)
-        connected = ray.is_initialized()
-        if connected:
+        if ray.is_initialized() and daemons.alive:
             ray.shutdown()
-        # Where ray.init did not come to its end nobody has told them to stop.
-        _end(started, STOP_TIMEOUT_S if connected else 0)
+            _end(started, STOP_TIMEOUT_S)
+        else:  # nobody tells them to stop, and without its head Ray waits for it in ray.shutdown
+            _end(started, 0)
+            ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -108,6 +136,12 @@ def _init(**options: Any) -> None:
         ray.init(**options)
     except SystemExit as error:
         raise KeyboardInterrupt from error
+
+
+def _is_daemon(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return Path(process.cmdline()[0]).name in DAEMONS
+    return False
 
 
 def _started(before: set[int]) -> list[psutil.Process]:

@@ -12,19 +12,24 @@ STEPS_AHEAD = 2
 
 class Action(Enum):
     STEP = "start the next step"
-    SAVE = "save; no step is under way"
-    WAIT = "wait for a step to end"
+    SAVE = "begin a save of the last step; none is under way"
+    WAIT = "wait for a step or the save to end"
     STOP = "the run is over"
 
 
 @dataclass(frozen=True)
 class Observation:
-    """`submitted` and `completed` count updates of the whole run, `saved` is the newest save (-1: none)."""
+    """`submitted` and `completed` count updates of the whole run, `saved` is the newest save (-1: none).
+
+    `saving`: one is being written. `missed`: the last one that was begun did not come about.
+    """
 
     submitted: int
     completed: int
     saved: int
     interrupted: bool
+    saving: bool = False
+    missed: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,15 +41,20 @@ class RunPolicy:
 
     def tick(self, seen: Observation) -> Action:
         under_way = seen.submitted - seen.completed
-        last = seen.submitted >= self.steps or seen.interrupted
-        if self._save_due(seen, last=last):
-            return Action.WAIT if under_way else Action.SAVE
-        if last:
-            return Action.WAIT if under_way else Action.STOP
-        return Action.STEP if under_way < STEPS_AHEAD else Action.WAIT
+        if seen.submitted >= self.steps or seen.interrupted:
+            if under_way or seen.saving:
+                return Action.WAIT
+            return Action.SAVE if self._unsaved(seen) else Action.STOP
+        if under_way >= STEPS_AHEAD or (seen.saving and self.saves_next(seen)):
+            return Action.WAIT
+        return Action.STEP
 
-    def _save_due(self, seen: Observation, *, last: bool) -> bool:
-        """Whether the next thing after the steps under way is a save."""
-        if self.save_every is None or seen.saved >= seen.submitted or seen.submitted == 0:
+    def saves_next(self, seen: Observation) -> bool:
+        """Whether the next step is one whose state is saved, while training goes on."""
+        step = seen.submitted + 1
+        if self.save_every is None:
             return False
-        return last or (self.save_every > 0 and seen.submitted % self.save_every == 0)
+        return seen.missed or step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
+
+    def _unsaved(self, seen: Observation) -> bool:
+        return self.save_every is not None and max(0, seen.saved) < seen.completed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,9 @@ class DataWorker:
             self._stream.seek(position)
         self._step = step
         self._positions = {step: self._stream.position}
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def batch(self, step: int) -> Batch:
         """The batch of a step; steps must be asked for in order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import MicroBatch, StepInput, World
-from megatrain_ray.io.arena import Arena, ArenaHandle
+from megatrain_ray.io.arena import ArenaHandle
+from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import IGNORED, Batch
 from megatrain_ray.planning import FlopCount, Prepared
 
@@ -41,16 +42,31 @@ class Progress:
         return self.step - self.adam_step
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """`row`: of metrics.jsonl. `progress`: after the step."""
+
+    row: dict[str, Any]
+    progress: Progress
+
+
 class GpuWorker:
     """Plain class behind the GPU actor. `start` on the event loop that will run it, then `step` in order."""
 
-    def __init__(self, prepared: Prepared, handles: Mapping[str, ArenaHandle], fetch_batch: FetchBatch) -> None:
+    def __init__(self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch) -> None:
+        """`holders`: of the run's arenas, one of them alive."""
         self._prepared = prepared
         self._fetch_batch = fetch_batch
-        self._arenas = {name: Arena.attach(handles[name]) for name in (WORKING, SLAB, WORDS)}
-        self._host_bytes = sum(handle.nbytes for handle in handles.values())
+        self._holder = ArenaHolder.adopt(holders)
+        self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
+        self._host_bytes = sum(handle.nbytes for handle in self._holder.handles.values())
         self._flops = FlopCount.of(prepared.structure, prepared.source)
         self._turn = asyncio.Condition()
+        self._engine: Engine | None = None
+
+    def handles(self) -> dict[str, ArenaHandle]:
+        """Of all arenas of the run: this process keeps them alive too."""
+        return self._holder.handles
 
     async def start(self, progress: Progress) -> None:
         """Builds device and engine; `progress`: where the weights in the arenas stand."""
@@ -70,9 +86,12 @@ class GpuWorker:
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
         self._clock = time.perf_counter()
 
-    async def step(self, step: int) -> dict[str, Any]:
-        """Runs one step; returns its row of metrics. Steps may be called ahead and in any order, because Ray does not
-        keep the order of calls to an async actor. After one that failed no other begins."""
+    async def step(self, step: int, save: bool) -> StepResult:
+        """Runs one step. `save`: its update is marked as one that a save wants.
+
+        Steps may be called ahead and in any order, because Ray does not keep the order of calls to an async actor.
+        After one that failed no other begins.
+        """
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step - 1)
             start = time.perf_counter()
@@ -80,22 +99,24 @@ class GpuWorker:
             data_s = time.perf_counter() - start
             if step < self._prepared.config.train.steps:
                 self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
-            report = await self._engine.step(self._step_input(step, batch), self._settings(step))
+            assert self._engine is not None  # start came first
+            report = await self._engine.step(self._step_input(step, batch), self._settings(step, save))
             self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
             self._turn.notify_all()
-            return self._row(report, batch, data_s)
+            return StepResult(self._row(report, batch, data_s), self._progress)
 
-    async def drain(self) -> Progress:
-        """Waits until the last step's update is done everywhere."""
-        async with self._turn:
-            await self._host.drain(self._progress.step)
-            return self._progress
+    def whereabouts(self) -> str:
+        """What the worker does, for the message about a step that does not end."""
+        return self._engine.whereabouts if self._engine else "starting the engine"
 
     async def close(self) -> None:
-        """Stops what works in the background."""
+        """Waits until the last step's update is done everywhere, then stops what works in the background."""
         self._next_batch.cancel()
+        await self._host.drain(self._progress.step)
         await self._host.close()
-        await self._engine.close()
+        if self._engine:
+            await self._engine.close()
+        self._holder.close()
 
     def _step_input(self, step: int, batch: Batch) -> StepInput:
         size = self._prepared.plan.micro_batch_size
@@ -105,9 +126,13 @@ class GpuWorker:
         )
         return StepInput(step, micro_batches, World(batch.num_supervised), self._prepared.config.train.seed)
 
-    def _settings(self, step: int) -> UpdateSettings:
+    def _settings(self, step: int, save: bool) -> UpdateSettings:
         train = self._prepared.config.train
-        lr = learning_rate(
+        return UpdateSettings(self._learning_rate(step), self._progress.adam_step + 1, train.clip, save)
+
+    def _learning_rate(self, step: int) -> float:
+        train = self._prepared.config.train
+        return learning_rate(
             step,
             peak=train.lr,
             min_lr=train.min_lr,
@@ -115,7 +140,6 @@ class GpuWorker:
             warmup_steps=train.warmup_steps,
             schedule=train.schedule,
         )
-        return UpdateSettings(lr, self._progress.adam_step + 1, train.clip)
 
     def _row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
         now = time.perf_counter()
@@ -129,7 +153,7 @@ class GpuWorker:
             "step": report.step,
             "loss": report.loss,
             "grad_norm": report.grad_norm,
-            "lr": self._settings(report.step).lr,
+            "lr": self._learning_rate(report.step),
             "tokens": batch.num_supervised,
             "skipped": report.skipped,
             "step_s": step_s,

@@ -2,6 +2,8 @@
 
 config.yaml    resolved configuration; there is a run where this file is
 plan.json      written before step 1
+model.json     the model's configuration and shapes, which a resume must have too
+processes.json while the run is up, and after a death
 metrics.jsonl  a row an update, in order of steps
 saves/step_N/  weights and optimizer state after N updates
 logs/          driver.log: starts, saves, failures with their tracebacks
@@ -12,17 +14,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.atomic_file import temporary_of, write_atomically
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import dump_config, load_config, resume_diff
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.partial_folder import remove_abandoned
+from megatrain_ray.io.save import clean_unfinished
 from megatrain_ray.run_lock import hold_lock
+from megatrain_ray.run_model import MODEL_NAME
+from megatrain_ray.run_processes import PROCESSES_NAME
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,28 @@ class RunDir(RunFiles):
                 _check_resume(files.path, earlier, config)
             yield RunDir(files.path, config.resolve(earlier))
 
+    def clean(self) -> list[Path]:
+        """Deletes what a dead run left half done (saves, replaced files, exports into this folder), and says what."""
+        files = (
+            self.config_file,
+            self.plan_file,
+            self.metrics_file,
+            self.path / MODEL_NAME,
+            self.path / PROCESSES_NAME,
+        )
+        left = [file for file in map(temporary_of, files) if file.exists()]
+        left += [file for file in self.saves.glob(".*") if file.is_file()]  # saves are folders
+        for file in left:
+            file.unlink()
+        return [*left, *clean_unfinished(self.saves), *remove_abandoned(self.path)]
+
     def begin(self, plan_json: str, step: int) -> None:
         """Makes the folder hold a run that goes on after `step` updates. Each file changes atomically, config last."""
         self.saves.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
         self._cut(step)
-        _write_atomically(self.plan_file, plan_json)
-        _write_atomically(self.config_file, dump_config(self.config))
+        write_atomically(self.plan_file, plan_json)
+        write_atomically(self.config_file, dump_config(self.config))
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row of metrics; non-finite numbers become null."""
@@ -109,7 +130,7 @@ class RunDir(RunFiles):
         """Drops the rows after `step`: training goes on from there and writes them again."""
         if self.metrics_file.exists():
             kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
-            _write_atomically(self.metrics_file, "".join(kept))
+            write_atomically(self.metrics_file, "".join(kept))
 
 
 def _check_resume(path: Path, earlier: TrainConfig, config: TrainConfig) -> None:
@@ -132,18 +153,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """The file is the old one or the new one, whatever happens in between; durable on return."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,11 +1,16 @@
-"""The lock of a run directory: held by one process, released by the kernel when that process dies."""
+"""The lock of a run directory: held by one process, released by the kernel when that process dies.
+
+flock goes with the file, not with pids or names: it holds between containers that share the folder, and between
+machines on NFS, where the kernel makes it a lock of the server.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
@@ -15,8 +20,9 @@ from megatrain_ray.errors import ConfigError
 def hold_lock(folder: Path) -> Iterator[None]:
     """Holds `folder`/lock for the block. The folder is made where it is missing.
 
-    Raises ConfigError where another process holds it (with its pid) or the folder cannot be written to. After the block
-    everything made here goes again, the folder and its new parents too, where the block put nothing into the folder.
+    Raises ConfigError where another process holds it (naming it), where the folder cannot be written to, and where its
+    file system has no locks. After the block everything made here goes again, the folder and its new parents too, where
+    the block put nothing into the folder.
     """
     lock = folder / "lock"
     before = set(folder.iterdir()) if folder.is_dir() else set()
@@ -25,9 +31,12 @@ def hold_lock(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = _open_and_lock(lock)
     except OSError as error:
+        if lock not in before:
+            with suppress(OSError):
+                lock.unlink()
         _remove_empty(missing)
         raise ConfigError(
-            f"run_dir: cannot write to {folder}: {error.strerror}; choose a folder that can be written to"
+            f"run_dir: cannot write to {folder}: {error.strerror}; choose a folder that can be written to and locked"
         ) from None
     try:
         yield
@@ -39,20 +48,23 @@ def hold_lock(folder: Path) -> Iterator[None]:
 
 
 def _open_and_lock(lock: Path) -> int:
-    """A locked file descriptor that holds this process's pid."""
+    """A locked file descriptor; the file names this process and its machine or container."""
     while True:
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(file, 32).decode(errors="replace").strip() or "unknown"
+            holder = os.read(file, 128).decode(errors="replace").strip() or "unknown"
             os.close(file)
             raise ConfigError(
                 f"run_dir: {lock.parent} is in use by process {holder}; wait for it, or choose another run_dir"
             ) from None
+        except OSError:
+            os.close(file)
+            raise
         if _is_current(file, lock):
             os.ftruncate(file, 0)
-            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(file, f"{os.getpid()} on {platform.node()}\n".encode(), 0)
             return file
         os.close(file)  # its owner removed the file before we locked it
 

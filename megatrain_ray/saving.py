@@ -1,34 +1,121 @@
-"""A save of a running training: every shard writes its part, then one rename makes it exist."""
+"""A save of a running training: every shard writes its part while training goes on, then one rename makes it exist."""
 
 from __future__ import annotations
 
+import asyncio
+import mmap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from megatrain_ray.actors import Actors
 from megatrain_ray.config_file import config_to_dict
+from megatrain_ray.crew import Crew
+from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.layout import FlatLayout
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.errors import DeadlineError
 from megatrain_ray.gpu_worker import Progress
-from megatrain_ray.io.manifest import FORMAT_VERSION, LayerEntry, Manifest, ParameterEntry, PartManifest
-from megatrain_ray.io.save import commit_save, prepare_save, prune
+from megatrain_ray.io.free_space import check_room
+from megatrain_ray.io.manifest import FORMAT_VERSION, LayerEntry, Manifest, ParameterEntry, PartManifest, SaveTiming
+from megatrain_ray.io.save import (
+    Piece,
+    abandon_save,
+    commit_save,
+    list_saves,
+    prepare_save,
+    prune,
+    save_room,
+    write_part,
+)
 from megatrain_ray.planning import Prepared
+from megatrain_ray.shard_worker import WrittenPart
+
+PROBE_BYTES = 256 << 20
 
 
-def save_run(prepared: Prepared, actors: Actors, saves: Path, step: int) -> None:
-    """Saves the state after `step` updates and deletes saves beyond `save_keep`. No step may be under way."""
-    progress: Progress = actors.answer(actors.gpu.drain.remote())
-    position = ray.get(actors.data.position.remote(step))
-    parts = actors.write_parts(prepare_save(saves, step))
-    commit_save(saves, step, _manifest(prepared, progress, position, parts))
-    prune(saves, prepared.config.save_keep)
+def check_save_room(prepared: Prepared, saves: Path, step: int) -> None:
+    """Before the first step after `step`: raises CapacityError unless the saves that will be there together fit."""
+    config = prepared.config
+    to_come = 1 + (config.train.steps - step - 1) // (config.save_every or config.train.steps)
+    # One more than is kept, since the newest is written before the oldest goes.
+    together = min(to_come, max(1, config.save_keep + 1 - len(list_saves(saves))))
+    check_room(saves, together * room_of_one(prepared.plan), "the save" if together == 1 else f"{together} saves")
+
+
+def room_of_one(plan: Plan) -> int:
+    """Bytes that a save takes on disk at most."""
+    return save_room(plan.save_bytes, len(plan.layers), plan.num_shards)
+
+
+def measure_disk(saves: Path, num_bytes: int) -> float:
+    """Bytes per second of writing at most 256 MiB, the way saves are written. They are deleted again."""
+    chunk = memoryview(mmap.mmap(-1, min(num_bytes, PROBE_BYTES)))
+    folder = prepare_save(saves, 0)  # killed meanwhile it leaves an unfinished save
+    start_s = time.monotonic()
+    try:
+        asyncio.run(write_part(folder, 0, [Piece("probe", "probe", 0, len(chunk), [chunk])]))
+        return len(chunk) / (time.monotonic() - start_s)
+    finally:
+        abandon_save(saves, 0)
+
+
+class RunningSave:
+    """The save of one step, from its begin to its commit. Raises what a shard raised; then `abandon` it."""
+
+    def __init__(self, prepared: Prepared, crew: Crew, saves: Path, step: int, predicted_stall_s: float) -> None:
+        """Raises CapacityError, with nothing written, when there is no room for it."""
+        check_room(saves, room_of_one(prepared.plan), f"the save of step {step}")
+        self.step = step
+        self._prepared = prepared
+        self._crew = crew
+        self._saves = saves
+        self._predicted_stall_s = predicted_stall_s
+        self._start_s = time.monotonic()
+        self._parts: list[WrittenPart] = []
+        self.calls = crew.write_parts(prepare_save(saves, step), step, prepared.config.save_compress)
+
+    def take(self, call: Any) -> None:
+        """One of `calls` has ended."""
+        self.calls.remove(call)
+        self._parts.append(ray.get(call))
+
+    def check_deadline(self) -> None:
+        """Raises DeadlineError when it takes longer than a step and the slowest disk would."""
+        limit_s = STEP_DEADLINE_S + transfer_deadline_s(self._prepared.plan.save_bytes)
+        if time.monotonic() - self._start_s > limit_s:
+            raise DeadlineError(
+                f"the save of step {self.step} was not written within {limit_s:.0f} s: is the disk stuck?"
+            )
+
+    def commit(self, progress: Progress, position: dict[str, Any]) -> SaveTiming:
+        """Makes the save exist, after all calls have ended, and deletes saves beyond `save_keep`."""
+        parts = tuple(sorted((written.part for written in self._parts), key=lambda part: part.part))
+        timing = SaveTiming(
+            predicted_stall_s=self._predicted_stall_s,
+            stall_s=max(written.stall_s for written in self._parts),
+            write_s=max(written.write_s for written in self._parts),
+            nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
+        )
+        commit_save(self._saves, self.step, _manifest(self._prepared, progress, position, parts, timing))
+        prune(self._saves, self._prepared.config.save_keep)
+        return timing
+
+    def abandon(self) -> None:
+        """Leaves nothing of it; updates do not wait for it any more."""
+        self._crew.abandon_save(self.step)
+        ray.wait(self.calls, num_returns=len(self.calls), timeout=60.0) if self.calls else None
+        abandon_save(self._saves, self.step)
 
 
 def _manifest(
-    prepared: Prepared, progress: Progress, position: dict[str, Any], parts: tuple[PartManifest, ...]
+    prepared: Prepared,
+    progress: Progress,
+    position: dict[str, Any],
+    parts: tuple[PartManifest, ...],
+    timing: SaveTiming,
 ) -> Manifest:
     precision = prepared.plan.precision
     working = "working" if precision is Precision.BF16 else "master"
@@ -49,6 +136,7 @@ def _manifest(
         config=config_to_dict(prepared.config),
         parts=parts,
         generation_config=prepared.source.generation_config,
+        timing=timing,
     )
 
 

@@ -3,27 +3,64 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import os
+import select
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, state_arena
+from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, journal_arena, state_arena
+from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ShardLayout
+from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_loop import ShardLoop
-from megatrain_ray.io.arena import Arena, ArenaHandle
+from megatrain_ray.errors import DeadlineError
+from megatrain_ray.io.arena import ArenaHandle
+from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.manifest import Manifest, PartManifest
 from megatrain_ray.io.save import Piece, read_pieces, write_part
 from megatrain_ray.planning import Prepared
 
 
+def wait_gone(pid: int, timeout_s: float) -> None:
+    """Returns when there is no such process (a zombie is none). Raises DeadlineError after `timeout_s`."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    with os.fdopen(fd, "rb") as process:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)  # readable once the process has ended
+        if not poll.poll(1000 * timeout_s):
+            raise DeadlineError(f"process {pid}, which is to be replaced, did not end within {timeout_s:.0f} s")
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """A shard's part of a save. `stall_s`: how long it held updates up; `write_s`: how long it took."""
+
+    part: PartManifest
+    stall_s: float
+    write_s: float
+
+
 class ShardWorker:
     """Plain class behind the shard actor; its methods may be called from several threads, updates come from `run`."""
 
-    def __init__(self, prepared: Prepared, index: int, handles: Mapping[str, ArenaHandle]) -> None:
+    def __init__(
+        self, prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None = None
+    ) -> None:
+        """`holders`: of the run's arenas, one of them alive; the state in them is kept. `after_pid`: the process that
+        this one follows, which must be gone before anything here writes."""
+        if after_pid is not None:
+            wait_gone(after_pid, DEADLINE_S)
         plan = prepared.plan
         torch.set_num_threads(1)  # the shard has threads of its own, one block each
         self._prepared = prepared
@@ -31,15 +68,27 @@ class ShardWorker:
         self._layout = ShardLayout(
             prepared.structure.layout(plan.num_fragments), index, plan.num_shards, plan.shard_cut_elements
         )
-        self._arenas = {name: Arena.attach(handles[name]) for name in (WORKING, SLAB, WORDS, state_arena(index))}
+        self._holder = ArenaHolder.adopt(holders)
+        names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
+        self._arenas = {name: self._holder.map(name) for name in names}
         self._arenas[state_arena(index)].populate(plan.num_shard_threads)
-        num_layers = len(self._layout.model.layers)
-        self._words = HostWords(self._arenas[WORDS].buffer, num_layers, plan.num_shards)
+        self._words = HostWords(self._arenas[WORDS].buffer, len(self._layout.model.layers), plan.num_shards)
+        self._shard = self._make_shard()
+        # No other than a save holds updates up, and no longer than the disk needs.
+        self._gate = SaveGate(
+            self._shard,
+            self._words,
+            plan.layer_order,
+            plan.save_copy_bytes // plan.num_shards,
+            plan.update_deadline_s,
+        )
+
+    def _make_shard(self) -> AdamShard:
+        plan, train = self._prepared.plan, self._prepared.config.train
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
         num_bytes = self._layout.model.size * plan.precision.working_dtype.itemsize
-        train = prepared.config.train
         state = self._state()
-        self._shard = AdamShard(
+        return AdamShard(
             self._layout,
             plan.precision,
             working=working[:num_bytes].view(plan.precision.working_dtype),
@@ -48,6 +97,7 @@ class ShardWorker:
             v=state["v"],
             hyper=Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay),
             num_threads=plan.num_shard_threads,
+            journal=self._arenas[journal_arena(self._index)].buffer,
         )
 
     def _state(self) -> dict[str, torch.Tensor]:
@@ -60,6 +110,10 @@ class ShardWorker:
             start = stop
         return tensors
 
+    def handles(self) -> dict[str, ArenaHandle]:
+        """Of all arenas of the run: this process keeps them alive too."""
+        return self._holder.handles
+
     def initialize(self) -> None:
         """Fills this shard's part from the model folder, or with random values."""
         self._shard.load(self._prepared.source.weights())
@@ -68,25 +122,47 @@ class ShardWorker:
         """Fills this shard's part from a save, whatever the number of shards that wrote it."""
         asyncio.run(read_pieces(save_folder, manifest, self._pieces()))
 
-    def run(self, generation: int) -> None:
-        """Serves updates after `generation` until `stop`; raises what went wrong in one."""
+    def run(self, abandoned: int) -> None:
+        """Serves updates after those that the words say are done, until `stop`, and gives everything up then. Raises
+        what went wrong in one.
+
+        `abandoned`: no update waits for a save of this or an earlier step.
+        """
+        self._gate.abandon(abandoned)
         loop = ShardLoop(
             self._shard,
             self._words,
             torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8),
             self._prepared.plan.wire_dtype,
             self._prepared.plan.layer_order,
-            generation,
+            self._gate,
         )
         loop.start()
-        loop.join(timeout_s=None)
+        try:
+            loop.join(timeout_s=None)
+        finally:
+            self._shard.close()
+            self._holder.close()
 
     def stop(self) -> None:
         self._words.stop()
 
-    def write_part(self, save_folder: Path) -> PartManifest:
-        """Writes this shard's part of a save. No update may be under way."""
-        return asyncio.run(write_part(save_folder, self._index, self._pieces()))
+    def write_part(self, save_folder: Path, step: int, compression: SaveCompression) -> WrittenPart:
+        """Writes this shard's part of the save of a step, each layer when it has had that step's update."""
+        start_s = time.monotonic()
+        self._gate.begin(step)
+        try:
+            part = asyncio.run(
+                write_part(save_folder, self._index, self._gate.pieces(), done=self._gate.done, compression=compression)
+            )
+        except BaseException:
+            self._gate.abandon(step)
+            raise
+        return WrittenPart(part, self._gate.stall_s, time.monotonic() - start_s)
+
+    def abandon_save(self, step: int) -> None:
+        """Updates do not wait for this save any more."""
+        self._gate.abandon(step)
 
     def _pieces(self) -> list[Piece]:
         return [piece for layer in range(len(self._layout.model.layers)) for piece in self._shard.pieces(layer)]

@@ -7,8 +7,11 @@ import pytest
 from megatrain_ray.controller import Action, Observation, RunPolicy
 
 
-def seen(submitted: int, completed: int, saved: int = -1, *, interrupted: bool = False) -> Observation:
-    return Observation(submitted, completed, saved, interrupted)
+def seen(
+    submitted: int, completed: int, saved: int = -1, *, interrupted: bool = False, saving: bool = False,
+    missed: bool = False,
+) -> Observation:  # fmt: skip
+    return Observation(submitted, completed, saved, interrupted, saving, missed)
 
 
 @pytest.mark.parametrize(
@@ -17,15 +20,18 @@ def seen(submitted: int, completed: int, saved: int = -1, *, interrupted: bool =
         (RunPolicy(10, 0), seen(0, 0), Action.STEP),
         (RunPolicy(10, 0), seen(1, 0), Action.STEP),
         (RunPolicy(10, 0), seen(2, 0), Action.WAIT),
-        (RunPolicy(10, 0), seen(10, 9), Action.WAIT),
+        (RunPolicy(10, 0), seen(10, 9, saving=True), Action.WAIT),
+        (RunPolicy(10, 0), seen(10, 10, saving=True), Action.WAIT),
         (RunPolicy(10, 0), seen(10, 10), Action.SAVE),
         (RunPolicy(10, 0), seen(10, 10, 10), Action.STOP),
         (RunPolicy(10, None), seen(10, 10), Action.STOP),
-        (RunPolicy(10, 4), seen(4, 3), Action.WAIT),
-        (RunPolicy(10, 4), seen(4, 4), Action.SAVE),
-        (RunPolicy(10, 4), seen(4, 4, 4), Action.STEP),
+        (RunPolicy(10, 4), seen(4, 3, saving=True), Action.STEP),
+        (RunPolicy(10, 4), seen(7, 6, saving=True), Action.WAIT),
+        (RunPolicy(10, 4), seen(7, 6, 4), Action.STEP),
+        (RunPolicy(10, 4), seen(4, 4, missed=True), Action.STEP),
         (RunPolicy(10, 0), seen(5, 4, interrupted=True), Action.WAIT),
         (RunPolicy(10, 0), seen(5, 5, interrupted=True), Action.SAVE),
+        (RunPolicy(10, 0), seen(5, 5, interrupted=True, saving=True), Action.WAIT),
         (RunPolicy(10, None), seen(5, 5, interrupted=True), Action.STOP),
         (RunPolicy(10, 0), seen(5, 5, 5, interrupted=True), Action.STOP),
         (RunPolicy(10, 0), seen(0, 0, interrupted=True), Action.STOP),
@@ -35,21 +41,50 @@ def test_one_tick(policy: RunPolicy, observation: Observation, action: Action) -
     assert policy.tick(observation) is action
 
 
-def play(policy: RunPolicy, start: int = 0, interrupt_after: int | None = None) -> tuple[int, list[int]]:
-    """Steps completed and saves made when every step succeeds."""
+@pytest.mark.parametrize(
+    ("policy", "observation", "saves"),
+    [
+        (RunPolicy(10, 0), seen(8, 8), False),
+        (RunPolicy(10, 0), seen(9, 8), True),
+        (RunPolicy(10, None), seen(9, 8), False),
+        (RunPolicy(10, 4), seen(3, 3), True),
+        (RunPolicy(10, 4), seen(4, 4), False),
+        (RunPolicy(10, 4), seen(4, 4, missed=True), True),
+        (RunPolicy(10, None), seen(4, 4, missed=True), False),
+    ],
+)
+def test_which_steps_are_saved(policy: RunPolicy, observation: Observation, saves: bool) -> None:
+    assert policy.saves_next(observation) is saves
+
+
+def play(
+    policy: RunPolicy, start: int = 0, interrupt_after: int | None = None, miss: frozenset[int] = frozenset()
+) -> tuple[int, list[int]]:
+    """Steps completed and saves made when every step succeeds. A save ends once the step after it has: those of `miss`
+    do not come about the first time."""
     submitted = completed = start
-    saves = [start] if start else []
+    saves, saving, missed, to_miss = ([start] if start else []), None, False, set(miss)
     for _ in range(1000):
         interrupted = interrupt_after is not None and completed >= interrupt_after
-        match policy.tick(Observation(submitted, completed, saves[-1] if saves else -1, interrupted)):
+        seen = Observation(submitted, completed, saves[-1] if saves else -1, interrupted, saving is not None, missed)
+        match policy.tick(seen):
             case Action.STEP:
+                if policy.saves_next(seen):
+                    assert saving is None, "one save at a time"
+                    saving, missed = submitted + 1, False
                 submitted += 1
             case Action.WAIT:
-                completed += 1
-                assert completed <= submitted
+                assert completed < submitted or saving is not None, "waits for nothing"
+                if saving is not None and (completed > saving or completed == submitted):
+                    missed = saving in to_miss
+                    to_miss.discard(saving)
+                    saves += [] if missed else [saving]
+                    saving = None
+                else:
+                    completed += completed < submitted
             case Action.SAVE:
-                assert completed == submitted
-                saves.append(completed)
+                assert completed == submitted and saving is None
+                saving, missed = completed, False
             case Action.STOP:
                 return completed, saves
     raise AssertionError("the run does not end")
@@ -59,7 +94,13 @@ def test_whole_runs() -> None:
     assert play(RunPolicy(10, 0)) == (10, [10])
     assert play(RunPolicy(10, 4)) == (10, [4, 8, 10])
     assert play(RunPolicy(8, 4)) == (8, [4, 8])
+    assert play(RunPolicy(5, 1)) == (5, [1, 2, 3, 4, 5])
     assert play(RunPolicy(10, None)) == (10, [])
     assert play(RunPolicy(10, 4), start=4) == (10, [4, 8, 10])
     assert play(RunPolicy(10, 0), interrupt_after=3) == (4, [4])
     assert play(RunPolicy(10, None), interrupt_after=3) == (4, [])
+
+
+def test_a_save_that_did_not_come_about_is_made_again() -> None:
+    assert play(RunPolicy(14, 5), miss=frozenset({5})) == (14, [9, 10, 14])
+    assert play(RunPolicy(10, 0), miss=frozenset({10})) == (10, [10])

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatrain_ray.engine import export_save as export_module
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.working_copy import split, to_working
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io import export as folder_module
 from megatrain_ray.io.export import ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
 from megatrain_ray.io.save import Piece, commit_save, prepare_save, save_folder, write_part
@@ -175,6 +177,28 @@ def test_one_part_of_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypat
     export_save(save_folder(tmp_path, 7), manifest, tmp_path / "out")
     assert max(lengths) == 64
     assert sum(lengths) == sum(math.prod(m.shape) for m in masters.values())
+
+
+def test_what_is_written_does_not_pile_up_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes to the disk every SETTLE_BYTES, be tensors small or large."""
+    monkeypatch.setattr(folder_module, "SETTLE_BYTES", 1000)
+    sizes, real = list[int](), os.fdatasync
+
+    def note(file: int) -> None:
+        real(file)
+        sizes.append(os.fstat(file).st_size)
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    tensors = [ExportTensor(f"t{k}", (n,), partial(zeros_in_parts, 4 * n)) for k, n in enumerate([10] * 60 + [1000])]
+    write_model_folder(tmp_path / "out", tensors, ExportDtype.FP32, {})
+    steps = [after - before for before, after in itertools.pairwise(sizes)]
+    assert len(sizes) == 6
+    assert max(steps) < 2000
+
+
+def zeros_in_parts(nbytes: int) -> Iterator[memoryview]:
+    for start in range(0, nbytes, 900):
+        yield memoryview(bytes(min(900, nbytes - start)))
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatrain_ray.arena_owner import WORKING, ArenaOwner, arena_sizes
+from megatrain_ray.arena_owner import WORKING, arena_sizes
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.gpu_worker import GpuWorker, Progress
-from megatrain_ray.io.arena import Arena, ArenaHandle
+from megatrain_ray.io.arena import Arena
+from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.shard_worker import ShardWorker
@@ -33,8 +33,6 @@ ROW = {
 EXPOSED = {"h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python"}
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
 
-Handles = Mapping[str, ArenaHandle]
-
 
 @pytest.fixture
 def ready(tmp_path: Path) -> Prepared:
@@ -45,10 +43,9 @@ def ready(tmp_path: Path) -> Prepared:
 @pytest.fixture
 def handles(ready: Prepared) -> Iterator[Handles]:
     num_threads = torch.get_num_threads()
-    owned = ArenaOwner(arena_sizes(ready.plan, ready.structure.layout(ready.plan.num_fragments))).handles()
-    yield owned
-    for handle in owned.values():
-        os.close(handle.fd)
+    owner = ArenaHolder.create(arena_sizes(ready.plan, ready.structure.layout(ready.plan.num_fragments)))
+    yield owner.handles
+    owner.close()
     torch.set_num_threads(num_threads)
 
 
@@ -67,25 +64,26 @@ async def run(ready: Prepared, handles: Handles, calls: Sequence[int], *, poison
     async def fetch(step: int) -> Batch:
         return data.batch(step)
 
-    shards = [ShardWorker(ready, k, handles) for k in range(ready.plan.num_shards)]
+    shards = [ShardWorker(ready, k, [handles]) for k in range(ready.plan.num_shards)]
     for shard in shards:
         shard.initialize()
     if poison:
         poison_a_weight(ready, handles)
-    worker = GpuWorker(ready, handles, fetch)
+    worker = GpuWorker(ready, [handles], fetch)
     await worker.start(Progress(0, 0))
     async with asyncio.TaskGroup() as tasks:
         for shard in shards:
             tasks.create_task(asyncio.to_thread(shard.run, 0))
         try:
             async with asyncio.timeout(20):
-                rows = await asyncio.gather(*(worker.step(step) for step in calls))
-                progress = await worker.drain()
+                results = await asyncio.gather(*(worker.step(step, save=False) for step in calls))
         finally:
             await worker.close()
             for shard in shards:
                 shard.stop()
-    assert progress == Progress(len(calls), len(calls) - sum(row["skipped"] for row in rows))
+    rows = [result.row for result in results]
+    last = max((result.progress for result in results), key=lambda progress: progress.step)
+    assert last == Progress(len(calls), len(calls) - sum(row["skipped"] for row in rows))
     return rows
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.io.partial_folder import complete_or_absent
 from megatrain_ray.run_dir import RunDir, RunFiles
 from megatrain_ray.run_lock import hold_lock
 from tests.settings import config
@@ -108,14 +111,14 @@ def test_a_run_that_fails_before_it_begins_leaves_no_folder(tmp_path: Path, erro
 def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with RunDir.open(in_folder(tmp_path)):
-        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()} on {platform.node()}\n"
     assert content(tmp_path) == {"notes.txt": "mine"}
 
 
 def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None:
     with hold_lock(tmp_path):
         other = lock_elsewhere(tmp_path, "pass")
-    assert f"ConfigError: run_dir: {tmp_path} is in use by process {os.getpid()}; " in other.stderr
+    assert f"ConfigError: run_dir: {tmp_path} is in use by process {os.getpid()} on {platform.node()}; " in other.stderr
 
 
 def test_a_killed_holder_does_not_block_the_next_run(tmp_path: Path) -> None:
@@ -139,7 +142,22 @@ def test_a_lock_file_that_was_removed_meanwhile_is_not_taken_for_the_lock(
     monkeypatch.setattr(fcntl, "flock", remove_first)
     with hold_lock(tmp_path):
         assert len(calls) == 2
-        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()} on {platform.node()}\n"
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS without its lock service says so only when asked for a lock."""
+
+    def no_locks(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    message = refusal(in_folder(tmp_path / "run"))
+    assert message == (
+        f"run_dir: cannot write to {tmp_path / 'run'}: No locks available; choose a folder that can be written to and "
+        "locked"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("folder", ["/proc/new/run", "/proc/self"])
@@ -147,7 +165,7 @@ def test_a_folder_that_cannot_be_written_to(folder: str) -> None:
     """Of /proc the kernel refuses new files even to root."""
     message = refusal(in_folder(Path(folder)))
     assert message.startswith(f"run_dir: cannot write to {folder}: ")
-    assert message.endswith("; choose a folder that can be written to")
+    assert message.endswith("; choose a folder that can be written to and locked")
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
@@ -188,3 +206,25 @@ def test_a_resume_cuts_the_rows_after_the_restored_step_and_a_torn_one(tmp_path:
 def test_reading_a_folder_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no run: config\.yaml is missing"):
         RunFiles(tmp_path).read_config()
+
+
+def test_what_a_dead_run_left_half_done_is_deleted_and_named(tmp_path: Path) -> None:
+    begin(tmp_path)
+    left = ["plan.json.new", "metrics.jsonl.new", "saves/.probe", "saves/step_8/manifest.json.partial"]
+    kept = ["notes.new", "saves/step_4/manifest.json", "saves/step_6.damaged/part_0.m", "export/config.json"]
+    for name in (*left, *kept, ".abandoned.partial/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    before = set(content(tmp_path))
+    with RunDir.open(in_folder(tmp_path)) as run, complete_or_absent(tmp_path / "under_way"):
+        assert set(run.clean()) == {tmp_path / name for name in (*left[:3], "saves/step_8", ".abandoned.partial")}
+        assert (tmp_path / ".under_way.partial").exists(), "an export that runs beside the training"
+        assert run.clean() == []
+    gone = {*left, "saves/step_8", ".abandoned.partial", ".abandoned.partial/config.json"}
+    assert set(content(tmp_path)) == before - gone | {"under_way"}
+
+
+def test_a_new_run_has_nothing_to_clean(tmp_path: Path) -> None:
+    with RunDir.open(in_folder(tmp_path / "run")) as run:
+        assert run.clean() == []
+    assert list(tmp_path.iterdir()) == []

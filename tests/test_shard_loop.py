@@ -7,17 +7,18 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host_words import NUM_HEADERS, HostWords
+from megatrain_ray.engine.host_words import NUM_HEADERS, HostWords, TornLayer
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.plan import Precision
-from megatrain_ray.engine.shard import UpdateHeader
+from megatrain_ray.engine.save_gate import SaveGate
+from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from tests.shards import (
@@ -51,6 +52,15 @@ def header(update: int) -> UpdateHeader:
     return UpdateHeader(update=update, adam_step=update, lr=0.1, scale=1.0, skip=False)
 
 
+def wait_generation(words: HostWords, layer: int, generation: int, num_shards: int = 2) -> None:
+    for shard in range(num_shards):
+        words.wait_shard_generation(shard, layer, generation, WAIT_S)
+
+
+def gate_of(shard: AdamShard, words: HostWords, order: tuple[int, ...]) -> SaveGate:
+    return SaveGate(shard, words, order, copy_bytes=0, timeout_s=WAIT_S)
+
+
 @dataclass(frozen=True)
 class Worker:
     """What a GPU worker does to the host: gradients into the slab, landings, commits."""
@@ -61,7 +71,7 @@ class Worker:
 
     def land(self, update: int, layer: int, gradient: Tensor) -> None:
         """As soon as the slab is free again."""
-        self.words.wait_generation(layer, update - 1, WAIT_S)
+        wait_generation(self.words, layer, update - 1)
         start = 2 * self.layout.starts[layer]
         self.slab[start : start + gradient.nbytes].copy_(gradient.view(torch.uint8))
         self.words.land(layer, update, start)
@@ -77,12 +87,14 @@ class Worker:
             if not commit_first:
                 self.words.commit(update_header)
         for layer in FORWARD:
-            self.words.wait_generation(layer, num_updates, WAIT_S)
+            wait_generation(self.words, layer, num_updates)
 
 
 @contextmanager
 def serving(shards: Shards, words: HostWords, slab: Tensor, order: tuple[int, ...]) -> Iterator[list[ShardLoop]]:
-    loops = [ShardLoop(shard, words, slab, torch.bfloat16, order, generation=0) for shard in shards.shards]
+    loops = [
+        ShardLoop(shard, words, slab, torch.bfloat16, order, gate_of(shard, words, order)) for shard in shards.shards
+    ]
     for loop in loops:
         loop.start()
     try:
@@ -100,7 +112,7 @@ def test_threads_serve_ten_updates_exactly(order: tuple[int, ...], commit_first:
             Worker(shards.layout, words, slab).run(10, commit_first=commit_first)
         for loop in loops:
             loop.join(WAIT_S)
-        assert [words.begun(shard, layer) for shard in range(2) for layer in range(3)] == [10] * 6
+        assert [words.torn(shard) for shard in range(2)] == [None, None]
         assert_equal(shards, reference(shards.layout, 10, torch.bfloat16))
 
 
@@ -111,7 +123,7 @@ def serve_in_a_process(paths: dict[str, str], index: int, num_shards: int) -> No
     own = state_tensors(mapped(paths[f"state {index}"]), part)
     shard = shard_over(part, PRECISION, mapped(paths["working"]).view(PRECISION.working_dtype), own, num_threads=1)
     shard.load(Dictionary(random_masters(part.model)))
-    loop = ShardLoop(shard, words, mapped(paths["slab"]), torch.bfloat16, FORWARD, generation=0)
+    loop = ShardLoop(shard, words, mapped(paths["slab"]), torch.bfloat16, FORWARD, gate_of(shard, words, FORWARD))
     loop.start()
     loop.join(timeout_s=None)
     shard.close()
@@ -173,14 +185,14 @@ def test_a_failing_shard_is_flagged_and_leaves_its_layer_torn() -> None:
             words.commit(header(1))
             words.land(0, 1, 0)
             with pytest.raises(MegatrainError, match=r"optimizer shard [01] failed"):
-                words.wait_generation(0, 1, WAIT_S)
+                wait_generation(words, 0, 1)
         for loop in loops:
             try:
                 loop.join(WAIT_S)
-            except RuntimeError as error:
+            except MegatrainError as error:
                 failures.append(error)
         assert failures  # of the second one only if it began before it was stopped
-        assert (words.begun(0, 0), words.generation(0)) == (1, 0)
+        assert TornLayer(layer=0, update=1) in (words.torn(0), words.torn(1))
 
 
 def test_stop_ends_idle_shards_and_whoever_waits_for_them() -> None:
@@ -191,7 +203,7 @@ def test_stop_ends_idle_shards_and_whoever_waits_for_them() -> None:
         for loop in loops:
             loop.join(WAIT_S)
         with pytest.raises(MegatrainError, match="were stopped"):
-            words.wait_generation(0, 1, WAIT_S)
+            wait_generation(words, 0, 1)
         assert words.generation(1) == 0
 
 
@@ -207,12 +219,24 @@ def test_waiting_is_bounded_and_says_where_things_stand() -> None:
     words = new_words(generation=6)
     words.land(1, 7, 0)
     words.finish(0, 1, 7)
-    with pytest.raises(DeadlineError, match=r"layer 1 did not reach generation 7 .* shards are at \[7, 6\], landed 7"):
-        words.wait_generation(1, 7, 0.0)
+    words.wait_shard_generation(0, 1, 7, 0.0)
+    with pytest.raises(DeadlineError, match=r"layer 1 did not get generation 7 .* that of update 7, .* committed .* 6"):
+        words.wait_shard_generation(1, 1, 7, 0.0)
     assert not words.wait_landed(1, 7, 0.0), "landed, but not committed"
     words.commit(header(7))
     assert words.wait_landed(1, 7, 0.0)
+    with pytest.raises(DeadlineError, match="layer 1 did not get generation 7 within 0 s: optimizer shard 1 is stuck"):
+        words.wait_shard_generation(1, 1, 7, 0.0)
     assert not words.wait_landed(0, 7, 0.0), "committed, but not landed"
+
+
+def test_a_save_is_wanted_of_one_generation() -> None:
+    words = new_words(generation=4)
+    assert not any(words.saved_at(generation) for generation in range(8))
+    words.commit(header(5))
+    words.commit(replace(header(6), save=True))
+    words.commit(header(7))
+    assert [generation for generation in range(12) if words.saved_at(generation)] == [6]
 
 
 def test_the_bell_counts_what_happens() -> None:

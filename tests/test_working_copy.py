@@ -62,6 +62,40 @@ def test_every_bit_pattern_splits_by_the_definition_and_joins_exactly(patterns: 
     assert bits_of(join(working, residual)) == [b if expected(b)[0] != NAN else NAN << 16 for b in bits]
 
 
+LOWER = [0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF]  # 0, around half, and all ones
+
+
+def as_master(bits: torch.Tensor) -> torch.Tensor:
+    """FP32 values of int64 bits in [0, 2^32)."""
+    return (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32)
+
+
+def assert_split_by_definition(bits: torch.Tensor) -> None:
+    """`bits`: int64 in [0, 2^32). In 64-bit integers throughout, where the product works in 32."""
+    master = as_master(bits)
+    working, residual = split(master)
+    nan = (bits & 0x7FFFFFFF) > INFINITY
+    expected_working = torch.where(nan, NAN, (bits + 0x8000) >> 16)
+    expected_residual = torch.where(nan, 0, bits - (expected_working << 16))
+    assert torch.equal(working.view(torch.int16).long() & 0xFFFF, expected_working)
+    assert torch.equal(residual.long(), expected_residual)
+    joined = join(working, residual).view(torch.int32).long() & 0xFFFFFFFF
+    assert torch.equal(joined, torch.where(nan, NAN << 16, bits))
+
+
+@pytest.mark.parametrize("lower", LOWER)
+def test_every_sign_exponent_and_upper_mantissa(lower: int) -> None:
+    """All 2^16 upper halves: both zeros, every denormal and infinity, and NaNs of every payload class."""
+    assert_split_by_definition((torch.arange(1 << 16) << 16) + lower)
+
+
+@pytest.mark.parametrize("upper", [0x0000, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
+@pytest.mark.parametrize("sign", [0, 0x8000])
+def test_every_lower_half(upper: int, sign: int) -> None:
+    """All 2^16 of them, where the exponent, a denormal or infinity begins or ends."""
+    assert_split_by_definition(((upper | sign) << 16) + torch.arange(1 << 16))
+
+
 @pytest.mark.parametrize("sign", [0, 1 << 31])
 def test_all_lower_halves_of_one_exponent_are_exact(sign: int) -> None:
     bits = (torch.arange(1 << 17, dtype=torch.int64) + 0x3F800000 + sign).to(torch.int32)

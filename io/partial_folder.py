@@ -1,0 +1,89 @@
+"""Folders that are complete or not there: written under another name, beside where they will be."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain_ray.errors import ConfigError, MegatrainError
+
+LOCK_NAME = ".lock"  # held by who writes the folder; a file, since NFS locks no folders
+
+
+@contextmanager
+def complete_or_absent(out_dir: Path) -> Iterator[Path]:
+    """A folder that takes the name `out_dir` when the block ends well, durably, and is gone when it does not.
+
+    Raises ConfigError unless `out_dir` is new or empty and nobody else is writing it, MegatrainError for an OSError of
+    the block.
+    """
+    target = out_dir.resolve()
+    partial = target.with_name(f".{target.name}.partial")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{out_dir} exists and is not an empty folder: nothing is overwritten; name another one")
+    lock = _make(partial, out_dir)
+    try:
+        yield partial
+        _sync(*partial.iterdir(), partial)
+        partial.rename(target)
+        (target / LOCK_NAME).unlink()  # last: without it another process could take the folder for abandoned
+        _sync(target, target.parent)
+    except OSError as error:
+        raise MegatrainError(f"cannot write {error.filename or out_dir}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_abandoned(folder: Path) -> list[Path]:
+    """Deletes the unfinished folders in `folder` that nobody writes any more, and returns what they were."""
+    return [partial for partial in sorted(folder.glob(".*.partial")) if partial.is_dir() and _remove(partial)]
+
+
+def _remove(partial: Path) -> bool:
+    try:
+        lock = _lock(partial)
+    except BlockingIOError:
+        return False
+    shutil.rmtree(partial, ignore_errors=True)
+    os.close(lock)
+    return True
+
+
+def _make(partial: Path, out_dir: Path) -> int:
+    """The new folder's lock."""
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = _lock(partial)
+        for left in partial.iterdir():  # by one that was killed
+            if left.name != LOCK_NAME:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    except BlockingIOError:
+        raise ConfigError(f"{out_dir} is being written by another process; wait for it, or name another one") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out_dir}: {error.strerror}; name another folder") from None
+    return lock
+
+
+def _lock(partial: Path) -> int:
+    """Raises BlockingIOError when another process holds it."""
+    lock = os.open(partial / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,25 @@
+"""Small text files that are the old one or the new one, whatever happens in between."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Durable on return. Killed meanwhile it leaves the old file, and beside it what `temporary_of` names."""
+    temporary = temporary_of(path)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def temporary_of(path: Path) -> Path:
+    return path.with_name(path.name + ".new")

@@ -1,0 +1,281 @@
+"""Crew: the actors of a run, what each of them is doing, and others in the place of those that died.
+
+What optimizer shards and the arena owner work on outlives them in shared memory, so another one goes on where they
+stood. Any other death ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from megatrain_ray.actors import Placement
+from megatrain_ray.config import SaveCompression
+from megatrain_ray.engine.deadlines import DEADLINE_S, STEP_DEADLINE_S, transfer_deadline_s
+from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.gpu_worker import Progress
+from megatrain_ray.io.arena_holder import Handles
+from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.planning import Prepared
+
+log = logging.getLogger(__name__)
+
+Task = Callable[[Any], Any]  # from an actor to its answer to come
+
+
+@dataclass
+class Post:
+    """What one replaceable actor after the other fills. `task`: what the present one is doing, `call` its answer."""
+
+    name: str
+    make: Callable[[Sequence[Handles], int | None], Any]  # from holders and the pid of whom it follows
+    actor: Any = None
+    handles: Handles = field(default_factory=dict)
+    task: Task | None = None
+    call: Any = None
+    serves: bool = False  # the task ends only when the actor is told to stop
+
+    @property
+    def pid(self) -> int | None:
+        return next((handle.pid for handle in self.handles.values()), None)
+
+
+class Crew:
+    """The driver's side of all actors of a run."""
+
+    def __init__(self, prepared: Prepared, check_cluster: Callable[[], None] = lambda: None) -> None:
+        """`check_cluster` is called in every wait and raises when nothing can go on."""
+        self._prepared = prepared
+        self._check_cluster = check_cluster
+        self._placement: Placement | None = None
+        self._posts: list[Post] = []
+        self._shards: list[Post] = []
+        self._gone: set[str] = set()  # ids of actors that were replaced
+        self._newest_save = -1
+        self.gpu: Any = None
+        self.data: Any = None
+        self._pids: dict[str, int] = {}
+        self._gpu_handles: Handles = {}
+
+    def start(self, data_arguments: Mapping[str, Any]) -> None:
+        """Places and starts all actors; weights are not loaded yet."""
+        place = self._placement = Placement(self._prepared)
+        self.data = place.data(data_arguments)
+        owner = Post("arena owner", place.owner)
+        self._posts = [owner]
+        self._fill(owner, None)
+        self._assign(owner, lambda actor: actor.run.remote(), serves=True)
+        self._shards = [
+            Post(f"optimizer shard {k}", place.shard_maker(k)) for k in range(self._prepared.plan.num_shards)
+        ]
+        for post in self._shards:  # all processes start at the same time
+            post.actor = post.make([owner.handles], None)
+        self.gpu = place.gpu([owner.handles], self.data)
+        self._posts += self._shards
+        for post in self._shards:
+            self._introduce(post)
+        self._gpu_handles = self._answer("the GPU worker did not start", self.gpu.handles.remote())
+        self._pids = {"GPU worker": next(iter(self._gpu_handles.values())).pid}
+        self._pids["data"] = self._answer("the data process did not start", self.data.pid.remote())
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the processes of the run, by name."""
+        return self._pids | {post.name: post.pid for post in self._posts if post.pid is not None}
+
+    def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
+        """Fills every shard: from a save, or from the model's source. Raises what a shard raised."""
+
+        def task(actor: Any) -> Any:
+            return actor.initialize.remote() if save_folder is None else actor.restore.remote(save_folder, manifest)
+
+        for post in self._shards:
+            self._assign(post, task, serves=False)
+        limit_s = transfer_deadline_s(self._prepared.plan.save_bytes)
+        deadline_s = time.monotonic() + limit_s
+        while busy := [post.name for post in self._shards if post.call is not None]:
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s")
+            self.wait([], 1.0)
+
+    def begin(self, progress: Progress) -> None:
+        """Starts the engine, which resets the signal words, and then the shards that obey them."""
+        self._until(self.gpu.start.remote(progress), "the GPU worker did not build its engine", STEP_DEADLINE_S)
+        for post in self._shards:
+            self._assign(post, lambda actor: actor.run.remote(self._newest_save), serves=True)
+
+    def wait(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Those of `calls` that have ended, once one has or `timeout_s` is over.
+
+        Replaces meanwhile who died. Raises what an actor's task raised, and MegatrainError when somebody who should
+        be serving ended or cannot be replaced.
+        """
+        self._check_cluster()
+        watched = {post.call: post for post in self._posts if post.call is not None}
+        everything = [*calls, *watched]
+        ended, _ = ray.wait(everything, num_returns=1, timeout=timeout_s)
+        if ended:
+            ended, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
+        for call in ended:
+            if call in watched:
+                self._task_ended(watched[call], call)
+        return [call for call in ended if call in calls]
+
+    def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
+        """Calls of all shards, which write their parts of the save of a step while training goes on."""
+        self._newest_save = step
+        return [post.actor.write_part.remote(save_folder, step, compression) for post in self._shards]
+
+    def abandon_save(self, step: int) -> None:
+        """No shard waits for this save any more."""
+        for post in self._shards:
+            self._answer("a save could not be abandoned", post.actor.abandon_save.remote(step))
+
+    def replace(self, error: RayActorError) -> None:
+        """Puts another actor in the place of the one whose death `error` tells.
+
+        Raises MegatrainError naming it when it cannot be replaced or `max_failures` have been.
+        """
+        if error.actor_id in self._gone:
+            return
+        post = next((post for post in self._posts if post.actor and _id(post.actor) == error.actor_id), None)
+        if post is None or error.actor_init_failed:
+            raise self.explain(error)
+        self._gone.add(_id(post.actor))
+        limit = self._prepared.config.max_failures
+        if len(self._gone) > limit:
+            raise MegatrainError(
+                f"{post.name} died, the run's failure number {len(self._gone)} (max_failures: {limit}); the same "
+                "command resumes from the last save"
+            )
+        start_s = time.monotonic()
+        self._fill(post, post.pid)
+        if post.task:
+            post.call = post.task(post.actor)
+        say(
+            f"{post.name} died and was replaced in {time.monotonic() - start_s:.1f} s (failure {len(self._gone)} of at "
+            f"most {limit})"
+        )
+
+    def explain(self, error: RayActorError) -> MegatrainError:
+        """What the user should read of a death that ends the run."""
+        name = self._name_of(error.actor_id)
+        if error.actor_init_failed:
+            return MegatrainError(
+                f"a process of the run ({name}) could not start: {str(error).strip().splitlines()[-1]}"
+            )
+        return MegatrainError(f"a process of the run died ({name}); the same command resumes from the last save")
+
+    def failures(self, within_s: float = 2.0) -> Iterator[Exception]:
+        """What the tasks raised, given a moment: what made a shard fail may arrive after what followed from it."""
+        calls = [post.call for post in self._posts if post.call is not None]
+        ended, _ = ray.wait(calls, num_returns=1, timeout=within_s) if calls else ([], [])
+        for call in ended:
+            try:
+                ray.get(call)
+            except Exception as error:
+                yield error
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Where the data stood after a step."""
+        position: dict[str, Any] = self._answer(
+            "the data process did not say its position", self.data.position.remote(step)
+        )
+        return position
+
+    def whereabouts(self) -> str:
+        """What the GPU worker does, for the message about a step that does not end."""
+        try:
+            where: str = ray.get(self.gpu.whereabouts.remote(), timeout=10.0)
+        except (GetTimeoutError, RayError):
+            return f"the GPU worker (process {self._pids.get('GPU worker')}) does not answer"
+        return f"the GPU worker is at: {where}"
+
+    def stop(self) -> None:
+        """Ends a run that went well: everybody closes what they hold, then the processes end."""
+        self._until(self.gpu.close.remote(), "the GPU worker did not close", self._prepared.plan.update_deadline_s)
+        for post in self._posts:
+            post.serves = False
+            with suppress(RayActorError):  # everything is saved: who dies now is not missed
+                self._answer(f"{post.name} did not stop", post.actor.stop.remote())
+                self._answer(f"{post.name} did not end", post.call)
+
+    def kill(self) -> None:
+        """Ends the processes whatever their state, unless their cluster is gone and ends with them. Idempotent."""
+        with suppress(MegatrainError):
+            self._check_cluster()
+            self._kill()
+
+    def _kill(self) -> None:
+        for actor in (self.gpu, *(post.actor for post in self._posts), self.data):
+            if actor is not None:
+                ray.kill(actor)
+        if self._placement is not None:
+            self._placement.clear()
+
+    def _until(self, call: Any, late: str, timeout_s: float) -> None:
+        """Waits for the end of a call that takes time; who dies meanwhile is replaced."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.wait([call], 1.0):
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(f"{late} within {timeout_s:.0f} s")
+        ray.get(call)
+
+    def _assign(self, post: Post, task: Task, *, serves: bool) -> None:
+        post.task, post.serves = task, serves
+        post.call = task(post.actor)
+
+    def _task_ended(self, post: Post, call: Any) -> None:
+        try:
+            ray.get(call)
+        except RayActorError as error:
+            self.replace(error)
+            return
+        if post.serves:
+            raise MegatrainError(f"{post.name} stopped serving before the run was over")
+        post.task = post.call = None
+
+    def _fill(self, post: Post, after_pid: int | None) -> None:
+        holders = [other.handles for other in self._posts if other is not post and other.handles]
+        if self._gpu_handles:
+            holders.append(self._gpu_handles)
+        post.actor = post.make(holders, after_pid)
+        self._introduce(post)
+
+    def _introduce(self, post: Post) -> None:
+        """Waits until the actor has started; another one takes its place when it dies doing so."""
+        try:
+            post.handles = self._answer(f"{post.name} did not start", post.actor.handles.remote())
+        except RayActorError as error:
+            self.replace(error)
+
+    def _answer(self, late: str, call: Any, timeout_s: float = DEADLINE_S) -> Any:
+        """What a call that takes no time returns."""
+        try:
+            return ray.get(call, timeout=timeout_s)
+        except GetTimeoutError:
+            raise DeadlineError(f"{late} within {timeout_s:.0f} s") from None
+
+    def _name_of(self, actor_id: str | None) -> str:
+        named = {"GPU worker": self.gpu, "data": self.data} | {post.name: post.actor for post in self._posts}
+        return next((name for name, actor in named.items() if actor and _id(actor) == actor_id), "one of Ray's")
+
+
+def say(message: str) -> None:
+    """Tells user and log."""
+    log.warning(message)
+    print(message, file=sys.stderr, flush=True)
+
+
+def _id(actor: Any) -> str:
+    name: str = actor._actor_id.hex()
+    return name

@@ -1,0 +1,118 @@
+"""The processes of a run, written down while it is up: the next start finds those that outlived their driver.
+
+A pid alone says little, since pids are used again: a process is the one that was written down when it lives in the same
+boot and pid namespace and was started at the same tick of the kernel's clock, which no change of the wall clock moves.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatrain_ray.atomic_file import write_atomically
+from megatrain_ray.errors import MegatrainError
+
+PROCESSES_NAME = "processes.json"
+END_S = 30.0  # Ray ends the actors of a killed driver within a few seconds
+POLL_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a pid means something."""
+
+    host: str
+    boot_id: str
+    pid_namespace: str
+
+    @staticmethod
+    def here() -> _Place:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return _Place(platform.node(), boot_id, str(Path("/proc/self/ns/pid").readlink()))
+
+
+@dataclass(frozen=True)
+class _Process:
+    role: str
+    pid: int
+    start_ticks: int  # since boot
+
+    @property
+    def lives(self) -> bool:
+        return _start_ticks(self.pid) == self.start_ticks
+
+
+def record(path: Path, pids: Mapping[str, int]) -> None:
+    """Writes down the processes of the run in directory `path`, {role: pid}, in the place of what stood there.
+
+    Raises MegatrainError when the file cannot be written.
+    """
+    started = {role: _start_ticks(pid) for role, pid in pids.items()}
+    processes = [_Process(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
+    values = {"place": asdict(_Place.here()), "processes": [asdict(process) for process in processes]}
+    try:
+        write_atomically(path / PROCESSES_NAME, json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise MegatrainError(f"cannot write {path / PROCESSES_NAME}: {error.strerror}") from error
+
+
+def await_end(path: Path, timeout_s: float = END_S) -> None:
+    """Returns when no process that an earlier start of the run wrote down lives any more. The run's lock is held.
+
+    Raises MegatrainError naming those that still live after `timeout_s`.
+    """
+    left = [process for process in _read(path / PROCESSES_NAME) if process.lives]
+    if left:
+        log.warning("waiting up to %.0f s for what an earlier start of this run left: %s", timeout_s, _named(left))
+    deadline_s = time.monotonic() + timeout_s
+    while left := [process for process in left if process.lives]:
+        if time.monotonic() > deadline_s:
+            raise MegatrainError(
+                f"{path}: an earlier start of this run left processes that still live after {timeout_s:.0f} s: "
+                f"{_named(left)}; they hold its memory and may write to it: end them "
+                f"(kill -9 {' '.join(str(process.pid) for process in left)}), then start again"
+            )
+        time.sleep(POLL_S)
+
+
+def forget(path: Path) -> None:
+    """The run's processes have all ended well."""
+    (path / PROCESSES_NAME).unlink(missing_ok=True)
+
+
+def _read(file: Path) -> list[_Process]:
+    """Those that can be looked up from here; none where nothing, or nothing readable, was written down."""
+    try:
+        values = json.loads(file.read_bytes())
+        place, processes = _Place(**values["place"]), [_Process(**process) for process in values["processes"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.warning("%s cannot be read, so left processes are not looked for: %s", file, error)
+        return []
+    here = _Place.here()
+    if (place.boot_id, place.pid_namespace) == (here.boot_id, here.pid_namespace):
+        return processes
+    log.info("the last start's processes ran on %s before its restart, or in another container", place.host)
+    return []
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process was started; None when there is none, or only a zombie, which holds nothing."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *fields = stat.rpartition(")")[2].split()  # the name before may hold anything, spaces and brackets too
+    return None if state in "ZX" else int(fields[18])
+
+
+def _named(processes: list[_Process]) -> str:
+    return ", ".join(f"{process.role} (process {process.pid})" for process in processes)

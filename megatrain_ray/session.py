@@ -1,0 +1,212 @@
+"""Session: one process's part of a run, from the actors' start to their end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from megatrain_ray.cluster import Daemons
+from megatrain_ray.controller import Action, Observation, RunPolicy
+from megatrain_ray.crew import Crew, say
+from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
+from megatrain_ray.engine.save_cost import predict_stall_s
+from megatrain_ray.errors import DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
+from megatrain_ray.gpu_worker import Progress, StepResult
+from megatrain_ray.interrupts import Interrupts
+from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.io.save import save_folder
+from megatrain_ray.planning import Prepared
+from megatrain_ray.progress import ProgressView, make_progress
+from megatrain_ray.run_dir import RunDir
+from megatrain_ray.run_processes import forget, record
+from megatrain_ray.saving import RunningSave, check_save_room, measure_disk
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 60.0  # without a step's end after which the driver says what it waits for
+POLL_S = 0.2  # how often the driver looks whether it was interrupted
+
+
+@dataclass
+class Silence:
+    """How long nothing has ended."""
+
+    since_s: float = field(default_factory=time.monotonic)
+    told_s: float = field(default_factory=time.monotonic)
+
+    def heard(self) -> None:
+        self.since_s = self.told_s = time.monotonic()
+
+
+class Session:
+    """The driver's loop: steps, saves, and what is to be done when something dies."""
+
+    def __init__(
+        self, prepared: Prepared, run: RunDir, interrupts: Interrupts, daemons: Daemons, manifest: Manifest | None
+    ) -> None:
+        self._prepared = prepared
+        self._run = run
+        self._interrupts = interrupts
+        self._daemons = daemons
+        self._manifest = manifest
+        config = prepared.config
+        self._policy = RunPolicy(config.train.steps, config.save_every)
+        step = manifest.step if manifest else 0
+        self._submitted = self._completed = step
+        self._progress = Progress(step, manifest.optimizer_step if manifest else 0)
+        self._saved = step if manifest else -1
+        self._save: RunningSave | None = None
+        self._missed = False
+        self._under_way: list[Any] = []
+        self._last_row: dict[str, Any] = {}
+        self._silence = Silence()
+        self._disk_bytes_per_s = 0.0
+
+    def train(self) -> tuple[int, float | None]:
+        """Steps completed and the last one's loss, None when none ran.
+
+        Raises InterruptedRunError, and MegatrainError for what failed.
+        """
+        crew = Crew(self._prepared, self._daemons.check)
+        try:
+            self._start(crew)
+            with make_progress(self._prepared.config.train.steps, self._completed) as view:
+                self._loop(crew, view)
+            crew.stop()
+        except RayError as error:
+            log.error("after step %d", self._completed, exc_info=error)
+            raise _understood(error, crew) from error
+        finally:
+            crew.kill()
+        forget(self._run.path)
+        if self._interrupts.requested and self._completed < self._prepared.config.train.steps:
+            saved = f"saved at step {self._saved}" if self._saved == self._completed else "nothing saved"
+            raise InterruptedRunError(f"interrupted after step {self._completed}, {saved}; the same command resumes")
+        return self._completed, self._last_row.get("loss")
+
+    def _start(self, crew: Crew) -> None:
+        if self._prepared.config.save_every is not None:
+            check_save_room(self._prepared, self._run.saves, self._completed)
+            self._disk_bytes_per_s = measure_disk(self._run.saves, self._prepared.plan.save_bytes)
+        crew.start(self._data_arguments())
+        record(self._run.path, crew.pids)
+        manifest = self._manifest
+        crew.load(None if manifest is None else save_folder(self._run.saves, manifest.step), manifest)
+        crew.begin(self._progress)
+        self._silence.heard()
+
+    def _loop(self, crew: Crew, view: ProgressView) -> None:
+        while True:
+            seen = Observation(
+                self._submitted, self._completed, self._saved, self._interrupts.requested, self._save is not None,
+                self._missed,
+            )  # fmt: skip
+            match self._policy.tick(seen):
+                case Action.STEP:
+                    save = self._policy.saves_next(seen)
+                    self._submitted += 1
+                    if save:
+                        self._begin_save(crew, self._submitted)
+                    self._under_way.append(crew.gpu.step.remote(self._submitted, save))
+                case Action.SAVE:
+                    self._begin_save(crew, self._completed)
+                case Action.WAIT:
+                    self._wait(crew, view)
+                case Action.STOP:
+                    return
+
+    def _begin_save(self, crew: Crew, step: int) -> None:
+        predicted_s = 0.0
+        if step > self._completed and step < self._prepared.config.train.steps and self._last_row:
+            predicted_s = predict_stall_s(self._prepared.plan, self._last_row["step_s"], self._disk_bytes_per_s)
+        self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
+        self._missed = False
+
+    def _wait(self, crew: Crew, view: ProgressView) -> None:
+        """Until a step or a part of the save ends, or a moment has passed."""
+        pids = crew.pids
+        parts = self._save.calls if self._save else []
+        ended = crew.wait([*self._under_way[:1], *parts], POLL_S)
+        if crew.pids != pids:
+            record(self._run.path, crew.pids)
+        self._watch_silence(crew, ended)
+        for call in ended:
+            if self._under_way and call == self._under_way[0]:
+                self._record(ray.get(call), view)
+                self._under_way.pop(0)
+            else:
+                self._take_part(crew, call)
+        if self._save and not self._save.calls and self._save.step <= self._completed:
+            self._commit(crew, self._save)
+
+    def _record(self, result: StepResult, view: ProgressView) -> None:
+        self._completed = result.progress.step
+        self._progress = result.progress
+        self._last_row = result.row
+        self._run.append(result.row)
+        view.update(result.row)
+
+    def _take_part(self, crew: Crew, call: Any) -> None:
+        """A shard has written its part of the save, or died meanwhile: then the save is made again later."""
+        save = self._save
+        if save is None or call not in save.calls:
+            return
+        try:
+            save.take(call)
+        except RayActorError as error:
+            crew.replace(error)
+            save.abandon()
+            say(f"the save of step {save.step} was abandoned; the next one follows with the next step")
+            self._save, self._missed = None, True
+        except RayTaskError:
+            self._save = None
+            save.abandon()
+            raise
+
+    def _commit(self, crew: Crew, save: RunningSave) -> None:
+        assert save.step == self._progress.step  # no step that wants a save is submitted while one is under way
+        timing = save.commit(self._progress, crew.position(save.step))
+        self._saved, self._save = save.step, None
+        log.info("saved step %d: %s", save.step, timing)
+
+    def _watch_silence(self, crew: Crew, ended: list[Any]) -> None:
+        """Says what the run waits for when nothing has ended for a while, and gives up after STEP_DEADLINE_S."""
+        if self._save:
+            self._save.check_deadline()
+        if ended:
+            self._silence.heard()
+        now_s = time.monotonic()
+        if now_s - self._silence.told_s > SILENCE_S:
+            self._silence.told_s = now_s
+            say(f"still waiting for step {self._completed + 1}: {crew.whereabouts()}")
+        if now_s - self._silence.since_s > STEP_DEADLINE_S:
+            raise DeadlineError(
+                f"step {self._completed + 1} did not end within {STEP_DEADLINE_S:.0f} s: {crew.whereabouts()}"
+            )
+
+    def _data_arguments(self) -> dict[str, Any]:
+        config, plan = self._prepared.config, self._prepared.plan
+        return {
+            "data": config.data,
+            "tokenizer": config.tokenizer,
+            "vocab_size": self._prepared.structure.vocab_size,
+            "batch_size": plan.micro_batch_size * plan.num_micro_batches,
+            "step": self._completed,
+            "position": self._manifest.data if self._manifest else None,
+        }
+
+
+def _understood(error: RayError, crew: Crew) -> MegatrainError:
+    """What the user should read: our own message where an actor raised one; a shard's own before what followed."""
+    for failure in (*crew.failures(), error):
+        cause = failure.cause if isinstance(failure, RayTaskError) else failure
+        if isinstance(cause, MegatrainError) and not isinstance(cause, ShardFailedError):
+            return cause
+        if isinstance(cause, RayActorError):
+            return crew.explain(cause)
+    return MegatrainError(f"an actor failed: {type(error).__name__}: {error}")

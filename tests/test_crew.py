@@ -1,0 +1,134 @@
+"""The crew of a run: what passes through Ray, and what happens when somebody dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+from ray.experimental import get_object_locations
+
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.crew import Crew
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.gpu_worker import Progress
+from megatrain_ray.planning import Prepared, prepare
+from tests.runs import config
+
+SHAPES: dict[int, dict[str, int]] = {
+    1_000_000: {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4},
+    100_000_000: {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14},
+}
+
+
+def prepared(folder: Path, shape: dict[str, int], **changes: Any) -> Prepared:
+    model = {"model_type": "llama", "vocab_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2} | shape
+    tree = config(folder, model, train__steps=3, train__precision="bf16", **changes)
+    return prepare(TrainConfig.model_validate(tree).resolve())
+
+
+@contextmanager
+def started(ready: Prepared) -> Iterator[Crew]:
+    data = ready.config.data
+    arguments = {
+        "data": data,
+        "tokenizer": ready.config.tokenizer,
+        "vocab_size": ready.structure.vocab_size,
+        "batch_size": ready.plan.micro_batch_size * ready.plan.num_micro_batches,
+        "step": 0,
+        "position": None,
+    }
+    crew = Crew(ready)
+    try:
+        crew.start(arguments)
+        crew.load(None, None)
+        crew.begin(Progress(0, 0))
+        yield crew
+    finally:
+        crew.kill()
+
+
+def losses_of(crew: Crew, steps: range) -> list[float]:
+    """Runs them, one after the other, replacing whoever dies."""
+    losses = []
+    for step in steps:
+        call = crew.gpu.step.remote(step, save=False)
+        deadline_s = time.monotonic() + 120
+        while not crew.wait([call], 1.0):
+            assert time.monotonic() < deadline_s
+        losses.append(ray.get(call).row["loss"])
+    return losses
+
+
+def end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def size_of(reference: Any) -> int:
+    """Bytes of an object that passed through Ray, in the store or inline."""
+    ray.wait([reference], timeout=120)
+    size: int = get_object_locations([reference])[reference]["object_size"]
+    return size
+
+
+def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ray_address: str) -> None:
+    """Per step: a call, a batch and a row. Weights, gradients and state are a hundred times larger here and there."""
+    sizes = {}
+    for num_parameters, shape in SHAPES.items():
+        ready = prepared(tmp_path / str(num_parameters), shape)
+        total = sum(layer.num_parameters for layer in ready.plan.layers)
+        assert total == pytest.approx(num_parameters, rel=0.15)
+        with started(ready) as crew:
+            results = [crew.gpu.step.remote(step, save=False) for step in (1, 2)]
+            losses = [result.row["loss"] for result in ray.get(results, timeout=120)]
+            batch = crew.data.batch.remote(4)  # the worker has asked for 3 already
+            sizes[num_parameters] = (size_of(batch), *(size_of(result) for result in results))
+            assert losses[1] > 0
+            crew.stop()
+    small, large = sizes.values()
+    # A row holds byte counts, which take a few more digits for the larger model.
+    assert small == pytest.approx(large, abs=16)
+    assert max(large) < 10_000
+
+
+def test_shards_and_owner_are_replaced_and_nothing_changes(tmp_path: Path, ray_address: str) -> None:
+    """In any order, the owner and a shard at the same time too: whoever is left holds the memory."""
+    ready = prepared(tmp_path, SHAPES[1_000_000], hardware__num_shards=2, max_failures=4)
+    with started(ready) as crew:
+        undisturbed = losses_of(crew, range(1, 4))
+        crew.stop()
+    with started(ready) as crew:
+        disturbed = losses_of(crew, range(1, 2))
+        end(crew.pids["optimizer shard 1"])
+        disturbed += losses_of(crew, range(2, 3))
+        before = crew.pids
+        end(before["arena owner"])
+        end(before["optimizer shard 0"])
+        disturbed += losses_of(crew, range(3, 4))
+        crew.stop()
+        assert {name for name, pid in crew.pids.items() if before[name] != pid} == {"arena owner", "optimizer shard 0"}
+    assert disturbed == undisturbed
+
+
+def test_one_death_more_than_allowed_ends_the_run(tmp_path: Path, ray_address: str) -> None:
+    ready = prepared(tmp_path, SHAPES[1_000_000], max_failures=0)
+    with started(ready) as crew:
+        end(crew.pids["optimizer shard 0"])
+        with pytest.raises(MegatrainError, match=r"optimizer shard 0 died, .* number 1 \(max_failures: 0\); the same"):
+            losses_of(crew, range(1, 2))
+
+
+def test_the_death_of_the_gpu_worker_is_named(tmp_path: Path, ray_address: str) -> None:
+    with started(prepared(tmp_path, SHAPES[1_000_000])) as crew:
+        end(crew.pids["GPU worker"])
+        with pytest.raises(RayActorError) as death:
+            losses_of(crew, range(1, 2))
+        assert str(crew.explain(death.value)).startswith("a process of the run died (GPU worker)")
+        assert crew.whereabouts().startswith("the GPU worker (process")

@@ -1,0 +1,99 @@
+"""Processes of real runs killed from outside, in named phases; the whole campaign is in benchmarks/kill_campaign."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.kill_campaign import checks
+from benchmarks.kill_campaign.cases import BACKWARD, DRIVER, GPU, OWNER, SHARD_0, SHARD_1, UPDATE, Outcome, mid_layer
+from benchmarks.kill_campaign.checks import OK
+from benchmarks.kill_campaign.live_run import LiveRun
+from benchmarks.kill_campaign.phases import Phase, by_saves
+from benchmarks.kill_campaign.processes import TITLES, Actor, Role
+from benchmarks.kill_campaign.strike import Blow, Hit, strike
+from megatrain_ray.io.save import list_saves
+from tests.runs import assert_equals_reference, command, config, write_config
+
+STRIKE_S = 120.0
+END_S = 100.0
+SECOND_SAVE = by_saves("a second save being written", lambda s: bool(s.committed) and s.writing and s.num_bytes > 0)
+
+
+def prepare(folder: Path, **changes: Any) -> tuple[dict[str, Any], Path]:
+    """A run of a model so wide that an update of a layer takes long enough to be met."""
+    shape = LlamaConfig(
+        vocab_size=1024, hidden_size=384, intermediate_size=1152, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(folder / "model")
+    settings = {"train__precision": "bf16", "hardware__num_shards": 2, "save_every": 10, "save_keep": 2}
+    tree = config(folder / "run", folder / "model", **settings | changes)
+    return tree, write_config(folder / "config.yaml", tree)
+
+
+@contextmanager
+def training(folder: Path, path: Path) -> Iterator[LiveRun]:
+    run = LiveRun(command("train", str(path)), folder / "run", folder / "output.txt")
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def kill(run: LiveRun, phase: Phase, *actors: Actor) -> Hit:
+    hit = strike(run, Blow(actors, phase, num_updates=2), STRIKE_S)
+    assert hit is not None, f"{phase.name} did not come: {run.text()}"
+    return hit
+
+
+def actors_left(run: LiveRun) -> list[str]:
+    """Without Ray's own helpers, which outlive a driver that was killed for a while."""
+    left = run.processes.await_end(20.0) if run.process.poll() is not None else run.processes.left()
+    return [line for line in left if any(title in line for title in TITLES.values())]
+
+
+def test_shards_and_the_arena_owner_are_replaced(tmp_path: Path) -> None:
+    """Four of them killed in one run, which ends as if nothing had happened."""
+    tree, path = prepare(tmp_path, train__steps=120, max_failures=4)
+    with training(tmp_path, path) as run:
+        kill(run, mid_layer(0, 1), SHARD_0)
+        kill(run, mid_layer(1, 2), SHARD_1)
+        kill(run, UPDATE, OWNER)
+        kill(run, mid_layer(0, 3), SHARD_0)
+        assert run.process.wait(END_S) == 0, run.text()
+        assert checks.of_message(run.text(), Outcome.REPLACED, {Role.SHARD}) == OK
+        for name, count in (("optimizer shard 0", 2), ("optimizer shard 1", 1), ("arena owner", 1)):
+            assert run.text().count(f"{name} died and was replaced") == count
+        assert run.processes.await_end(5.0) == []
+        assert checks.of_folders([run.process.pid]) == OK
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+    assert checks.of_unfinished(tmp_path / "run") == OK
+
+
+def test_the_same_command_resumes_after_any_other_death(tmp_path: Path) -> None:
+    tree, path = prepare(tmp_path, train__steps=60)
+    saves = tmp_path / "run" / "saves"
+    with training(tmp_path, path) as run:
+        hit = kill(run, SECOND_SAVE, DRIVER)
+        assert run.process.wait(END_S) == -signal.SIGKILL
+        assert actors_left(run) == []
+        assert checks.of_saves(tmp_path / "run", hit.committed) == OK
+        assert list_saves(saves) == list(hit.committed), "what was being written is no save"
+        drivers = [run.process.pid]
+    with training(tmp_path, path) as run:
+        kill(run, BACKWARD, GPU)
+        assert run.process.wait(END_S) == 1
+        assert checks.of_message(run.text(), Outcome.ENDED, {Role.GPU}) == OK
+        assert run.processes.await_end(5.0) == []
+        drivers.append(run.process.pid)
+    with training(tmp_path, path) as run:
+        assert run.process.wait(END_S) == 0, run.text()
+        assert checks.of_folders([*drivers, run.process.pid]) == OK
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+    assert checks.of_unfinished(tmp_path / "run") == OK

@@ -1,0 +1,70 @@
+"""Folders that appear whole: under another name until then, one writer at a time, gone when it fails or dies."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def killed_while_writing(out: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from megatrain_ray.io.partial_folder import complete_or_absent\n"
+        "with complete_or_absent(Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'deep').mkdir()\n    (folder / 'deep' / 'half').touch()\n    (folder / 'old').touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(out)], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_it_has_its_name_when_the_block_is_over(tmp_path: Path) -> None:
+    with complete_or_absent(tmp_path / "new" / "out") as folder:
+        (folder / "file").write_text("all")
+        assert not (tmp_path / "new" / "out").exists()
+    assert names(tmp_path) == ["new", "new/out", "new/out/file"]
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+def test_nothing_is_left_of_a_failure(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), complete_or_absent(tmp_path / "out") as folder:
+        (folder / "file").touch()
+        raise error
+    assert names(tmp_path) == []
+    with (
+        pytest.raises(MegatrainError, match=r"cannot write .*gone: No such file"),
+        complete_or_absent(tmp_path / "out"),
+    ):
+        (tmp_path / "gone").read_bytes()
+
+
+def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
+    with complete_or_absent(tmp_path / "out") as folder:
+        (folder / "mine").touch()
+        with pytest.raises(ConfigError, match="out is being written by another process"):
+            complete_or_absent(tmp_path / "out").__enter__()
+        assert remove_abandoned(tmp_path) == []
+        assert (folder / "mine").exists()
+    assert names(tmp_path) == ["out", "out/mine"]
+
+
+def test_what_a_killed_one_left_goes_with_the_next_or_by_itself(tmp_path: Path) -> None:
+    killed_while_writing(tmp_path / "out")
+    with complete_or_absent(tmp_path / "out") as folder:
+        (folder / "new").touch()
+    assert names(tmp_path) == ["out", "out/new"]
+    killed_while_writing(tmp_path / "other")
+    (tmp_path / ".file.partial").touch()
+    assert remove_abandoned(tmp_path) == [tmp_path / ".other.partial"]
+    assert names(tmp_path) == [".file.partial", "out", "out/new"]

@@ -1,0 +1,106 @@
+"""One layer in shared memory whose updates are transactions: for tests that tear them, by hand or by SIGKILL."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.journal import Journal
+from megatrain_ray.engine.kernel_choice import NATIVE
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.torch_blocks import TorchBlocks
+from megatrain_ray.engine.update_kernel import Build
+from tests.shards import shard_over
+
+NUM_GRADIENTS = 4
+MAX_THREADS = 4
+KERNELS: Mapping[str, tuple[Build, ...]] = {"native": NATIVE, "torch": (TorchBlocks,)}
+
+
+def one_layer() -> ShardLayout:
+    """27 units: a parameter of two blocks and a bit, one smaller than a unit, one of whole units, one with a tail."""
+    shapes = {"large": (20 * 16384 + 77,), "norm": (77,), "whole": (2 * 16384,), "small": (13, 385)}
+    layer = FlatLayout.build("layer", [ParameterSpec(n, n, shape, n != "norm") for n, shape in shapes.items()])
+    return ShardLayout(ModelLayout((layer,), tuple(shapes)), 0, 1)
+
+
+def header(update: int) -> UpdateHeader:
+    return UpdateHeader(update, update, 1e-2 / (1 + update % 7), float(torch.tensor(0.3 if update % 2 else 1.0)), False)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What survives a shard's process: its state (all tensors of one layer) and its journal, in one buffer."""
+
+    buffer: memoryview
+    precision: Precision
+    part: ShardLayout
+
+    @staticmethod
+    def num_bytes(part: ShardLayout, precision: Precision) -> int:
+        return 16 * part.size + Journal.num_bytes(part, precision, MAX_THREADS)
+
+    @classmethod
+    def anonymous(cls, precision: Precision) -> Memory:
+        part = one_layer()
+        return cls(memoryview(mmap.mmap(-1, cls.num_bytes(part, precision))), precision, part)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        found, start = {}, 0
+        for kind, dtype in (("working", self.precision.working_dtype), *self.precision.state_kinds):
+            stop = start + self.part.size * dtype.itemsize
+            found[kind] = torch.frombuffer(self.buffer[start:stop], dtype=dtype)
+            start = stop
+        return found
+
+    @property
+    def journal(self) -> memoryview:
+        return self.buffer[16 * self.part.size :]
+
+    def fill(self) -> Memory:
+        """Random state, and an empty journal for MAX_THREADS."""
+        Journal(self.journal, self.part, self.precision, MAX_THREADS)
+        generator = torch.Generator().manual_seed(0)
+        for kind, tensor in self.tensors.items():
+            values = torch.randn(self.part.size, generator=generator)
+            tensor.copy_(values * 100 if kind == "residual" else values.abs_() * 1e-5 if kind == "v" else values)
+        return self
+
+    def copy(self) -> Memory:
+        other = Memory.anonymous(self.precision)
+        other.buffer[:] = self.buffer
+        return other
+
+    @contextmanager
+    def shard(self, kernels: tuple[Build, ...], num_threads: int = 1) -> Iterator[AdamShard]:
+        shard = shard_over(
+            self.part, self.precision, self.tensors["working"], self.tensors, num_threads, self.journal, kernels
+        )
+        try:
+            yield shard
+        finally:
+            shard.close()
+
+    def gradient(self, update: int) -> Tensor:
+        """bf16 and FP32 in turn."""
+        generator = torch.Generator().manual_seed(update % NUM_GRADIENTS)
+        values = torch.randn(self.part.model.size, generator=generator) * 1e-2
+        return values if update % 2 else values.bfloat16()
+
+    def gradients(self) -> list[Tensor]:
+        """All there are, update after update; then they repeat."""
+        return [self.gradient(update) for update in range(NUM_GRADIENTS)]
+
+    def assert_equal(self, other: Memory) -> None:
+        for kind, tensor in self.tensors.items():
+            same = tensor.view(torch.uint8) == other.tensors[kind].view(torch.uint8)
+            assert same.all(), f"{kind}: {(~same).sum()} bytes differ, the first one at {int((~same).int().argmax())}"
