@@ -1,15 +1,17 @@
 """First-step gradients of the engine against plain autograd, parameter by parameter, on one device.
 
-    python benchmarks/gradients.py CONFIG OUT_FOLDER [key=value …]
+    python benchmarks/gradients.py CONFIG OUT_FOLDER [--layers I,J,…] [key=value …]
 
-Both run the same weights and batch in the same mode; plain autograd holds the whole model on the device.
+Both run the same weights and batch in the same mode, the engine in poison mode; plain autograd holds the whole model
+on the device. `--layers`: compares those only (0 is the embedding, -1 the head), for models whose FP32 gradients would
+fill the host.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +32,15 @@ from megatrain_ray.planning import Prepared, prepare
 
 
 class Recorder:
-    """In place of a shard: keeps the gradients that land."""
+    """In place of a shard: keeps the gradients that land, of the layers that are compared."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: frozenset[int]) -> None:
+        self._layers = layers
         self.gradients: dict[int, Tensor] = {}
 
-    def update(self, layer: int, gradient: Tensor, header: UpdateHeader) -> None:
-        self.gradients[layer] = gradient.clone()
+    def update(self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int) -> None:
+        if layer in self._layers:
+            self.gradients[layer] = gradient.clone()
 
 
 def micro_batches(prepared: Prepared, batch: Batch) -> tuple[MicroBatch, ...]:
@@ -46,7 +50,7 @@ def micro_batches(prepared: Prepared, batch: Batch) -> tuple[MicroBatch, ...]:
 
 
 async def engine_gradients(
-    prepared: Prepared, weights: dict[str, Tensor], batch: Batch
+    prepared: Prepared, weights: dict[str, Tensor], batch: Batch, layers: frozenset[int]
 ) -> tuple[float, dict[str, Tensor]]:
     plan = prepared.plan
     layout = prepared.structure.layout(plan.num_fragments)
@@ -54,7 +58,7 @@ async def engine_gradients(
     for flat, start in zip(layout.layers, layout.starts, strict=True):
         for s in flat.owned:
             flat.view(working[start : start + flat.size], s.name).copy_(weights[s.name])
-    recorder = Recorder()
+    recorder = Recorder(layers)
     device = make_device(plan, deterministic=True)
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
     engine = Engine(prepared.source.factory, prepared.structure, plan, device, host, poison=True)
@@ -66,12 +70,15 @@ async def engine_gradients(
     gradients = {
         s.name: flat.view(recorder.gradients[i], s.name).float()
         for i, flat in enumerate(layout.layers)
+        if i in layers
         for s in flat.owned
     }
     return report.loss, gradients
 
 
-def plain_gradients(prepared: Prepared, model: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+def plain_gradients(
+    prepared: Prepared, model: Any, batch: Batch, names: frozenset[str]
+) -> tuple[float, dict[str, Tensor]]:
     device = make_device(prepared.plan, deterministic=True)
     sums: dict[str, Tensor] = {}
     total = 0.0
@@ -86,6 +93,8 @@ def plain_gradients(prepared: Prepared, model: Any, batch: Batch) -> tuple[float
             total += loss.item()
             del logits
             for name, p in model.named_parameters():
+                if name not in names:
+                    continue
                 sums[name] = p.grad.float() if name not in sums else sums[name] + p.grad.float()
     device.close()
     return total, {name: g.cpu() for name, g in sums.items()}
@@ -99,20 +108,32 @@ def compare(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, Any]
 
 
 def main() -> None:
-    config = load_config(Path(sys.argv[1]), sys.argv[3:]).resolve()
+    options = argparse.ArgumentParser()
+    options.add_argument("config", type=Path)
+    options.add_argument("out", type=Path)
+    options.add_argument("--layers", default="")
+    options.add_argument("overrides", nargs="*")
+    arguments = options.parse_args()
+    config = load_config(arguments.config, arguments.overrides).resolve()
     prepared = prepare(config)
-    batch = DataWorker(config.data, config.tokenizer, prepared.structure.vocab_size, 8, 0, None).batch(1)
+    flats = prepared.structure.layout(prepared.plan.num_fragments).layers
+    chosen = [int(index) for index in arguments.layers.split(",") if index] or range(len(flats))
+    layers = frozenset(index % len(flats) for index in chosen)
+    names = frozenset(s.name for index in layers for s in flats[index].owned)
+    batch_size = prepared.plan.micro_batch_size * prepared.plan.num_micro_batches
+    batch = DataWorker(config.data, config.tokenizer, prepared.structure.vocab_size, batch_size, 0, None).batch(1)
     torch.manual_seed(0)
     dtype = prepared.plan.precision.working_dtype
     model = prepared.source.factory(dtype).to("cuda" if prepared.plan.device == "cuda" else "cpu")  # type: ignore[arg-type]
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    plain_loss, plain = plain_gradients(prepared, model.train(), batch)
+    plain_loss, plain = plain_gradients(prepared, model.train(), batch, names)
     del model
     plan = prepared.plan
     tokens = plan.micro_batch_size * plan.seq_len
     report: dict[str, Any] = {
-        "config": sys.argv[1],
-        "overrides": sys.argv[3:],
+        "config": str(arguments.config),
+        "overrides": arguments.overrides,
+        "layers": sorted(layers),
         "plan": {
             "order": plan.order.value,
             "activations": plan.layers[1].activations.value,
@@ -124,10 +145,10 @@ def main() -> None:
     }
     for name, chunk in {"one_loss_chunk": tokens, "as_planned": plan.loss_chunk_tokens}.items():
         chunked = replace(prepared, plan=replace(plan, loss_chunk_tokens=chunk))
-        loss, ours = asyncio.run(engine_gradients(chunked, weights, batch))
+        loss, ours = asyncio.run(engine_gradients(chunked, weights, batch, layers))
         report[name] = {"chunk_tokens": chunk, "loss": loss, **compare(ours, plain)}
     print(json.dumps(report), flush=True)
-    with (Path(sys.argv[2]) / "gradients.jsonl").open("a") as file:
+    with (arguments.out / "gradients.jsonl").open("a") as file:
         file.write(json.dumps(report) + "\n")
 
 

@@ -1,0 +1,131 @@
+"""Host memory of a run by size of the model: the slope is what a parameter costs, the rest is fixed.
+
+    python -m benchmarks.memory OUT.json
+
+Two models of one layer shape, about 100 and 300 million parameters, train a few steps on the CPU device. PSS of every
+process is read from the kernel. What the CPU device holds in place of a GPU's memory is counted apart.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+
+from megatrain_ray.cluster import cluster
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.crew import Crew
+from megatrain_ray.engine.plan import Tier
+from megatrain_ray.gpu_worker import Progress
+from megatrain_ray.planning import Prepared, prepare
+
+ROOT = Path(__file__).parent.parent
+NUM_LAYERS = (6, 20)
+STEPS = 3
+
+
+def prepared(folder: Path, num_layers: int) -> Prepared:
+    """14.2M parameters a layer, 21M in embedding and head."""
+    model = {
+        "model_type": "llama", "vocab_size": 10240, "hidden_size": 1024, "intermediate_size": 3328,
+        "num_hidden_layers": num_layers, "num_attention_heads": 16, "num_key_value_heads": 16,
+    }  # fmt: skip
+    tree = {
+        "model": {"config": model},
+        "data": {"path": str(ROOT / "examples/data/tinyshakespeare.txt"), "tokenizer": "bytes", "seq_len": 64},
+        "train": {"steps": STEPS, "micro_batch_size": 1, "precision": "bf16"},
+        "hardware": {"device": "cpu", "num_shards": 2},
+        "run_dir": str(folder / "run"),
+    }
+    return prepare(TrainConfig.model_validate(tree).resolve())
+
+
+def pss(pid: int) -> dict[str, int]:
+    """Bytes of a process by kind; what several map counts in part for each."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    return {"shared": 1024 * kib["Pss_Shmem"], "private": 1024 * kib["Pss_Anon"], "files": 1024 * kib["Pss_File"]}
+
+
+def measure(num_layers: int) -> dict[str, Any]:
+    with TemporaryDirectory() as folder:
+        ready = prepared(Path(folder), num_layers)
+        crew = Crew(ready)
+        try:
+            crew.start(data_arguments(ready))
+            crew.load(None, None)
+            crew.begin(Progress(0, 0))
+            rows = [run_step(crew, step) for step in range(1, STEPS + 1)]
+            processes = {name: pss(pid) for name, pid in crew.pids.items()}
+            crew.stop()
+        finally:
+            crew.kill()
+    return {
+        "parameters": sum(layer.num_parameters for layer in ready.plan.layers),
+        "arenas": rows[-1]["host_bytes"],
+        "slab": ready.plan.slab_bytes,
+        "simulated_hbm_planned": ready.plan.total_bytes(Tier.HBM),
+        "simulated_hbm_peak": rows[-1]["hbm_peak_bytes"],
+        "processes": processes,
+        "losses": [row["loss"] for row in rows],
+    }
+
+
+def run_step(crew: Crew, step: int) -> Mapping[str, Any]:
+    call = crew.gpu.step.remote(step, save=False)
+    while not crew.wait([call], 1.0):
+        time.sleep(0)
+    row: Mapping[str, Any] = ray.get(call).row
+    return row
+
+
+def data_arguments(ready: Prepared) -> dict[str, Any]:
+    return {
+        "data": ready.config.data,
+        "tokenizer": "bytes",
+        "vocab_size": ready.structure.vocab_size,
+        "batch_size": 1,
+        "step": 0,
+        "position": None,
+    }
+
+
+def slopes(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes per parameter, gradients in waiting apart."""
+    more = large["parameters"] - small["parameters"]
+
+    def total(run: Mapping[str, Any], kind: str) -> int:
+        return sum(process[kind] for process in run["processes"].values())
+
+    def slope(of_large: float, of_small: float) -> float:
+        return (of_large - of_small) / more
+
+    worker = [run["processes"]["GPU worker"]["private"] for run in (large, small)]
+    gradients = slope(large["slab"], small["slab"])
+    return {
+        "arenas_without_gradients": slope(large["arenas"] - large["slab"], small["arenas"] - small["slab"]),
+        "gradients_in_waiting": gradients,
+        "shared_pss_without_gradients": slope(total(large, "shared"), total(small, "shared")) - gradients,
+        "private_pss_but_gpu_worker": slope(total(large, "private"), total(small, "private")) - slope(*worker),
+        "private_pss_of_gpu_worker": slope(*worker),
+        "simulated_hbm_planned": slope(large["simulated_hbm_planned"], small["simulated_hbm_planned"]),
+    }
+
+
+def main() -> None:
+    with cluster(num_cpus=4, num_gpus=0):
+        small, large = (measure(num_layers) for num_layers in NUM_LAYERS)
+    fixed = {name: process["private"] + process["files"] for name, process in small["processes"].items()}
+    report = {"slopes": slopes(small, large), "fixed_private_and_files": fixed, "runs": [small, large]}
+    Path(sys.argv[1]).write_text(json.dumps(report, indent=1))
+    print(json.dumps(report["slopes"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Training, saving and resuming at real size on a GPU, through the CLI and Ray.
+
+    python benchmarks/real_size.py OUT_FOLDER COMMIT PART [key=value …]
+
+PART is one of
+    train   the 7.6B shape, 16 × 1024 tokens, 24 steps on one repeated batch, saves off
+    resume  the 3.1B shape: saved while training goes on, killed by SIGKILL, resumed; equal to an undisturbed run?
+    races   the 0.5B shape three times in deterministic mode: are all losses and norms identical?
+
+Writes OUT_FOLDER/real_size_PART.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.vertical_slice import ROOT, TEXT, machine, train
+
+CONFIGS = ROOT / "benchmarks" / "configs"
+RUNS = ROOT / "runs"
+POLL_S = 0.05
+NUMBERS = ("step", "loss", "grad_norm")
+
+
+def write_batches() -> None:
+    """The texts of the configurations: one batch each, so that every epoch is the same batch."""
+    RUNS.mkdir(exist_ok=True)
+    for name, windows in {"one_batch.txt": 8, "batch_16.txt": 16}.items():
+        (RUNS / name).write_bytes(TEXT.read_bytes()[: windows * 1025])
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    steady = sorted(rows[4:], key=lambda row: row["step_s"])
+    median = steady[len(steady) // 2]
+    keys = ("step_s", "model_tflops", "tokens_per_s", "exposed_s", "hbm_peak_bytes", "host_bytes")
+    return {"first_loss": rows[0]["loss"], "last_loss": rows[-1]["loss"], **{key: median[key] for key in keys}}
+
+
+def run_train(overrides: list[str]) -> dict[str, Any]:
+    run = train(CONFIGS / "qwen2.5_7b.yaml", RUNS / "real_7b", *overrides)
+    return {"summary": summary(run["rows"]) if run["rows"] else None, "raw": run}
+
+
+def run_races(overrides: list[str]) -> dict[str, Any]:
+    runs = [train(CONFIGS / "qwen2.5_0.5b.yaml", RUNS / "races", *overrides) for _ in range(3)]
+    numbers = [[[row[key] for key in NUMBERS] for row in run["rows"]] for run in runs]
+    return {"identical": numbers[0] == numbers[1] == numbers[2] and len(numbers[0]) > 0, "raw": runs}
+
+
+def run_resume(overrides: list[str]) -> dict[str, Any]:
+    """Undisturbed without saves; then with a save after step 4, a kill once it is there, and the rest."""
+    config, run_dir = CONFIGS / "qwen2.5_3b.yaml", RUNS / "real_3b"
+    undisturbed = train(config, run_dir, *overrides)
+    saved = start_and_kill(config, run_dir, overrides)
+    start_s = time.monotonic()
+    command = [sys.executable, "-m", "megatrain_ray", "train", str(config), f"run_dir={run_dir}", *overrides]
+    resumed = subprocess.run(command, capture_output=True, text=True)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    same = [[row[key] for key in NUMBERS] for row in rows] == [
+        [row[key] for key in NUMBERS] for row in undisturbed["rows"]
+    ]
+    return {
+        "identical_to_undisturbed": same,
+        "num_rows": len(rows),
+        "undisturbed": undisturbed,
+        "killed": saved,
+        "resumed": {"exit": resumed.returncode, "wall_s": time.monotonic() - start_s, "stderr": resumed.stderr[-2000:]},
+        "driver_log": (run_dir / "logs" / "driver.log").read_text()[-4000:],
+        "rows": rows,
+    }
+
+
+def start_and_kill(config: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+    """Kills the driver as soon as the save of step 4 exists and a step after it has ended."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    command = [sys.executable, "-m", "megatrain_ray", "train", str(config), f"run_dir={run_dir}"]
+    process = subprocess.Popen([*command, *overrides, "save_every=4", "save_keep=1"], stderr=subprocess.PIPE, text=True)
+    manifest, metrics = run_dir / "saves" / "step_4" / "manifest.json", run_dir / "metrics.jsonl"
+
+    def steps() -> int:
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    wait_for(lambda: manifest.exists() and steps() > 4, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    timing = json.loads(manifest.read_bytes())["timing"]
+    folder = manifest.parent
+    return {
+        "steps_when_killed": steps(),
+        "timing": timing,
+        "bytes_per_s": timing["nbytes"] / timing["write_s"],
+        "folder_bytes": sum(path.stat().st_size for path in folder.iterdir()),
+        "rows": [json.loads(line) for line in metrics.read_text().splitlines()],
+    }
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while not ready():
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended with {process.returncode}: {process.stderr and process.stderr.read()}")
+        time.sleep(POLL_S)
+
+
+def main() -> None:
+    out, part, overrides = Path(sys.argv[1]), sys.argv[3], sys.argv[4:]
+    out.mkdir(parents=True, exist_ok=True)
+    write_batches()
+    report = {"machine": machine(), "overrides": overrides, part: PARTS[part](overrides)}
+    (out / f"real_size_{part}.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps({key: value for key, value in report[part].items() if key not in ("raw", "undisturbed", "rows")}))
+
+
+PARTS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+    "train": run_train,
+    "resume": run_resume,
+    "races": run_races,
+}
+
+if __name__ == "__main__":
+    main()
