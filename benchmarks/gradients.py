@@ -113,7 +113,7 @@ def main() -> None:
     options.add_argument("out", type=Path)
     options.add_argument("--layers", default="")
     options.add_argument("overrides", nargs="*")
-    arguments = options.parse_args()
+    arguments = options.parse_intermixed_args()
     config = load_config(arguments.config, arguments.overrides).resolve()
     prepared = prepare(config)
     flats = prepared.structure.layout(prepared.plan.num_fragments).layers

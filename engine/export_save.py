@@ -18,7 +18,7 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.pieces import Piece
 from megatrain_ray.io.save_reader import SaveReader
 
-READ_ELEMENTS = 64 << 20  # at most 512 MiB at once: working copy, residual and master
+READ_ELEMENTS = 8 << 20  # at most 64 MiB at once: working copy, residual and master
 
 
 def export_save(

@@ -3,12 +3,14 @@
 A transaction is one update of a shard's part of one layer, with a serial number. It is cut into units; a thread works
 on a block of consecutive units of one parameter:
 
-    record.serial = 0 → old contents to the thread's room → record.units = the block's → record.serial = the serial
-    → overwrites the block → marks its units with the serial, in ascending order
+    record.serial = 0 → record.units = the block's, record.saved = 0 → record.serial = the transaction's
+    → strip by strip: old contents to the thread's room → record.saved = up to its end → overwrites the strip
+    → marks the block's units with the serial, the last one after the others
 
-A record is valid when its serial is that of the torn transaction and its last unit is not marked: then the block may be
-half written and the room is whole. `roll_back` copies it back and clears the block's marks; the same update then does
-what is not marked. Killed in between, both can be done again. Serials grow, so what older transactions left is void.
+A record is valid when its serial is that of the torn transaction: then what is saved may be overwritten, the rest of
+the block is untouched, and the room is whole as far as it is saved. `roll_back` copies it back and clears the block's
+marks; the same update then does what is not marked. Killed in between, both can be done again. A block that was just
+finished is done again too, which changes nothing. Serials grow, so what older transactions left is void.
 
     header (threads there is room for) | a record each | a mark for each unit of the largest layer | a room each
 """
@@ -27,11 +29,11 @@ from megatrain_ray.engine.plan import Precision
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words import WORD_BYTES, Words
 
-UNIT_ELEMENTS = 1 << 14  # a multiple of 64; also in adamw_kernel.c
+UNIT_ELEMENTS = 1 << 10  # a multiple of 64; also in adamw_kernel.c, which says why
 BLOCK_UNITS = BLOCK_ELEMENTS // UNIT_ELEMENTS
 RECORD_WORDS = 8  # a cache line: threads write their records all the time
 PAGE_BYTES = 4096
-_SERIAL, _FIRST, _COUNT = range(3)
+_SERIAL, _FIRST, _COUNT, _SAVED = range(4)
 
 
 class Part(NamedTuple):
@@ -78,8 +80,7 @@ class Journal:
 
         Raises MegatrainError for a buffer that is too small, or made for fewer threads.
         """
-        self._kinds = precision.state_kinds
-        self._num_marks = max(map(_units_of, layout.model.layers, layout.spans), default=0)
+        num_marks = _num_marks(layout)
         made_for = Words(buffer, 1).load(0) or num_threads
         size = self.num_bytes(layout, precision, made_for)
         if buffer.nbytes < size or made_for < num_threads:
@@ -88,18 +89,18 @@ class Journal:
                 f"expected {size} bytes and {num_threads} threads or more"
             )
         self._first_mark = RECORD_WORDS * (1 + made_for)
-        self._words = Words(buffer, self._first_mark + self._num_marks)
+        self._words = Words(buffer, self._first_mark + num_marks)
         self._words.store(0, made_for)
         self._num_records = made_for
         self._memory = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._marks = np.frombuffer(buffer, np.int64, num_marks, WORD_BYTES * self._first_mark)
         self._room_bytes = _room_bytes(precision)
         self._first_room = size - made_for * self._room_bytes
 
     @staticmethod
     def num_bytes(layout: ShardLayout, precision: Precision, num_threads: int) -> int:
-        """Of a journal for up to `num_threads`. A shard with the native kernel touches a sixteenth of each room."""
-        marks = max(map(_units_of, layout.model.layers, layout.spans), default=0)
-        words = RECORD_WORDS * (1 + num_threads) + marks
+        """Of a journal for up to `num_threads`. A shard with the native kernel touches 12 KiB of each room."""
+        words = RECORD_WORDS * (1 + num_threads) + _num_marks(layout)
         return round_up(WORD_BYTES * words, PAGE_BYTES) + num_threads * _room_bytes(precision)
 
     @property
@@ -110,43 +111,41 @@ class Journal:
 
     def unmarked_blocks(self, part: Part, serial: int) -> Iterator[Span]:
         """The part's units that a transaction has still to do, as blocks of at most BLOCK_UNITS consecutive ones."""
-        first = WORD_BYTES * (self._first_mark + part.units.start)
-        marks = self._memory[first : first + WORD_BYTES * part.units.size].numpy().view(np.int64)
-        edges = np.flatnonzero(np.diff(marks != serial, prepend=False, append=False)).tolist()
+        unmarked = self._marks[slice(*part.units)] != serial
+        edges = np.flatnonzero(np.diff(unmarked, prepend=False, append=False)).tolist()
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             yield from blocks_of(Span(part.first_unit + start, part.first_unit + stop))
 
     def save(self, thread: int, units: Span, state: AdamState, serial: int) -> None:
-        """Before the block is overwritten. `state`: what it holds now."""
+        """Before the block is overwritten: all of it, as one strip. `state`: what it holds now."""
         record = RECORD_WORDS * (1 + thread)
         self._words.store(record + _SERIAL, 0)
         for old, kept in self._kept(thread, state):
             kept.copy_(old)
         self._words.store(record + _FIRST, units.start)
         self._words.store(record + _COUNT, units.size)
+        self._words.store(record + _SAVED, state.m.numel())
         self._words.store(record + _SERIAL, serial)
 
     def mark(self, units: Span, serial: int) -> None:
-        """After the block was overwritten."""
-        for unit in range(*units):
-            self._words.store(self._first_mark + unit, serial)
+        """After the block was overwritten. `units`: one or more."""
+        self._marks[units.start : units.stop - 1] = serial
+        self._words.store(self._first_mark + units.stop - 1, serial)
 
     def roll_back(self, parts: Sequence[Part], serial: int) -> None:
         """Undoes the blocks that a torn transaction left half written. `parts`: those of its layer."""
         for thread in range(self._num_records):
             record = RECORD_WORDS * (1 + thread)
+            if self._words.load(record + _SERIAL) != serial:
+                continue
             first = self._words.load(record + _FIRST)
             units = Span(first, first + self._words.load(record + _COUNT))
-            if self._words.load(record + _SERIAL) != serial or self._is_marked(units.stop - 1, serial):
-                continue
             part = next(part for part in parts if first < part.units.stop)
+            saved = slice(self._words.load(record + _SAVED))
             for state, kept in self._kept(thread, part.state.cut(part.elements(units))):
-                state.copy_(kept)
+                state[saved].copy_(kept[saved])
             self.mark(units, 0)
             self._words.store(record + _SERIAL, 0)
-
-    def _is_marked(self, unit: int, serial: int) -> bool:
-        return self._words.load(self._first_mark + unit) == serial
 
     def _kept(self, thread: int, state: AdamState) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor of a block with its place in the thread's room, one after the other."""
@@ -167,6 +166,10 @@ class Transaction(NamedTuple):
 def blocks_of(units: Span) -> Iterator[Span]:
     for start in range(units.start, units.stop, BLOCK_UNITS):
         yield Span(start, min(start + BLOCK_UNITS, units.stop))
+
+
+def _num_marks(layout: ShardLayout) -> int:
+    return max(map(_units_of, layout.model.layers, layout.spans), default=0)
 
 
 def _units_of(layer: FlatLayout, span: Span) -> int:

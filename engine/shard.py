@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
 
-LOAD_ELEMENTS = 16 << 20  # 64 MiB of FP32
+LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,9 @@ class AdamShard:
         self._journal.roll_back(self._parts(layer), serial)
 
     def load(self, source: WeightSource) -> None:
-        """Fills working copy and residual from a source, at most 64 MiB at a time, and zeroes m and v.
+        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v.
 
-        Raises ConfigError naming the parameter when the source holds a NaN.
+        Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
         """
         for layer in range(len(self.layout.spans)):
             for run in self._runs(layer):
@@ -171,9 +172,12 @@ def _check(precision: Precision, layout: ShardLayout, tensors: dict[str, Tensor 
 
 def _read(source: WeightSource, run: Run, span: Span) -> Tensor:
     master = source.read(run.segment.name, run.in_segment + span.start, run.in_segment + span.stop)
-    if master.isnan().any():
-        raise ConfigError(
-            f"{run.segment.name} holds a NaN between elements {run.in_segment + span.start} and "
-            f"{run.in_segment + span.stop}: its source is damaged; start from other weights"
-        )
+    if not math.isfinite(master.sum().item()):  # or finite values overflow: then no bad one is found
+        bad = (~master.isfinite()).nonzero()
+        if len(bad):
+            at = int(bad[0])
+            raise ConfigError(
+                f"{run.segment.name} holds {master[at].item()} at element {run.in_segment + span.start + at}: its "
+                "source is damaged; start from other weights"
+            )
     return master

@@ -272,7 +272,7 @@ class Crew:
 
 def say(message: str) -> None:
     """Tells user and log."""
-    log.warning(message)
+    log.info(message)  # as a warning it would be printed twice where no log is open yet
     print(message, file=sys.stderr, flush=True)
 
 

@@ -75,7 +75,16 @@ class RunningSave:
         self._predicted_stall_s = predicted_stall_s
         self._start_s = time.monotonic()
         self._parts: list[WrittenPart] = []
+        self._at: tuple[Progress, dict[str, Any]] | None = None
         self.calls = crew.write_parts(prepare_save(saves, step), step, prepared.config.save_compress)
+
+    def reached(self, progress: Progress, position: dict[str, Any]) -> None:
+        """The step has ended. Training and data may be many steps further when the last part is written."""
+        self._at = (progress, position)
+
+    @property
+    def complete(self) -> bool:
+        return self._at is not None and not self.calls
 
     def take(self, call: Any) -> None:
         """One of `calls` has ended."""
@@ -90,8 +99,9 @@ class RunningSave:
                 f"the save of step {self.step} was not written within {limit_s:.0f} s: is the disk stuck?"
             )
 
-    def commit(self, progress: Progress, position: dict[str, Any]) -> SaveTiming:
-        """Makes the save exist, after all calls have ended, and deletes saves beyond `save_keep`."""
+    def commit(self) -> SaveTiming:
+        """Makes the save exist, once it is complete, and deletes saves beyond `save_keep`."""
+        assert self._at is not None
         parts = tuple(sorted((written.part for written in self._parts), key=lambda part: part.part))
         timing = SaveTiming(
             predicted_stall_s=self._predicted_stall_s,
@@ -99,7 +109,7 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
-        commit_save(self._saves, self.step, _manifest(self._prepared, progress, position, parts, timing))
+        commit_save(self._saves, self.step, _manifest(self._prepared, *self._at, parts, timing))
         prune(self._saves, self._prepared.config.save_keep)
         return timing
 

@@ -15,7 +15,7 @@ from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew, say
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.save_cost import predict_stall_s
-from megatrain_ray.errors import DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
+from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.manifest import Manifest
@@ -115,6 +115,7 @@ class Session:
                     self._under_way.append(crew.gpu.step.remote(self._submitted, save))
                 case Action.SAVE:
                     self._begin_save(crew, self._completed)
+                    self._mark(crew)
                 case Action.WAIT:
                     self._wait(crew, view)
                 case Action.STOP:
@@ -124,7 +125,11 @@ class Session:
         predicted_s = 0.0
         if step > self._completed and step < self._prepared.config.train.steps and self._last_row:
             predicted_s = predict_stall_s(self._prepared.plan, self._last_row["step_s"], self._disk_bytes_per_s)
-        self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
+        try:
+            self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
+        except CapacityError as error:  # while running: nothing of the configuration is wrong
+            last = f"the save of step {self._saved} is intact" if self._saved >= 0 else "there is no save yet"
+            raise MegatrainError(f"{error}; {last}, and the same command resumes") from None
         self._missed = False
 
     def _wait(self, crew: Crew, view: ProgressView) -> None:
@@ -139,10 +144,11 @@ class Session:
             if self._under_way and call == self._under_way[0]:
                 self._record(ray.get(call), view)
                 self._under_way.pop(0)
+                self._mark(crew)
             else:
                 self._take_part(crew, call)
-        if self._save and not self._save.calls and self._save.step <= self._completed:
-            self._commit(crew, self._save)
+        if self._save and self._save.complete:
+            self._commit(self._save)
 
     def _record(self, result: StepResult, view: ProgressView) -> None:
         self._completed = result.progress.step
@@ -168,9 +174,13 @@ class Session:
             save.abandon()
             raise
 
-    def _commit(self, crew: Crew, save: RunningSave) -> None:
-        assert save.step == self._progress.step  # no step that wants a save is submitted while one is under way
-        timing = save.commit(self._progress, crew.position(save.step))
+    def _mark(self, crew: Crew) -> None:
+        """Tells the save what stood when its step ended: its last part may be written many steps later."""
+        if self._save and self._save.step == self._completed:
+            self._save.reached(self._progress, crew.position(self._completed))
+
+    def _commit(self, save: RunningSave) -> None:
+        timing = save.commit()
         self._saved, self._save = save.step, None
         log.info("saved step %d: %s", save.step, timing)
 

@@ -14,10 +14,11 @@ from megatrain_ray.errors import ConfigError, DamagedSaveError
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.batches import BatchStream
 from megatrain_ray.io.manifest import Manifest
-from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
+from megatrain_ray.io.save import list_saves, load_manifest, set_aside
 from megatrain_ray.logs import log_to
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.run_dir import RunDir
+from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
 from megatrain_ray.session import Session
 
@@ -56,6 +57,8 @@ class Trainer:
             if manifest is not None and manifest.step >= run.config.train.steps:
                 return TrainSummary(manifest.step, None, run.path)
             prepared = prepare(run.config)
+            if run.holds_run:
+                check_model(run.path, prepared.source.config, prepared.structure)
             _check_inputs(prepared, manifest)
             return _run(prepared, run, manifest)
 
@@ -66,13 +69,13 @@ def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
     prepared.source.check_weights(prepared.structure)
     windows = open_windows(config.data, config.tokenizer, prepared.structure.vocab_size)
     if manifest is not None:
-        _check_same_model(manifest, prepared)
         BatchStream(windows, batch_size=1, shuffle=False, seed=0).seek(manifest.data)
 
 
 def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> TrainSummary:
-    clean_unfinished(run.saves)
+    left = run.clean()
     plan = prepared.plan
+    record_model(run.path, prepared.source.config, prepared.structure)
     run.begin(plan.to_json(), manifest.step if manifest else 0)
     with (
         log_to(run.logs / "driver.log"),
@@ -80,6 +83,8 @@ def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> TrainSum
         cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons,
     ):
         interrupts.listen()
+        for path in left:
+            log.info("deleted what a dead run left: %s", path)
         while True:
             step = manifest.step if manifest else 0
             log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
@@ -112,13 +117,3 @@ def _fall_back(run: RunDir, step: int, damage: DamagedSaveError) -> None:
         )
     aside = set_aside(run.saves, step)
     say(f"warning: {damage}; it is kept as {aside.name}, training goes on from the save of step {earlier[-1]}")
-
-
-def _check_same_model(manifest: Manifest, prepared: Prepared) -> None:
-    ours = tuple((layer.name, layer.num_parameters) for layer in prepared.plan.layers)
-    theirs = tuple((layer.name, layer.logical_size) for layer in manifest.layers)
-    if ours != theirs:
-        raise ConfigError(
-            f"run_dir holds a run of another model: its layers are {theirs[:3]}…, this model's {ours[:3]}…; use "
-            "another run_dir"
-        )

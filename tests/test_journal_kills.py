@@ -21,7 +21,7 @@ from megatrain_ray.io.words import Words
 from tests.transactions import KERNELS, NUM_GRADIENTS, Memory, header, one_layer
 from tests.updater import BEGUN, FINISHED, WORD_BYTES
 
-NUM_KILLS = 30
+NUM_TORN, MAX_KILLS = 15, 200  # on a busy machine many kills hit a child that waits for a core between updates
 WAIT_S = 60.0
 
 
@@ -77,8 +77,8 @@ def test_killed_at_random_moments(kernel: str, precision: Precision) -> None:
     moments, num_torn = random.Random(f"{kernel} {precision}"), 0
     with updating(precision, kernel, num_threads=2) as (updater, words, memory):
         undisturbed, gradients, done = memory.copy(), memory.gradients(), 0
-        for kill in range(NUM_KILLS):
-            updater.run_and_kill(moments.randint(1, 3), moments.uniform(0, 3e-3))
+        for kill in range(MAX_KILLS):
+            updater.run_and_kill(moments.randint(1, 3), moments.uniform(0, 8e-3))
             update = words.load(BEGUN)
             if update > words.load(FINISHED):
                 num_torn += 1
@@ -89,7 +89,9 @@ def test_killed_at_random_moments(kernel: str, precision: Precision) -> None:
                     shard.update(0, gradients[later % NUM_GRADIENTS], header(later), later)
             done = update
             memory.assert_equal(undisturbed)
-    assert num_torn >= NUM_KILLS // 4, "the kills missed the updates"
+            if num_torn == NUM_TORN:
+                return
+    pytest.fail(f"{MAX_KILLS} kills hit {num_torn} updates only")
 
 
 def other(kernel: str) -> str:

@@ -67,7 +67,7 @@ def test_shards_and_the_arena_owner_are_replaced(tmp_path: Path) -> None:
         kill(run, UPDATE, OWNER)
         kill(run, mid_layer(0, 3), SHARD_0)
         assert run.process.wait(END_S) == 0, run.text()
-        assert checks.of_message(run.text(), Outcome.REPLACED, {Role.SHARD}) == OK
+        assert checks.of_message(run, Outcome.REPLACED, {Role.SHARD}) == OK
         for name, count in (("optimizer shard 0", 2), ("optimizer shard 1", 1), ("arena owner", 1)):
             assert run.text().count(f"{name} died and was replaced") == count
         assert run.processes.await_end(5.0) == []
@@ -89,7 +89,7 @@ def test_the_same_command_resumes_after_any_other_death(tmp_path: Path) -> None:
     with training(tmp_path, path) as run:
         kill(run, BACKWARD, GPU)
         assert run.process.wait(END_S) == 1
-        assert checks.of_message(run.text(), Outcome.ENDED, {Role.GPU}) == OK
+        assert checks.of_message(run, Outcome.ENDED, {Role.GPU}) == OK
         assert run.processes.await_end(5.0) == []
         drivers.append(run.process.pid)
     with training(tmp_path, path) as run:

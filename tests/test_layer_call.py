@@ -96,7 +96,7 @@ class Recorder:
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor] = {}
 
-    def update(self, layer: int, gradient: Tensor, header: object) -> None:
+    def update(self, layer: int, gradient: Tensor, header: object, serial: int) -> None:
         self.gradients[layer] = gradient.clone()
 
 

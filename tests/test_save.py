@@ -120,6 +120,13 @@ def test_one_flipped_bit_is_found_and_named(
     assert f"{folder / blob.name} is damaged: {kind} of {layer}" in problem
 
 
+def test_a_bit_that_means_nothing_to_zstd_is_found_too(tmp_path: Path) -> None:
+    folder = write_save(tmp_path, 1, make_state("bf16"), compression="zstd")
+    flip(folder / "part_0.m", 4, 0x10)  # the unused bit of the frame header's descriptor
+    (problem,) = verify(folder)
+    assert "part_0.m is damaged: m of embed, elements 0 to 512: expected checksum" in problem
+
+
 def test_what_is_not_what_was_written_is_not_handed_out(tmp_path: Path) -> None:
     folder = write_save(tmp_path, 1, make_state("bf16"))
     flip(folder / "part_0.m", 0)

@@ -106,6 +106,10 @@ def test_every_hole_and_every_overlap_is_found(spans: list[tuple[int, int]], dat
         assert gap.startswith("m of layer: expected each of 100 elements once")
 
 
+def test_a_span_that_goes_back_is_no_cover() -> None:
+    assert len(manifest_of([(0, 120), (120, 100)]).gaps()) == 1
+
+
 def cut(layer: str, kind: str, values: bytearray, itemsize: int, spans: Sequence[tuple[int, int]]) -> Iterator[Piece]:
     for start, stop in spans:
         yield Piece(layer, kind, start, stop, [memoryview(values)[start * itemsize : stop * itemsize]])

@@ -126,7 +126,7 @@ class _Counting(Dictionary):
 
 def test_load_reads_every_element_once_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain_ray.engine.shard.LOAD_ELEMENTS", 1000)
-    assert LOAD_ELEMENTS * 4 == 64 << 20
+    assert LOAD_ELEMENTS * 4 == 4 << 20
     with open_shards(Precision.BF16, 2) as shards:
         source = _Counting(random_masters(shards.layout))
         shards.load(source)
@@ -139,12 +139,22 @@ def test_load_reads_every_element_once_in_bounded_pieces(monkeypatch: pytest.Mon
         assert all(t.eq(0).all() for kind in ("m", "v") for t in shards.values(kind).values())
 
 
-def test_a_nan_in_the_source_is_refused_by_name() -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_damage_in_the_source_is_refused_by_name(value: float) -> None:
     with open_shards(Precision.BF16, 1) as shards:
         masters = random_masters(shards.layout)
-        masters["up"][60, 3] = float("nan")
-        with pytest.raises(ConfigError, match="up holds a NaN"):
+        masters["up"][60, 3] = value
+        masters["up"][61, 5] = -value
+        with pytest.raises(ConfigError, match=f"up holds {value} at element {60 * masters['up'].shape[1] + 3}:"):
             shards.shards[0].load(Dictionary(masters))
+
+
+def test_weights_whose_sum_overflows_are_no_damage() -> None:
+    with open_shards(Precision.FP32, 1) as shards:
+        masters = random_masters(shards.layout)
+        masters["up"][60, 3:6] = torch.finfo(torch.float32).max
+        shards.load(Dictionary(masters))
+        assert_equal(shards, {"master": masters})
 
 
 def test_tensors_of_the_wrong_type_or_size_are_refused() -> None:

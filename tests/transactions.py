@@ -11,7 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.journal import Journal
+from megatrain_ray.engine.adamw import BLOCK_ELEMENTS
+from megatrain_ray.engine.journal import UNIT_ELEMENTS, Journal
 from megatrain_ray.engine.kernel_choice import NATIVE
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
 from megatrain_ray.engine.plan import Precision
@@ -26,8 +27,8 @@ KERNELS: Mapping[str, tuple[Build, ...]] = {"native": NATIVE, "torch": (TorchBlo
 
 
 def one_layer() -> ShardLayout:
-    """27 units: a parameter of two blocks and a bit, one smaller than a unit, one of whole units, one with a tail."""
-    shapes = {"large": (20 * 16384 + 77,), "norm": (77,), "whole": (2 * 16384,), "small": (13, 385)}
+    """A parameter of more than a block, one smaller than a unit, one of whole units, one with a tail."""
+    shapes = {"large": (BLOCK_ELEMENTS + 77,), "norm": (77,), "whole": (2 * UNIT_ELEMENTS,), "small": (130, 385)}
     layer = FlatLayout.build("layer", [ParameterSpec(n, n, shape, n != "norm") for n, shape in shapes.items()])
     return ShardLayout(ModelLayout((layer,), tuple(shapes)), 0, 1)
 

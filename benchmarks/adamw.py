@@ -1,0 +1,158 @@
+"""AdamW on the host: both kernels, with and without the journal, by number of threads, against STREAM's triad.
+
+    python benchmarks/adamw.py OUT.json [--elements N] [--threads 1,8,16] [--repeats N] [--commit ID]
+
+One layer of N parameters, split bf16 masters, bf16 gradient. Counted are 26 bytes per parameter (gradient 2, state 12
+read and 12 written) and, for the triad, 16 per element (with write-allocate). Rates are those of the median call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain_ray.engine.adamw import AdamState, Hyper, Rates
+from megatrain_ray.engine.journal import Journal, Part, Transaction
+from megatrain_ray.engine.kernel_choice import open_kernel
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.torch_blocks import TorchBlocks
+from megatrain_ray.engine.update_kernel import UpdateKernel
+from megatrain_ray.io.arena import Arena
+from megatrain_ray.io.compiled import declare, load_compiled
+
+HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+UPDATE_BYTES, TRIAD_BYTES = 26, 16
+TRIAD = Path(__file__).with_name("triad.c")
+
+
+def seconds(call: Callable[[int], None], repeats: int) -> list[float]:
+    """Of each call after the first, which takes the memory."""
+    times = []
+    for index in range(repeats + 1):
+        start_s = time.perf_counter()
+        call(index)
+        times.append(time.perf_counter() - start_s)
+    return times[1:]
+
+
+def rate(call: Callable[[int], None], repeats: int, elements: int, itemsize: int) -> dict[str, Any]:
+    times = seconds(call, repeats)
+    per_s = elements / statistics.median(times)
+    return {"gelements_per_s": per_s / 1e9, "gb_per_s": per_s * itemsize / 1e9, "seconds": times}
+
+
+def triad(elements: int, num_threads: int, repeats: int) -> dict[str, Any]:
+    function = declare(
+        load_compiled(TRIAD, ("-O3", "-march=native", "-shared", "-fPIC"), ctypes.CDLL).triad,
+        None,
+        *[ctypes.c_void_p] * 3,
+        ctypes.c_int64,
+    )
+    arrays = [torch.zeros(elements) for _ in range(3)]
+    edges = [elements * k // num_threads for k in range(num_threads + 1)]
+
+    def portion(pool_index: int) -> None:
+        start, stop = edges[pool_index], edges[pool_index + 1]
+        function(*(array.data_ptr() + 4 * start for array in arrays), stop - start)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return rate(lambda _: list(pool.map(portion, range(num_threads))) and None, repeats, elements, TRIAD_BYTES)
+
+
+class Layer:
+    """State in an arena, as a shard has it."""
+
+    def __init__(self, elements: int, arena: Arena) -> None:
+        layer = FlatLayout.build("layer", [ParameterSpec("w", "w", (elements,))])
+        self.shard = ShardLayout(ModelLayout((layer,), ("w",)), 0, 1)
+        memory, tensors, start = torch.frombuffer(arena.buffer, dtype=torch.uint8), [], 0
+        for dtype in (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16):
+            stop = start + layer.size * dtype.itemsize
+            tensors.append(memory[start:stop].view(dtype)[:elements])
+            start = stop
+        *state, self.gradient = tensors
+        state[0].fill_(0.02)
+        self.gradient.fill_(1e-3)
+        self.parts = [Part(AdamState(*state), 0, True, 0)]
+
+    def update(self, kernel: UpdateKernel, journal: Journal | None) -> Callable[[int], None]:
+        rates = Rates(torch.tensor(10.0), 1e-4, 0.3)
+
+        def call(index: int) -> None:
+            kernel.update(self.parts, self.gradient, rates, Transaction(journal, 1 + index) if journal else None)
+
+        return call
+
+
+def kernels(num_threads: int) -> Iterator[UpdateKernel]:
+    yield open_kernel(num_threads, HYPER)
+    yield TorchBlocks(num_threads, HYPER)
+
+
+def updates(layer: Layer, num_threads: int, repeats: int, elements: int) -> Iterator[dict[str, Any]]:
+    for kernel in kernels(num_threads):
+        with closing(kernel):
+            for is_logged in (True, False):
+                arena = Arena.create("journal", Journal.num_bytes(layer.shard, Precision.BF16, num_threads))
+                with arena:
+                    journal = Journal(arena.buffer, layer.shard, Precision.BF16, num_threads) if is_logged else None
+                    measured = rate(layer.update(kernel, journal), repeats, elements, UPDATE_BYTES)
+                yield {"kernel": kernel.name, "journal": is_logged, "threads": num_threads} | measured
+
+
+def report(rows: list[dict[str, Any]], triad_row: dict[str, Any]) -> None:
+    print(f"{triad_row['threads']} threads: triad {triad_row['gb_per_s']:.1f} GB/s")
+    for row in rows:
+        share = row["gb_per_s"] / triad_row["gb_per_s"]
+        logged = "with journal" if row["journal"] else "without"
+        print(f"  {row['kernel']}, {logged}: {row['gelements_per_s']:.3f} Gparam/s = {share:.2f} of triad", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--elements", type=int, default=233_000_000)
+    parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[os.cpu_count() or 1])
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--commit", default=None)
+    arguments = parser.parse_args()
+    machine = {"commit": arguments.commit, "torch": torch.__version__, "python": platform.python_version()}
+    result: dict[str, Any] = {
+        "machine": machine | {"processor": processor(), "cores": os.cpu_count()},
+        "elements": arguments.elements,
+        "triad": [],
+        "updates": [],
+    }
+    with Arena.create("layer", 14 * (arguments.elements + 4096)) as arena:
+        arena.populate(max(arguments.threads))
+        layer = Layer(arguments.elements, arena)
+        for num_threads in arguments.threads:
+            measured = triad(arguments.elements, num_threads, arguments.repeats)
+            result["triad"].append({"threads": num_threads} | measured)
+            rows = list(updates(layer, num_threads, arguments.repeats, arguments.elements))
+            result["updates"] += rows
+            report(rows, result["triad"][-1])
+            arguments.out.write_text(json.dumps(result, indent=1))
+        del layer
+
+
+def processor() -> str | None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), None)
+
+
+if __name__ == "__main__":
+    main()
