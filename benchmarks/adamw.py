@@ -31,6 +31,7 @@ from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.io.arena import Arena
+from megatrain_ray.io.arena_holder import ArenaHolder
 from megatrain_ray.io.compiled import declare, load_compiled
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -106,9 +107,10 @@ def updates(layer: Layer, num_threads: int, repeats: int, elements: int) -> Iter
     for kernel in kernels(num_threads):
         with closing(kernel):
             for is_logged in (True, False):
-                arena = Arena.create("journal", Journal.num_bytes(layer.shard, Precision.BF16, num_threads))
-                with arena:
-                    journal = Journal(arena.buffer, layer.shard, Precision.BF16, num_threads) if is_logged else None
+                size = Journal.num_bytes(layer.shard, Precision.BF16, num_threads)
+                with closing(ArenaHolder.create({"journal": size})) as holder:
+                    buffer = holder.map("journal").buffer
+                    journal = Journal(buffer, layer.shard, Precision.BF16, num_threads) if is_logged else None
                     measured = rate(layer.update(kernel, journal), repeats, elements, UPDATE_BYTES)
                 yield {"kernel": kernel.name, "journal": is_logged, "threads": num_threads} | measured
 
@@ -136,7 +138,8 @@ def main() -> None:
         "triad": [],
         "updates": [],
     }
-    with Arena.create("layer", 14 * (arguments.elements + 4096)) as arena:
+    with closing(ArenaHolder.create({"layer": 14 * (arguments.elements + 4096)})) as holder:
+        arena = holder.map("layer")
         arena.populate(max(arguments.threads))
         layer = Layer(arguments.elements, arena)
         for num_threads in arguments.threads:
@@ -146,7 +149,6 @@ def main() -> None:
             result["updates"] += rows
             report(rows, result["triad"][-1])
             arguments.out.write_text(json.dumps(result, indent=1))
-        del layer
 
 
 def processor() -> str | None:

@@ -124,7 +124,8 @@ def main() -> None:
     batch = DataWorker(config.data, config.tokenizer, prepared.structure.vocab_size, batch_size, 0, None).batch(1)
     torch.manual_seed(0)
     dtype = prepared.plan.precision.working_dtype
-    model = prepared.source.factory(dtype).to("cuda" if prepared.plan.device == "cuda" else "cpu")  # type: ignore[arg-type]
+    with torch.device(prepared.plan.device):
+        model = prepared.source.factory(dtype)  # type: ignore[arg-type]
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
     plain_loss, plain = plain_gradients(prepared, model.train(), batch, names)
     del model

@@ -4,6 +4,7 @@
 
 PART is one of
     train   the 7.6B shape, 16 × 1024 tokens, 24 steps on one repeated batch, saves off
+    save    the 3.1B shape: a save while training goes on, and what it cost
     resume  the 3.1B shape: saved while training goes on, killed by SIGKILL, resumed; equal to an undisturbed run?
     races   the 0.5B shape three times in deterministic mode: are all losses and norms identical?
 
@@ -79,6 +80,10 @@ def run_resume(overrides: list[str]) -> dict[str, Any]:
     }
 
 
+def run_save(overrides: list[str]) -> dict[str, Any]:
+    return start_and_kill(CONFIGS / "qwen2.5_3b.yaml", RUNS / "real_3b", overrides)
+
+
 def start_and_kill(config: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     """Kills the driver as soon as the save of step 4 exists and a step after it has ended."""
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -121,6 +126,7 @@ def main() -> None:
 
 PARTS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "train": run_train,
+    "save": run_save,
     "resume": run_resume,
     "races": run_races,
 }

@@ -6,11 +6,10 @@
  */
 
 #include <math.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
+
+#include "thread_pool.h"
 
 /* The room of a unit stays in the first cache. With units of 2^12 to 2^14 elements, or saved in one piece, an update took
  * twice as long as without a journal on one core; so it takes 1.2 times as long, and less where memory is the limit. */
@@ -139,101 +138,22 @@ static Span *const VARIANTS[] = {span_baseline, span_avx2, span_avx512};
 static Span *const VARIANTS[] = {span_baseline};
 #endif
 
-/* ---- threads ---- */
-
-typedef struct Pool Pool;
-typedef void Job(const Pool *pool, int64_t thread, int64_t item);
-
-struct Pool {
-    pthread_mutex_t mutex;
-    pthread_cond_t changed, finished;
-    pthread_t *helpers;
-    int64_t num_helpers;
-    Job *job; /* NULL: none, or every item of it is taken */
-    int64_t num_items, next_item, number, working, stopping;
-    /* What a job reads. */
-    Span *span;
-    const Part *parts;
-    const Rates *rates;
-    const Journal *journal;
-    const Copy *copies;
-    int64_t num_parts, num_units;
-};
-
-typedef struct {
-    Pool *pool;
-    int64_t thread;
-} Helper;
-
-static void work(Pool *pool, Job *job, int64_t thread) {
-    int64_t item;
-    while ((item = __atomic_fetch_add(&pool->next_item, 1, __ATOMIC_RELAXED)) < pool->num_items)
-        job(pool, thread, item);
-}
-
-static void *help(void *argument) {
-    Helper helper = *(Helper *)argument;
-    Pool *pool = helper.pool;
-    int64_t seen = 0;
-    free(argument);
-    pthread_mutex_lock(&pool->mutex);
-    while (!pool->stopping) {
-        if (!pool->job || pool->number == seen) {
-            pthread_cond_wait(&pool->changed, &pool->mutex);
-            continue;
-        }
-        Job *job = pool->job;
-        seen = pool->number;
-        pool->working++;
-        pthread_mutex_unlock(&pool->mutex);
-        work(pool, job, helper.thread);
-        pthread_mutex_lock(&pool->mutex);
-        if (!--pool->working)
-            pthread_cond_signal(&pool->finished);
-    }
-    pthread_mutex_unlock(&pool->mutex);
-    return NULL;
-}
-
-/* The caller is thread 0. A helper that wakes up after the last item was taken is not waited for. */
-static void run(Pool *pool, Job *job, int64_t num_items) {
-    pthread_mutex_lock(&pool->mutex);
-    pool->job = job;
-    pool->num_items = num_items;
-    pool->next_item = 0;
-    pool->number++;
-    if (num_items > 1)
-        pthread_cond_broadcast(&pool->changed);
-    pthread_mutex_unlock(&pool->mutex);
-    work(pool, job, 0);
-    pthread_mutex_lock(&pool->mutex);
-    pool->job = NULL;
-    while (pool->working)
-        pthread_cond_wait(&pool->finished, &pool->mutex);
-    pthread_mutex_unlock(&pool->mutex);
-}
-
-static int start_helper(Pool *pool) {
-    Helper *helper = (Helper *)malloc(sizeof(Helper));
-    if (!helper)
-        return 0;
-    helper->pool = pool;
-    helper->thread = pool->num_helpers + 1;
-    if (pthread_create(&pool->helpers[pool->num_helpers], NULL, help, helper)) {
-        free(helper);
-        return 0;
-    }
-    pool->num_helpers++;
-    return 1;
-}
-
 /* ---- jobs ---- */
 
-static int64_t part_of(const Pool *pool, int64_t unit) {
-    int64_t low = 0, high = pool->num_parts - 1;
+/* What update_item does its items of. */
+typedef struct {
+    Span *span;
+    const Part *parts;
+    int64_t num_parts, num_units;
+    const Rates *rates;
+    const Journal *journal;
+} Update;
+
+static int64_t part_of(const Update *update, int64_t unit) {
+    int64_t low = 0, high = update->num_parts - 1;
     while (low < high) {
         const int64_t middle = (low + high + 1) / 2;
-        if (pool->parts[middle].first_unit <= unit)
+        if (update->parts[middle].first_unit <= unit)
             low = middle;
         else
             high = middle - 1;
@@ -256,9 +176,9 @@ static void save(const Part *part, int64_t start, int64_t count, int64_t from, i
 }
 
 /* A strip is saved right before it is overwritten: it comes from memory once, and prefetching goes on. */
-static void logged_unit(const Pool *pool, int64_t thread, int64_t unit, const Part *part, int64_t start,
+static void logged_unit(const Update *update, int64_t thread, int64_t unit, const Part *part, int64_t start,
                         int64_t count) {
-    const Journal *journal = pool->journal;
+    const Journal *journal = update->journal;
     int64_t *record = journal->records + RECORD_WORDS * thread;
     char *room = journal->rooms + journal->room_bytes * thread;
     __atomic_store_n(&record[0], 0, __ATOMIC_RELAXED);
@@ -273,35 +193,36 @@ static void logged_unit(const Pool *pool, int64_t thread, int64_t unit, const Pa
         save(part, start, count, from, n, room);
         __atomic_store_n(&record[3], from + n, __ATOMIC_RELEASE);
         __atomic_thread_fence(__ATOMIC_RELEASE);
-        pool->span(part, pool->rates, start + from, start + from + n);
+        update->span(part, update->rates, start + from, start + from + n);
     }
     __atomic_store_n(&journal->marks[unit], journal->serial, __ATOMIC_RELEASE);
 }
 
-static void update_unit(const Pool *pool, int64_t thread, int64_t unit, const Part *part) {
-    const Journal *journal = pool->journal;
+static void update_unit(const Update *update, int64_t thread, int64_t unit, const Part *part) {
+    const Journal *journal = update->journal;
     const int64_t start = (unit - part->first_unit) * UNIT, rest = part->length - start;
     const int64_t count = rest < UNIT ? rest : UNIT;
     if (!journal) {
-        pool->span(part, pool->rates, start, start + count);
+        update->span(part, update->rates, start, start + count);
     } else if (__atomic_load_n(&journal->marks[unit], __ATOMIC_ACQUIRE) != journal->serial) {
-        logged_unit(pool, thread, unit, part, start, count);
+        logged_unit(update, thread, unit, part, start, count);
     }
 }
 
-static void update_item(const Pool *pool, int64_t thread, int64_t item) {
-    const int64_t first = item * ITEM_UNITS, rest = pool->num_units - first;
+static void update_item(const void *task, int64_t thread, int64_t item) {
+    const Update *update = (const Update *)task;
+    const int64_t first = item * ITEM_UNITS, rest = update->num_units - first;
     const int64_t stop = first + (rest < ITEM_UNITS ? rest : ITEM_UNITS);
-    int64_t index = part_of(pool, first);
+    int64_t index = part_of(update, first);
     for (int64_t unit = first; unit < stop; unit++) {
-        if (index + 1 < pool->num_parts && pool->parts[index + 1].first_unit == unit)
+        if (index + 1 < update->num_parts && update->parts[index + 1].first_unit == unit)
             index++;
-        update_unit(pool, thread, unit, &pool->parts[index]);
+        update_unit(update, thread, unit, &update->parts[index]);
     }
 }
 
-static void copy_chunk(const Pool *pool, int64_t thread, int64_t chunk) {
-    const Copy *copy = pool->copies;
+static void copy_chunk(const void *task, int64_t thread, int64_t chunk) {
+    const Copy *copy = (const Copy *)task;
     (void)thread;
     while (chunk >= copy->first_chunk + (copy->nbytes + COPY_BYTES - 1) / COPY_BYTES)
         copy++;
@@ -330,53 +251,24 @@ int64_t adamw_best_variant(void) {
 #endif
 }
 
-void adamw_close(Pool *pool) {
-    pthread_mutex_lock(&pool->mutex);
-    pool->stopping = 1;
-    pthread_cond_broadcast(&pool->changed);
-    pthread_mutex_unlock(&pool->mutex);
-    for (int64_t i = 0; i < pool->num_helpers; i++)
-        pthread_join(pool->helpers[i], NULL);
-    free(pool->helpers);
-    free(pool);
-}
-
 /* Threads beside the caller's own. NULL where they cannot be had. */
 Pool *adamw_open(int64_t num_helpers) {
-    sigset_t all, before;
-    Pool *pool = (Pool *)calloc(1, sizeof(Pool));
-    if (!pool)
-        return NULL;
-    pthread_mutex_init(&pool->mutex, NULL);
-    pthread_cond_init(&pool->changed, NULL);
-    pthread_cond_init(&pool->finished, NULL);
-    pool->helpers = (pthread_t *)calloc(num_helpers + 1, sizeof(pthread_t));
-    sigfillset(&all); /* signals are for the threads that Python knows */
-    pthread_sigmask(SIG_BLOCK, &all, &before);
-    while (pool->helpers && pool->num_helpers < num_helpers && start_helper(pool))
-        ;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (pool->helpers && pool->num_helpers == num_helpers)
-        return pool;
-    adamw_close(pool);
-    return NULL;
+    return pool_open(num_helpers);
+}
+
+void adamw_close(Pool *pool) {
+    pool_close(pool);
 }
 
 /* `journal` NULL: what is interrupted is lost. Parts in ascending order of units. */
 void adamw_update(Pool *pool, int64_t variant, const Part *parts, int64_t num_parts, int64_t num_units,
                   const Rates *rates, const Journal *journal) {
-    pool->span = VARIANTS[variant];
-    pool->parts = parts;
-    pool->num_parts = num_parts;
-    pool->num_units = num_units;
-    pool->rates = rates;
-    pool->journal = journal;
-    run(pool, update_item, (num_units + ITEM_UNITS - 1) / ITEM_UNITS);
+    const Update update = {VARIANTS[variant], parts, num_parts, num_units, rates, journal};
+    pool_run(pool, update_item, &update, (num_units + ITEM_UNITS - 1) / ITEM_UNITS);
 }
 
 void adamw_copy(Pool *pool, const Copy *copies, int64_t num_chunks) {
-    pool->copies = copies;
-    run(pool, copy_chunk, num_chunks);
+    pool_run(pool, copy_chunk, copies, num_chunks);
 }
 
 #ifdef __cplusplus

@@ -19,6 +19,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.compiled import declare, load_compiled
 
 SOURCE = Path(__file__).with_name("adamw_kernel.c")
+INCLUDES = (SOURCE.with_name("thread_pool.h"),)
 # errno and traps would keep loops from being vectorised; neither changes a value.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-lm")
 COPY_BYTES = 1 << 20  # of a chunk, as in adamw_kernel.c
@@ -65,7 +66,7 @@ class _Library:
     """Its functions give the GIL up."""
 
     def __init__(self) -> None:
-        library = load_compiled(SOURCE, FLAGS, ctypes.CDLL)
+        library = load_compiled(SOURCE, FLAGS, ctypes.CDLL, INCLUDES)
         integer, address = ctypes.c_int64, ctypes.c_void_p
         self.open = declare(library.adamw_open, address, integer)
         self.close = declare(library.adamw_close, None, address)

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
+from torch import Tensor
+
+from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.pieces import Piece
 
@@ -34,71 +39,133 @@ class LayerState(Enum):
 FREE = (LayerState.COPIED, LayerState.WRITTEN)
 
 
-@dataclass
-class _Save:
-    """The save that is under way, or the last one."""
+class _Copy(NamedTuple):
+    pieces: list[Piece]
+    memory: Tensor
 
-    generation: int
+
+class SaveAttempt(NamedTuple):
+    """The save of a step; `number` grows with every attempt of the run, since one that failed is made again."""
+
+    step: int
+    number: int
+
+
+NO_ATTEMPT = SaveAttempt(-1, -1)
+
+
+@dataclass
+class GatedSave:
+    """A shard's part of one save. `stall_s`: seconds that updates were held up. `wanted`: the layer one waits for."""
+
+    attempt: SaveAttempt
     states: dict[int, LayerState]
-    copies: dict[int, list[Piece]] = field(default_factory=dict)
+    copies: dict[int, _Copy] = field(default_factory=dict)
     unread: dict[int, int] = field(default_factory=dict)  # pieces of a layer that are not in the blobs yet
-    copied_bytes: int = 0
     stall_s: float = 0.0
+    wanted: int | None = None
     abandoned: bool = False
 
 
 class SaveGate:
-    """One save at a time: one thread reads `pieces` and calls `done`, another one calls `enter` before updates."""
+    """One save at a time: one thread begins it, reads `pieces` and calls `done`; another calls `enter` before updates.
+
+    What is still read for an abandoned save may be overwritten meanwhile: it is thrown away.
+    """
 
     def __init__(
-        self, shard: AdamShard, words: HostWords, order: Sequence[int], copy_bytes: int, timeout_s: float
+        self, shard: AdamShard, words: HostWords, order: Sequence[int], spare: SpareMemory, timeout_s: float
     ) -> None:
-        """`order`: in which updates visit layers. `copy_bytes`: of spare RAM for copies. `timeout_s`: of any wait."""
+        """`order`: in which updates visit layers. `spare`: RAM for copies. `timeout_s`: of any wait."""
         self._shard = shard
         self._words = words
         self._order = order
-        self._copy_bytes = copy_bytes
+        self._spare = spare
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._layers = {flat.name: i for i, flat in enumerate(shard.layout.model.layers)}
-        self._save = _Save(-1, {}, abandoned=True)
+        self._save = GatedSave(NO_ATTEMPT, {}, abandoned=True)
+        self._abandoned = NO_ATTEMPT  # the newest of which that is known
 
-    @property
-    def stall_s(self) -> float:
-        """Seconds that updates were held up by the newest save."""
-        return self._save.stall_s
+    def begin(self, attempt: SaveAttempt) -> GatedSave:
+        """A save of the generation that is its step begins; the one before has ended or is abandoned.
 
-    def begin(self, generation: int) -> None:
-        """A save of this generation begins; the one before has ended."""
+        Raises MegatrainError when it was abandoned already: calls may overtake each other.
+        """
         with self._changed:
-            self._save = _Save(generation, dict.fromkeys(self._order, LayerState.WAITING))
+            if attempt.number <= self._abandoned.number:
+                raise _abandoned(attempt)
+            self._leave(self._save)
+            self._save = GatedSave(attempt, dict.fromkeys(self._order, LayerState.WAITING))
+            self._changed.notify_all()
+            return self._save
+
+    def abandon(self, attempt: SaveAttempt) -> None:
+        """Attempts up to this one will not be finished: no update waits for them, and their writers fail."""
+        with self._changed:
+            self._abandoned = max(self._abandoned, attempt, key=lambda known: known.number)
+            if self._save.attempt.number <= attempt.number:
+                self._leave(self._save)
             self._changed.notify_all()
 
-    def abandon(self, generation: int) -> None:
-        """Saves up to this generation will not be finished: no update waits for them, and their writer fails."""
+    def leave(self, save: GatedSave) -> None:
+        """This save will not be finished."""
         with self._changed:
-            if generation > self._save.generation:
-                self._save = _Save(generation, {})
-            self._save.abandoned = self._save.generation <= generation
+            self._leave(save)
             self._changed.notify_all()
 
-    def pieces(self) -> Iterator[Piece]:
-        """The shard's part, each layer as soon as it has the generation, in the order of updates.
+    def _leave(self, save: GatedSave) -> None:
+        save.abandoned = True
+        for layer in list(save.copies):
+            self._drop_copy(save, layer)
+
+    def pieces(self, save: GatedSave) -> Iterator[Piece]:
+        """The shard's part, layer after layer, each once it has the generation.
 
         Raises MegatrainError when the save was abandoned or a shard failed, DeadlineError when updates do not get on.
         """
-        save = self._save
-        for layer in self._order:
-            self._words.wait_shard_generation(self._shard.layout.index, layer, save.generation, self._timeout_s)
+        left = list(self._order)
+        while left:
+            layer = self._next(save, left)
+            left.remove(layer)
             yield from self._read(save, layer)
 
-    def done(self, piece: Piece) -> None:
-        """The piece is in its blob: its bytes are not needed any more."""
-        save, layer = self._save, self._layers[piece.layer]
+    def _next(self, save: GatedSave, left: Sequence[int]) -> int:
+        """The layer that an update waits for; else the one whose next update comes last. In the order of updates the
+        writer would always be reading just the layer that is to be updated, and nothing would be copied ahead of it."""
+        index, generation = self._shard.layout.index, save.attempt.step
+        self._await_generation(save, left[0])
+        there = [layer for layer in left if self._words.shard_generation(index, layer) >= generation]
         with self._changed:
+            waiting = [layer for layer in there if save.states[layer] is LayerState.WAITING]
+            if save.wanted in waiting:
+                return save.wanted
+            return waiting[-1] if waiting else there[0]
+
+    def _await_generation(self, save: GatedSave, layer: int) -> None:
+        """Hears within WATCH_S that the save was abandoned."""
+        # A save begins when its step is submitted, which may be while the step before it runs.
+        deadline_s = time.monotonic() + 2 * STEP_DEADLINE_S + self._timeout_s
+        while True:
+            if save.abandoned:
+                raise _abandoned(save.attempt)
+            try:
+                self._words.wait_shard_generation(self._shard.layout.index, layer, save.attempt.step, WATCH_S)
+            except DeadlineError:
+                if time.monotonic() > deadline_s:
+                    raise
+            else:
+                return
+
+    def done(self, save: GatedSave, piece: Piece) -> None:
+        """The piece was read: its bytes are not needed any more."""
+        layer = self._layers[piece.layer]
+        with self._changed:
+            if save.abandoned:
+                return
             save.unread[layer] -= 1
             if not save.unread[layer]:
-                save.copied_bytes -= _nbytes(save.copies.pop(layer, []))
+                self._drop_copy(save, layer)
                 self._set(save, layer, LayerState.WRITTEN)
 
     def enter(self, layer: int, update: int) -> None:
@@ -110,42 +177,55 @@ class SaveGate:
             return
         start_s = time.monotonic()
         with self._changed:
-            self._wait(lambda: self._save.generation >= update - 1, f"the save of step {update - 1} to begin")
+            self._wait(lambda: self._known() >= update - 1, f"the save of step {update - 1} to begin")
             save = self._save
-            copying = save.generation == update - 1 and self._may_copy(save, layer)
-            if copying:
-                self._set(save, layer, LayerState.COPYING)
-        if copying:
-            self._copy(save, layer)
-        elif save.generation == update - 1:
-            with self._changed:
+            if save.attempt.step != update - 1 or save.abandoned:
+                return
+            memory = self._memory_for_copy(save, layer)
+            if memory is None:
+                save.wanted = layer
                 self._wait(
                     lambda: save.abandoned or save.states[layer] in FREE,
                     f"layer {layer} of the save of step {update - 1} to be written",
                 )
+            else:
+                self._set(save, layer, LayerState.COPYING)
+        if memory is not None:
+            self._copy(save, layer, memory)
         save.stall_s += time.monotonic() - start_s
 
-    def _may_copy(self, save: _Save, layer: int) -> bool:
-        if save.abandoned or save.states[layer] is not LayerState.WAITING:
-            return False
-        return save.copied_bytes + _nbytes(self._shard.pieces(layer)) <= self._copy_bytes
+    def _known(self) -> int:
+        """The newest step whose save was begun or abandoned."""
+        return max(self._save.attempt.step, self._abandoned.step)
 
-    def _copy(self, save: _Save, layer: int) -> None:
-        copy = self._shard.copy_layer(layer)
+    def _memory_for_copy(self, save: GatedSave, layer: int) -> Tensor | None:
+        if save.states[layer] is not LayerState.WAITING:
+            return None
+        return self._spare.take(self._shard.copy_bytes(layer))
+
+    def _copy(self, save: GatedSave, layer: int, memory: Tensor) -> None:
+        pieces = self._shard.copy_layer(layer, memory)
         with self._changed:
-            save.copies[layer] = copy
-            save.copied_bytes += _nbytes(copy)
+            save.copies[layer] = _Copy(pieces, memory)
+            if save.abandoned:
+                self._drop_copy(save, layer)
             self._set(save, layer, LayerState.COPIED)
 
-    def _read(self, save: _Save, layer: int) -> list[Piece]:
+    def _drop_copy(self, save: GatedSave, layer: int) -> None:
+        copy = save.copies.pop(layer, None)
+        if copy is not None:
+            self._spare.give_back(copy.memory)
+
+    def _read(self, save: GatedSave, layer: int) -> list[Piece]:
         with self._changed:
             self._wait(
                 lambda: save.abandoned or save.states[layer] is not LayerState.COPYING,
                 f"layer {layer} to be copied",
             )
             if save.abandoned:
-                raise MegatrainError(f"the save of step {save.generation} was abandoned")
-            pieces = save.copies.get(layer) or list(self._shard.pieces(layer))
+                raise _abandoned(save.attempt)
+            copy = save.copies.get(layer)
+            pieces = copy.pieces if copy else list(self._shard.pieces(layer))
             save.unread[layer] = len(pieces)
             if not pieces:
                 self._set(save, layer, LayerState.WRITTEN)
@@ -153,7 +233,7 @@ class SaveGate:
                 self._set(save, layer, LayerState.READING)
             return pieces
 
-    def _set(self, save: _Save, layer: int, state: LayerState) -> None:
+    def _set(self, save: GatedSave, layer: int, state: LayerState) -> None:
         save.states[layer] = state
         self._changed.notify_all()
 
@@ -168,5 +248,5 @@ class SaveGate:
                 )
 
 
-def _nbytes(pieces: Iterable[Piece]) -> int:
-    return sum(len(buffer) for piece in pieces for buffer in piece.buffers)
+def _abandoned(attempt: SaveAttempt) -> MegatrainError:
+    return MegatrainError(f"the save of step {attempt.step} was abandoned")

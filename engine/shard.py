@@ -12,13 +12,14 @@ from torch import Tensor
 from megatrain_ray.engine.adamw import AdamState, Hyper, Rates
 from megatrain_ray.engine.journal import Journal, Part, Transaction
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
-from megatrain_ray.engine.layout import Run, ShardLayout, Span
+from megatrain_ray.engine.layout import Run, ShardLayout, Span, round_up
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
 
+COPY_ALIGN = 64  # bytes: a cache line
 LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
 
 
@@ -116,12 +117,20 @@ class AdamShard:
         for kind, tensors in self._kinds(layer).items():
             yield Piece(flat.name, kind, logical.start, logical.stop, [tensor.numpy().data for tensor in tensors])
 
-    def copy_layer(self, layer: int) -> list[Piece]:
-        """The same pieces, over memory of their own with what the state holds now."""
+    def copy_bytes(self, layer: int) -> int:
+        """Room that `copy_layer` needs."""
+        return sum(round_up(t.nbytes, COPY_ALIGN) for tensors in self._kinds(layer).values() for t in tensors)
+
+    def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
+        """The same pieces over `memory` (1-D uint8, at least `copy_bytes`), with what the state holds now."""
         pieces: list[Piece] = []
         pairs: list[tuple[Tensor, Tensor]] = []
+        start = 0
         for piece, tensors in zip(self.pieces(layer), self._kinds(layer).values(), strict=True):
-            copies = [torch.empty_like(tensor) for tensor in tensors]
+            copies = []
+            for tensor in tensors:
+                copies.append(memory[start : start + tensor.nbytes])
+                start += round_up(tensor.nbytes, COPY_ALIGN)
             pairs += zip(copies, tensors, strict=True)
             pieces.append(piece._replace(buffers=[copy.numpy().data for copy in copies]))
         self._kernel.copy(pairs)

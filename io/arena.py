@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -61,33 +59,12 @@ class Arena:
     """Shared memory mapped into this process."""
 
     def __init__(self, fd: int, handle: ArenaHandle) -> None:
-        """Maps `fd`, which stays the caller's. Use `create` or `attach`."""
+        """Maps `fd`, which stays the caller's. ArenaHolder.map makes them."""
         self.handle = handle
         mapping = mmap.mmap(fd, mapped_bytes(handle.nbytes))
         with suppress(OSError):  # kernels without huge pages in shared memory refuse the advice
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._buffer: memoryview | None = memoryview(mapping)
-        self._own_fd: int | None = None
-
-    @classmethod
-    def create(cls, name: str, nbytes: int) -> Self:
-        """A new arena, all zeros, held by this process. Raises MegatrainError."""
-        fd = create_memfd(name, nbytes)
-        arena = cls(fd, ArenaHandle(os.getpid(), fd, nbytes, name))
-        arena._own_fd = fd
-        return arena
-
-    @classmethod
-    def attach(cls, handle: ArenaHandle) -> Self:
-        """Maps what another process of this machine holds.
-
-        Raises MegatrainError when the holder is gone, is another process by now or lives in another PID namespace.
-        """
-        fd = open_held(handle)
-        try:
-            return cls(fd, handle)
-        finally:
-            os.close(fd)
 
     @property
     def buffer(self) -> memoryview:
@@ -110,15 +87,6 @@ class Arena:
         # Dropped, never released or unmapped: torch.frombuffer keeps the object but not the buffer's export, so a
         # release would succeed and leave its tensors without memory.
         self._buffer = None
-        if self._own_fd is not None:
-            os.close(self._own_fd)
-            self._own_fd = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def _finish(self, portions: Iterable[None]) -> None:
         try:
@@ -142,7 +110,10 @@ class Arena:
 
 
 def open_held(handle: ArenaHandle) -> int:
-    """A descriptor of this process for what another one holds. Raises MegatrainError as `Arena.attach`."""
+    """A descriptor of this process for what another one of this machine holds.
+
+    Raises MegatrainError when the holder is gone, is another process by now or lives in another PID namespace.
+    """
     path = Path(f"/proc/{handle.pid}/fd/{handle.fd}")
     try:
         target = str(path.readlink())

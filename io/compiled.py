@@ -23,11 +23,16 @@ class CompileError(Exception):
     """No compiler, or one that fails."""
 
 
-def load_compiled(source: Path, flags: Sequence[str], load: Callable[[str], Library]) -> Library:
+def load_compiled(
+    source: Path, flags: Sequence[str], load: Callable[[str], Library], includes: Sequence[Path] = ()
+) -> Library:
     """The shared library of one C file, from the user's cache, or from a folder that is gone afterwards where there is
-    none. `load`: ctypes.CDLL or ctypes.PyDLL. Raises OSError or CompileError.
+    none. `load`: ctypes.CDLL or ctypes.PyDLL. `includes`: files of ours that the source includes.
+
+    Raises OSError or CompileError.
     """
-    key = hashlib.sha256(source.read_bytes() + repr((*flags, platform.machine())).encode()).hexdigest()[:16]
+    text = b"".join(file.read_bytes() for file in (source, *includes))
+    key = hashlib.sha256(text + repr((*flags, platform.machine())).encode()).hexdigest()[:16]
     name = f"{source.stem}-{key}.so"
     try:
         return _load_or_build(source, flags, Path.home() / ".cache" / "megatrain-ray" / name, load)

@@ -1,6 +1,6 @@
 """Saves of a run: folders step_N, each of which exists once its manifest has its name, and not a moment earlier.
 
-A damaged save that was put aside is a folder step_N.damaged: nothing here reads or deletes it.
+A damaged save that was set aside is a folder step_N.damaged: nothing here reads or deletes it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def list_saves(saves_dir: Path) -> list[int]:
 
 
 def list_set_aside(saves_dir: Path) -> list[Path]:
-    """Folders of damaged saves that were put aside."""
+    """Folders of damaged saves that were set aside."""
     return sorted(path for path in saves_dir.glob("step_*.damaged*") if path.is_dir())
 
 

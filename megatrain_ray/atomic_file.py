@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megatrain_ray.io.disk_errors import explained
+
 
 def write_atomically(path: Path, text: str) -> None:
-    """Durable on return. Killed meanwhile it leaves the old file, and beside it what `temporary_of` names."""
+    """Durable on return. Killed meanwhile it leaves the old file, and beside it what `temporary_of` names. Raises
+    MegatrainError."""
     temporary = temporary_of(path)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with explained("write", path):
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def temporary_of(path: Path) -> Path:

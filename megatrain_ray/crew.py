@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from megatrain_ray.actors import Placement
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.deadlines import DEADLINE_S, STEP_DEADLINE_S, transfer_deadline_s
+from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.io.arena_holder import Handles
@@ -52,15 +53,22 @@ class Post:
 class Crew:
     """The driver's side of all actors of a run."""
 
-    def __init__(self, prepared: Prepared, check_cluster: Callable[[], None] = lambda: None) -> None:
-        """`check_cluster` is called in every wait and raises when nothing can go on."""
+    def __init__(
+        self,
+        prepared: Prepared,
+        check_cluster: Callable[[], None] = lambda: None,
+        record: Callable[[Mapping[str, int]], None] = lambda pids: None,
+    ) -> None:
+        """`check_cluster` is called in every wait and raises when nothing can go on. `record` gets the processes of the
+        run by name, whenever they change."""
         self._prepared = prepared
         self._check_cluster = check_cluster
+        self._record = record
         self._placement: Placement | None = None
         self._posts: list[Post] = []
         self._shards: list[Post] = []
         self._gone: set[str] = set()  # ids of actors that were replaced
-        self._newest_save = -1
+        self._newest_save = NO_ATTEMPT
         self.gpu: Any = None
         self.data: Any = None
         self._pids: dict[str, int] = {}
@@ -86,6 +94,7 @@ class Crew:
         self._gpu_handles = self._answer("the GPU worker did not start", self.gpu.handles.remote())
         self._pids = {"GPU worker": next(iter(self._gpu_handles.values())).pid}
         self._pids["data"] = self._answer("the data process did not start", self.data.pid.remote())
+        self._record(self.pids)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -132,13 +141,16 @@ class Crew:
 
     def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
         """Calls of all shards, which write their parts of the save of a step while training goes on."""
-        self._newest_save = step
-        return [post.actor.write_part.remote(save_folder, step, compression) for post in self._shards]
+        attempt = self._newest_save = SaveAttempt(step, self._newest_save.number + 1)
+        return [post.actor.write_part.remote(save_folder, attempt, compression) for post in self._shards]
 
-    def abandon_save(self, step: int) -> None:
-        """No shard waits for this save any more."""
+    def abandon_save(self) -> None:
+        """No shard waits for the newest save any more."""
         for post in self._shards:
-            self._answer("a save could not be abandoned", post.actor.abandon_save.remote(step))
+            try:
+                self._answer("a save could not be abandoned", post.actor.abandon_save.remote(self._newest_save))
+            except RayActorError as error:  # who follows waits for no save up to this one
+                self.replace(error)
 
     def replace(self, error: RayActorError) -> None:
         """Puts another actor in the place of the one whose death `error` tells.
@@ -158,7 +170,9 @@ class Crew:
                 "command resumes from the last save"
             )
         start_s = time.monotonic()
-        self._fill(post, post.pid)
+        ray.kill(post.actor)  # one that Ray could not reach for a moment may still live
+        if not self._fill(post, post.pid):
+            return  # that one died as well, and who followed it has its task
         if post.task:
             post.call = post.task(post.actor)
         say(
@@ -244,19 +258,23 @@ class Crew:
             raise MegatrainError(f"{post.name} stopped serving before the run was over")
         post.task = post.call = None
 
-    def _fill(self, post: Post, after_pid: int | None) -> None:
+    def _fill(self, post: Post, after_pid: int | None) -> bool:
         holders = [other.handles for other in self._posts if other is not post and other.handles]
         if self._gpu_handles:
             holders.append(self._gpu_handles)
         post.actor = post.make(holders, after_pid)
-        self._introduce(post)
+        return self._introduce(post)
 
-    def _introduce(self, post: Post) -> None:
-        """Waits until the actor has started; another one takes its place when it dies doing so."""
+    def _introduce(self, post: Post) -> bool:
+        """Waits until the actor has started. Where it dies doing so another one takes its place, and the answer is
+        False."""
         try:
             post.handles = self._answer(f"{post.name} did not start", post.actor.handles.remote())
         except RayActorError as error:
             self.replace(error)
+            return False
+        self._record(self.pids)
+        return True
 
     def _answer(self, late: str, call: Any, timeout_s: float = DEADLINE_S) -> Any:
         """What a call that takes no time returns."""
@@ -273,7 +291,8 @@ class Crew:
 def say(message: str) -> None:
     """Tells user and log."""
     log.info(message)  # as a warning it would be printed twice where no log is open yet
-    print(message, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk behind standard error must not end the run
+        print(message, file=sys.stderr, flush=True)
 
 
 def _id(actor: Any) -> str:

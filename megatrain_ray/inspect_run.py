@@ -26,7 +26,10 @@ def inspect_run(path: Path) -> tuple[str, bool]:
     steps = list_saves(files.saves)
     problems = _problems(files.saves)
     saves = [f"step {step:<8} {_save(files.saves, step)}" for step in steps]
-    saves += [f"{path.name:<13} {format_bytes(_size(path))}, set aside" for path in list_set_aside(files.saves)]
+    saves += [
+        f"{path.name:<18} {format_bytes(_size(path))}, set aside: nothing reads or deletes it"
+        for path in list_set_aside(files.saves)
+    ]
     sections = {
         "config": config.splitlines(),
         "saves": saves or ["none"],

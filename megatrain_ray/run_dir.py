@@ -24,6 +24,7 @@ from megatrain_ray.atomic_file import temporary_of, write_atomically
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import dump_config, load_config, resume_diff
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.disk_errors import explained
 from megatrain_ray.io.partial_folder import remove_abandoned
 from megatrain_ray.io.save import clean_unfinished
 from megatrain_ray.run_lock import hold_lock
@@ -121,9 +122,9 @@ class RunDir(RunFiles):
         write_atomically(self.config_file, dump_config(self.config))
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a row of metrics; non-finite numbers become null."""
+        """Adds a row of metrics; non-finite numbers become null. Raises MegatrainError."""
         line = json.dumps(_finite(row), allow_nan=False) + "\n"
-        with self.metrics_file.open("a", encoding="utf-8") as file:
+        with explained("write", self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(line)
 
     def _cut(self, step: int) -> None:

@@ -57,10 +57,7 @@ def record(path: Path, pids: Mapping[str, int]) -> None:
     started = {role: _start_ticks(pid) for role, pid in pids.items()}
     processes = [_Process(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
     values = {"place": asdict(_Place.here()), "processes": [asdict(process) for process in processes]}
-    try:
-        write_atomically(path / PROCESSES_NAME, json.dumps(values, indent=2) + "\n")
-    except OSError as error:
-        raise MegatrainError(f"cannot write {path / PROCESSES_NAME}: {error.strerror}") from error
+    write_atomically(path / PROCESSES_NAME, json.dumps(values, indent=2) + "\n")
 
 
 def await_end(path: Path, timeout_s: float = END_S) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from megatrain_ray.config_file import config_to_dict
+from megatrain_ray.controller import STEPS_AHEAD
 from megatrain_ray.crew import Crew
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.layout import FlatLayout
@@ -92,8 +93,8 @@ class RunningSave:
         self._parts.append(ray.get(call))
 
     def check_deadline(self) -> None:
-        """Raises DeadlineError when it takes longer than a step and the slowest disk would."""
-        limit_s = STEP_DEADLINE_S + transfer_deadline_s(self._prepared.plan.save_bytes)
+        """Raises DeadlineError when it takes longer than the steps before it and the slowest disk would."""
+        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._prepared.plan.save_bytes)
         if time.monotonic() - self._start_s > limit_s:
             raise DeadlineError(
                 f"the save of step {self.step} was not written within {limit_s:.0f} s: is the disk stuck?"
@@ -115,7 +116,7 @@ class RunningSave:
 
     def abandon(self) -> None:
         """Leaves nothing of it; updates do not wait for it any more."""
-        self._crew.abandon_save(self.step)
+        self._crew.abandon_save()
         ray.wait(self.calls, num_returns=len(self.calls), timeout=60.0) if self.calls else None
         abandon_save(self._saves, self.step)
 

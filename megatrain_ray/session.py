@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ from megatrain_ray.cluster import Daemons
 from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew, say
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
-from megatrain_ray.engine.save_cost import predict_stall_s
+from megatrain_ray.engine.save_cost import measure_copy, predict_stall_s
 from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
@@ -65,14 +66,14 @@ class Session:
         self._under_way: list[Any] = []
         self._last_row: dict[str, Any] = {}
         self._silence = Silence()
-        self._disk_bytes_per_s = 0.0
+        self._disk_bytes_per_s = self._copy_bytes_per_s = 0.0
 
     def train(self) -> tuple[int, float | None]:
         """Steps completed and the last one's loss, None when none ran.
 
         Raises InterruptedRunError, and MegatrainError for what failed.
         """
-        crew = Crew(self._prepared, self._daemons.check)
+        crew = Crew(self._prepared, self._daemons.check, partial(record, self._run.path))
         try:
             self._start(crew)
             with make_progress(self._prepared.config.train.steps, self._completed) as view:
@@ -93,8 +94,8 @@ class Session:
         if self._prepared.config.save_every is not None:
             check_save_room(self._prepared, self._run.saves, self._completed)
             self._disk_bytes_per_s = measure_disk(self._run.saves, self._prepared.plan.save_bytes)
+            self._copy_bytes_per_s = measure_copy()
         crew.start(self._data_arguments())
-        record(self._run.path, crew.pids)
         manifest = self._manifest
         crew.load(None if manifest is None else save_folder(self._run.saves, manifest.step), manifest)
         crew.begin(self._progress)
@@ -124,7 +125,8 @@ class Session:
     def _begin_save(self, crew: Crew, step: int) -> None:
         predicted_s = 0.0
         if step > self._completed and step < self._prepared.config.train.steps and self._last_row:
-            predicted_s = predict_stall_s(self._prepared.plan, self._last_row["step_s"], self._disk_bytes_per_s)
+            step_s = self._last_row["step_s"]
+            predicted_s = predict_stall_s(self._prepared.plan, step_s, self._disk_bytes_per_s, self._copy_bytes_per_s)
         try:
             self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
         except CapacityError as error:  # while running: nothing of the configuration is wrong
@@ -134,11 +136,8 @@ class Session:
 
     def _wait(self, crew: Crew, view: ProgressView) -> None:
         """Until a step or a part of the save ends, or a moment has passed."""
-        pids = crew.pids
         parts = self._save.calls if self._save else []
         ended = crew.wait([*self._under_way[:1], *parts], POLL_S)
-        if crew.pids != pids:
-            record(self._run.path, crew.pids)
         self._watch_silence(crew, ended)
         for call in ended:
             if self._under_way and call == self._under_way[0]:
@@ -194,10 +193,10 @@ class Session:
         if now_s - self._silence.told_s > SILENCE_S:
             self._silence.told_s = now_s
             say(f"still waiting for step {self._completed + 1}: {crew.whereabouts()}")
-        if now_s - self._silence.since_s > STEP_DEADLINE_S:
-            raise DeadlineError(
-                f"step {self._completed + 1} did not end within {STEP_DEADLINE_S:.0f} s: {crew.whereabouts()}"
-            )
+        # A save may hold a step up for as long as the disk needs.
+        limit_s = STEP_DEADLINE_S + (self._prepared.plan.update_deadline_s if self._save else 0.0)
+        if now_s - self._silence.since_s > limit_s:
+            raise DeadlineError(f"step {self._completed + 1} did not end within {limit_s:.0f} s: {crew.whereabouts()}")
 
     def _data_arguments(self) -> dict[str, Any]:
         config, plan = self._prepared.config, self._prepared.plan

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +20,10 @@ from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ShardLayout
-from megatrain_ray.engine.save_gate import SaveGate
+from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_loop import ShardLoop
+from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
@@ -74,14 +77,11 @@ class ShardWorker:
         self._arenas[state_arena(index)].populate(plan.num_shard_threads)
         self._words = HostWords(self._arenas[WORDS].buffer, len(self._layout.model.layers), plan.num_shards)
         self._shard = self._make_shard()
+        # A save with no step after it needs no copies.
+        budget = plan.save_copy_bytes // plan.num_shards if prepared.config.save_every else 0
+        self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
         # No other than a save holds updates up, and no longer than the disk needs.
-        self._gate = SaveGate(
-            self._shard,
-            self._words,
-            plan.layer_order,
-            plan.save_copy_bytes // plan.num_shards,
-            plan.update_deadline_s,
-        )
+        self._gate = SaveGate(self._shard, self._words, plan.layer_order, self._spare, plan.update_deadline_s)
 
     def _make_shard(self) -> AdamShard:
         plan, train = self._prepared.plan, self._prepared.config.train
@@ -122,11 +122,11 @@ class ShardWorker:
         """Fills this shard's part from a save, whatever the number of shards that wrote it."""
         asyncio.run(read_pieces(save_folder, manifest, self._pieces()))
 
-    def run(self, abandoned: int) -> None:
+    def run(self, abandoned: SaveAttempt) -> None:
         """Serves updates after those that the words say are done, until `stop`, and gives everything up then. Raises
         what went wrong in one.
 
-        `abandoned`: no update waits for a save of this or an earlier step.
+        `abandoned`: no update waits for this or an earlier save.
         """
         self._gate.abandon(abandoned)
         loop = ShardLoop(
@@ -137,32 +137,35 @@ class ShardWorker:
             self._prepared.plan.layer_order,
             self._gate,
         )
+        # Under the first steps: the copies of the first save would else wait for pages. A daemon, since a process that
+        # is to end must not wait for it.
+        threading.Thread(target=self._spare.populate, name="spare memory", daemon=True).start()
         loop.start()
         try:
             loop.join(timeout_s=None)
         finally:
             self._shard.close()
             self._holder.close()
+            self._spare.close()
 
     def stop(self) -> None:
         self._words.stop()
 
-    def write_part(self, save_folder: Path, step: int, compression: SaveCompression) -> WrittenPart:
+    def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """Writes this shard's part of the save of a step, each layer when it has had that step's update."""
         start_s = time.monotonic()
-        self._gate.begin(step)
+        save = self._gate.begin(attempt)
+        pieces, done = self._gate.pieces(save), partial(self._gate.done, save)
         try:
-            part = asyncio.run(
-                write_part(save_folder, self._index, self._gate.pieces(), done=self._gate.done, compression=compression)
-            )
+            part = asyncio.run(write_part(save_folder, self._index, pieces, done=done, compression=compression))
         except BaseException:
-            self._gate.abandon(step)
+            self._gate.leave(save)
             raise
-        return WrittenPart(part, self._gate.stall_s, time.monotonic() - start_s)
+        return WrittenPart(part, save.stall_s, time.monotonic() - start_s)
 
-    def abandon_save(self, step: int) -> None:
+    def abandon_save(self, attempt: SaveAttempt) -> None:
         """Updates do not wait for this save any more."""
-        self._gate.abandon(step)
+        self._gate.abandon(attempt)
 
     def _pieces(self) -> list[Piece]:
         return [piece for layer in range(len(self._layout.model.layers)) for piece in self._shard.pieces(layer)]

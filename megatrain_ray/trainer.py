@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,11 @@ from megatrain_ray.cluster import cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import say
 from megatrain_ray.data_worker import open_windows
-from megatrain_ray.errors import ConfigError, DamagedSaveError
+from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.batches import BatchStream
 from megatrain_ray.io.manifest import Manifest
-from megatrain_ray.io.save import list_saves, load_manifest, set_aside
+from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.logs import log_to
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.run_dir import RunDir
@@ -77,24 +78,29 @@ def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> TrainSum
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
     run.begin(plan.to_json(), manifest.step if manifest else 0)
-    with (
-        log_to(run.logs / "driver.log"),
-        Interrupts() as interrupts,
-        cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons,
-    ):
-        interrupts.listen()
-        for path in left:
-            log.info("deleted what a dead run left: %s", path)
-        while True:
-            step = manifest.step if manifest else 0
-            log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
-            try:
-                return TrainSummary(*Session(prepared, run, interrupts, daemons, manifest).train(), run.path)
-            except DamagedSaveError as damage:
-                _fall_back(run, step, damage)
-            manifest = _newest_save(run)
-            assert manifest is not None  # _fall_back leaves one
-            run.begin(plan.to_json(), manifest.step)
+    try:
+        with (
+            log_to(run.logs / "driver.log"),
+            Interrupts() as interrupts,
+            cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons,
+        ):
+            interrupts.listen()
+            for path in left:
+                log.info("deleted what a dead run left: %s", path)
+            while True:
+                step = manifest.step if manifest else 0
+                log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
+                try:
+                    return TrainSummary(*Session(prepared, run, interrupts, daemons, manifest).train(), run.path)
+                except DamagedSaveError as damage:
+                    _fall_back(run, step, damage)
+                await_end(run.path)  # the memory of two crews would not fit
+                manifest = _newest_save(run)
+                assert manifest is not None  # _fall_back leaves one
+                run.begin(plan.to_json(), manifest.step)
+    finally:
+        with suppress(MegatrainError, OSError):  # what ended the run is to be told
+            clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved
 
 
 def _newest_save(run: RunDir) -> Manifest | None:
@@ -108,7 +114,7 @@ def _newest_save(run: RunDir) -> Manifest | None:
 
 
 def _fall_back(run: RunDir, step: int, damage: DamagedSaveError) -> None:
-    """Puts a damaged save aside, so that training goes on from the one before. Raises DamagedSaveError when there is
+    """Sets a damaged save aside, so that training goes on from the one before. Raises DamagedSaveError when there is
     none."""
     earlier = [saved for saved in list_saves(run.saves) if saved < step]
     if not earlier:

@@ -8,13 +8,15 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.arena import HUGE_PAGE, MADV_POPULATE_WRITE, Arena, ArenaHandle, create_memfd, mapped_bytes
+from megatrain_ray.io.arena import HUGE_PAGE, MADV_POPULATE_WRITE, ArenaHandle, create_memfd, mapped_bytes
+from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 
 
 def mapped_names() -> str:
@@ -31,7 +33,8 @@ def resident_bytes(fd: int) -> int:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, HUGE_PAGE, HUGE_PAGE + 1])
 def test_any_size_can_be_mapped_and_is_zero(nbytes: int) -> None:
-    with Arena.create("sizes", nbytes) as arena:
+    with closing(ArenaHolder.create({"sizes": nbytes})) as holder:
+        arena = holder.map("sizes")
         assert len(arena.buffer) == mapped_bytes(nbytes) >= nbytes
         assert len(arena.buffer) % HUGE_PAGE == 0
         assert arena.handle.nbytes == nbytes
@@ -46,83 +49,90 @@ def test_an_arena_nobody_touched_takes_no_memory() -> None:
     os.close(fd)
 
 
-def write_in_a_process(handle: ArenaHandle) -> None:
-    with Arena.attach(handle) as arena:
-        assert arena.buffer[0] == 1
-        arena.buffer[1] = 2
+def write_in_a_process(handles: Handles) -> None:
+    with closing(ArenaHolder.adopt([handles])) as holder:
+        buffer = holder.map("shared").buffer
+        assert buffer[0] == 1
+        buffer[1] = 2
 
 
 def test_another_process_sees_and_writes_the_same_bytes() -> None:
-    with Arena.create("shared", 100) as arena:
-        arena.buffer[0] = 1
-        child = multiprocessing.get_context("spawn").Process(target=write_in_a_process, args=(arena.handle,))
+    with closing(ArenaHolder.create({"shared": 100})) as holder:
+        buffer = holder.map("shared").buffer
+        buffer[0] = 1
+        child = multiprocessing.get_context("spawn").Process(target=write_in_a_process, args=(holder.handles,))
         child.start()
         child.join()
         assert child.exitcode == 0
-        assert arena.buffer[1] == 2
+        assert buffer[1] == 2
 
 
 def test_a_holder_that_maps_nothing_is_enough() -> None:
-    fd = create_memfd("held", 10)
-    handle = pickle.loads(pickle.dumps(ArenaHandle(os.getpid(), fd, 10, "held")))
-    with Arena.attach(handle) as first:
-        first.buffer[3] = 9
-    assert "/memfd:held" not in mapped_names()
-    with Arena.attach(handle) as second:
-        assert second.buffer[3] == 9, "the arena outlives those who map it"
-    os.close(fd)
+    with closing(ArenaHolder.create({"held": 10})) as owner:
+        handles = pickle.loads(pickle.dumps(owner.handles))
+        with closing(ArenaHolder.adopt([handles])) as first:
+            first.map("held").buffer[3] = 9
+        assert "-held" not in mapped_names()
+        with closing(ArenaHolder.adopt([handles])) as second:
+            assert second.map("held").buffer[3] == 9, "the arena outlives those who map it"
 
 
 def test_the_memory_outlives_its_holder_while_it_is_attached() -> None:
-    owner = Arena.create("orphan", 10)
-    attached = Arena.attach(owner.handle)
-    owner.buffer[0] = 5
+    owner = ArenaHolder.create({"orphan": 10})
+    handles = owner.handles
+    with closing(ArenaHolder.adopt([handles])) as peer:
+        attached = peer.map("orphan")
+    owner.map("orphan").buffer[0] = 5
     owner.close()
     assert attached.buffer[0] == 5
-    with pytest.raises(MegatrainError, match="cannot attach arena orphan"):
-        Arena.attach(owner.handle)
-    attached.close()
+    with pytest.raises(MegatrainError, match=r"cannot attach arena megatrain-[0-9a-f]{8}-orphan"):
+        ArenaHolder.adopt([handles])
 
 
 def test_a_dead_holder_is_named() -> None:
     pid = int(subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True).stdout)
     with pytest.raises(MegatrainError, match=rf"arena state-0 \(64 bytes\) of process {pid}: .*No such file"):
-        Arena.attach(ArenaHandle(pid, 3, 64, "state-0"))
+        ArenaHolder.adopt([{"state-0": ArenaHandle(pid, 3, 64, "state-0")}])
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("oth", 10), ("other", 3 * HUGE_PAGE)])
 def test_something_else_behind_the_handle_is_refused(name: str, nbytes: int) -> None:
     before = open_files()
-    with Arena.create("other", 10) as arena:
-        stale = ArenaHandle(arena.handle.pid, arena.handle.fd, nbytes, name)
+    fd = create_memfd("other", 10)
+    try:
+        stale = ArenaHandle(os.getpid(), fd, nbytes, name)
         with pytest.raises(MegatrainError, match=f"cannot attach arena {name} .* is /memfd:other"):
-            Arena.attach(stale)
+            ArenaHolder.adopt([{"other": stale}])
+    finally:
+        os.close(fd)
     assert open_files() == before
 
 
 def test_close_leaves_nothing_behind() -> None:
     before = open_files()
-    arena = Arena.create("closing", 10)
-    attached = Arena.attach(arena.handle)
-    assert mapped_names().count("/memfd:closing") == 2
-    for one in (attached, arena, arena):
+    owner = ArenaHolder.create({"closing": 10})
+    peer = ArenaHolder.adopt([owner.handles])
+    arenas = [owner.map("closing"), peer.map("closing")]
+    assert mapped_names().count("-closing") == 2
+    for one in (*arenas, *arenas, peer, owner, owner):
         one.close()
-    assert "/memfd:closing" not in mapped_names()
+    assert "-closing" not in mapped_names()
     assert open_files() == before
-    with pytest.raises(MegatrainError, match="arena closing is closed"):
-        _ = attached.buffer
+    with pytest.raises(MegatrainError, match=r"arena megatrain-[0-9a-f]{8}-closing is closed"):
+        _ = arenas[-1].buffer
 
 
 def test_a_tensor_keeps_the_memory_mapped_after_close() -> None:
     before = open_files()
-    arena = Arena.create("viewed", 10)
+    with closing(ArenaHolder.create({"viewed": 10})) as holder:
+        arena = holder.map("viewed")
     tensor = torch.frombuffer(arena.buffer, dtype=torch.float32)
     arena.close()
     tensor[2] = 3.0
     assert tensor[2] == 3.0
     del tensor, arena
     gc.collect()
-    assert "/memfd:viewed" not in mapped_names()
+    assert "-viewed" not in mapped_names()
     assert open_files() == before
 
 
@@ -131,7 +141,8 @@ def test_populate_takes_the_memory_and_keeps_what_is_there(advice: int, monkeypa
     monkeypatch.setattr("megatrain_ray.io.arena.MADV_POPULATE_WRITE", advice)  # 12345: a kernel that does not know it
     monkeypatch.setattr("megatrain_ray.io.arena.POPULATE_BYTES", HUGE_PAGE)
     nbytes = 3 * HUGE_PAGE + 5
-    with Arena.create("populated", nbytes) as arena:
+    with closing(ArenaHolder.create({"populated": nbytes})) as holder:
+        arena = holder.map("populated")
         arena.buffer[HUGE_PAGE] = 7
         arena.populate(2)
         assert resident_bytes(arena.handle.fd) >= nbytes
@@ -141,10 +152,10 @@ def test_populate_takes_the_memory_and_keeps_what_is_there(advice: int, monkeypa
 
 def test_populate_says_what_it_could_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain_ray.io.arena.MADV_POPULATE_WRITE", 1000)
-    with Arena.create("small", 0) as empty:
-        empty.populate(1)  # nothing to take, nothing asked of the kernel
-    with Arena.create("gone", HUGE_PAGE) as arena:
+    with closing(ArenaHolder.create({"small": 0, "gone": HUGE_PAGE})) as holder:
+        holder.map("small").populate(1)  # nothing to take, nothing asked of the kernel
+        arena = holder.map("gone")
         os.truncate(arena.handle.fd, 0)
         monkeypatch.setattr("megatrain_ray.io.arena.MADV_POPULATE_WRITE", MADV_POPULATE_WRITE)
-        with pytest.raises(MegatrainError, match=f"cannot take {HUGE_PAGE} bytes of RAM for arena gone"):
+        with pytest.raises(MegatrainError, match=f"cannot take {HUGE_PAGE} bytes of RAM for arena .*-gone"):
             arena.populate(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from megatrain_ray.arena_owner import WORKING, arena_sizes
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.save_gate import NO_ATTEMPT
 from megatrain_ray.gpu_worker import GpuWorker, Progress
-from megatrain_ray.io.arena import Arena
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.planning import Prepared, prepare
@@ -73,7 +74,7 @@ async def run(ready: Prepared, handles: Handles, calls: Sequence[int], *, poison
     await worker.start(Progress(0, 0))
     async with asyncio.TaskGroup() as tasks:
         for shard in shards:
-            tasks.create_task(asyncio.to_thread(shard.run, 0))
+            tasks.create_task(asyncio.to_thread(shard.run, NO_ATTEMPT))
         try:
             async with asyncio.timeout(20):
                 results = await asyncio.gather(*(worker.step(step, save=False) for step in calls))
@@ -89,8 +90,8 @@ async def run(ready: Prepared, handles: Handles, calls: Sequence[int], *, poison
 
 def poison_a_weight(ready: Prepared, handles: Handles) -> None:
     layout = ready.structure.layout(ready.plan.num_fragments)
-    with Arena.attach(handles[WORKING]) as arena:
-        working = torch.frombuffer(arena.buffer, dtype=torch.float32)
+    with closing(ArenaHolder.adopt([handles])) as holder:
+        working = torch.frombuffer(holder.map(WORKING).buffer, dtype=torch.float32)
         head = working[layout.starts[-1] :][: layout.layers[-1].size]
         layout.layers[-1].view(head, "model.norm.weight")[0] = math.inf
 

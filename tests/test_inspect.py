@@ -90,12 +90,12 @@ def test_a_damaged_save_is_named_and_exits_1_though_the_newest_is_good(
     assert "part_0.m is damaged: m of embed" in verdict[2]
 
 
-def test_a_damaged_manifest_and_a_save_put_aside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_manifest_and_a_save_set_aside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (3, 4, 5):
         save(run / "saves", step)
     set_aside(run / "saves", 5)
     flip(run / "saves" / "step_4" / "manifest.json", 10)
     assert main(["inspect", str(run)]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"^  step_5.damaged .* KiB, set aside$", out, re.MULTILINE)
+    assert re.search(r"^  step_5.damaged .* KiB, set aside: nothing reads or deletes it$", out, re.MULTILINE)
     assert re.search(r"step 4: DAMAGED\n  .*step_4/manifest.json is damaged: .*\n  step 3: good\n$", out)

@@ -77,7 +77,7 @@ def test_an_abandoned_save_leaves_nothing_and_a_finished_one_cannot_be_abandoned
     assert read_save(tmp_path, 1) == state
 
 
-def test_a_damaged_save_is_put_aside_and_its_step_can_be_saved_again(tmp_path: Path) -> None:
+def test_a_damaged_save_is_set_aside_and_its_step_can_be_saved_again(tmp_path: Path) -> None:
     state = make_state("bf16")
     write_save(tmp_path, 1, state)
     for name in ("step_2.damaged", "step_2.damaged.2", "step_2.damaged.3"):
@@ -115,7 +115,7 @@ def test_a_save_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
         file.write(b"!")
     with pytest.raises(MegatrainError, match=r"part_1.v has another size") as caught:
         commit_save(tmp_path, 1, make_manifest(parts))
-    assert not isinstance(caught.value, DamagedSaveError), "the save that was restored would be put aside"
+    assert not isinstance(caught.value, DamagedSaveError), "the save that was restored would be set aside"
     (folder / "part_1.v").unlink()
     with pytest.raises(MegatrainError, match=r"part_1.v: No such file"):
         commit_save(tmp_path, 1, make_manifest(parts))

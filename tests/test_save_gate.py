@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
+from torch import Tensor
 
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
-from megatrain_ray.engine.save_gate import SaveGate
+from megatrain_ray.engine.save_gate import GatedSave, SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import UpdateHeader
+from megatrain_ray.engine.spare_memory import PAGE, SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.pieces import Piece
 
@@ -22,6 +24,10 @@ PIECE_BYTES = 8
 LAYER_BYTES = 2 * PIECE_BYTES
 KINDS = ("m", "v")
 WAIT_S = 30.0
+
+
+def attempt(step: int, number: int | None = None) -> SaveAttempt:
+    return SaveAttempt(step, step if number is None else number)
 
 
 def layout() -> ShardLayout:
@@ -43,9 +49,16 @@ class FakeShard:
         for kind in KINDS:
             yield Piece(f"layers.{layer}", kind, 0, 2, [memoryview(self.state[layer, kind])])
 
-    def copy_layer(self, layer: int) -> list[Piece]:
+    def copy_bytes(self, layer: int) -> int:
+        return LAYER_BYTES
+
+    def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
         self.copied.append(layer)
-        return [piece._replace(buffers=[memoryview(bytearray(piece.buffers[0]))]) for piece in self.pieces(layer)]
+        pieces = list(self.pieces(layer))
+        buffers = [memory.numpy().data[i * PIECE_BYTES : (i + 1) * PIECE_BYTES] for i in range(len(pieces))]
+        for piece, buffer in zip(pieces, buffers, strict=True):
+            buffer[:] = piece.buffers[0]
+        return [piece._replace(buffers=[buffer]) for piece, buffer in zip(pieces, buffers, strict=True)]
 
     def write(self, layer: int, generation: int) -> None:
         for kind in KINDS:
@@ -82,27 +95,29 @@ class Run:
 
 
 @contextmanager
-def running(copy_bytes: int = 0, timeout_s: float = WAIT_S) -> Iterator[Run]:
+def running(num_copies: int = 0, timeout_s: float = WAIT_S) -> Iterator[Run]:
     words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(NUM_LAYERS, 1))), NUM_LAYERS, 1)
     words.reset(0)
     shard = FakeShard()
-    gate = SaveGate(shard, words, range(NUM_LAYERS), copy_bytes, timeout_s)  # type: ignore[arg-type]
+    spare = SpareMemory([LAYER_BYTES] * NUM_LAYERS, num_copies * PAGE)
+    gate = SaveGate(shard, words, range(NUM_LAYERS), spare, timeout_s)  # type: ignore[arg-type]
     with ThreadPoolExecutor(4) as pool:
         try:
             yield Run(gate, shard, words, pool)
         finally:
             words.stop()
-            gate.abandon(1 << 40)
+            gate.abandon(attempt(1 << 40))
+            spare.close()
 
 
-def read(run: Run, pieces: Iterator[Piece], num: int) -> list[int]:
+def read(run: Run, save: GatedSave, pieces: Iterator[Piece], num: int) -> list[int]:
     """The generations of the next `num` pieces, which are then done with."""
     found = []
     for _ in range(num):
         piece = next(pieces)
         (value,) = set(piece.buffers[0])
         found.append(value)
-        run.gate.done(piece)
+        run.gate.done(save, piece)
     return found
 
 
@@ -114,70 +129,102 @@ def test_updates_that_no_save_wants_are_not_held_up() -> None:
 
 
 def test_a_layer_is_overwritten_only_after_it_was_written() -> None:
+    last = NUM_LAYERS - 1  # the first to be written, since its next update comes last
     with running() as run:
         run.update_all(1, save=True)
         run.commit(2, save=False)
-        overwriting = run.in_thread(lambda: run.update(0, 2))
-        run.gate.begin(1)
-        pieces = run.gate.pieces()
-        assert read(run, pieces, 1) == [1]
+        overwriting = run.in_thread(lambda: run.update(last, 2))
+        save = run.gate.begin(attempt(1))
+        pieces = run.gate.pieces(save)
+        assert read(run, save, pieces, 1) == [1]
         assert not overwriting.done(), "half a layer was written"
-        assert read(run, pieces, 1) == [1]
+        assert read(run, save, pieces, 1) == [1]
         overwriting.result(WAIT_S)
-        others = [run.in_thread(lambda layer=layer: run.update(layer, 2)) for layer in (1, 2)]
-        assert read(run, pieces, 4) == [1] * 4
+        others = [run.in_thread(lambda layer=layer: run.update(layer, 2)) for layer in range(last)]
+        assert read(run, save, pieces, 4) == [1] * 4
         for other in others:
             other.result(WAIT_S)
         assert next(pieces, None) is None
-        assert run.gate.stall_s > 0
+        assert save.stall_s > 0
+
+
+def test_copies_are_made_ahead_of_the_writer() -> None:
+    """It reads the layer whose update comes last, so that the others need not wait for what is being read."""
+    with running(num_copies=NUM_LAYERS) as run:
+        run.update_all(1, save=True)
+        save = run.gate.begin(attempt(1))
+        pieces = run.gate.pieces(save)
+        being_read = next(pieces)
+        run.commit(2, save=False)
+        for layer in range(NUM_LAYERS - 1):
+            run.update(layer, 2)
+        assert run.shard.copied == list(range(NUM_LAYERS - 1))
+        run.gate.done(save, being_read)
+        last = run.in_thread(lambda: run.update(NUM_LAYERS - 1, 2))
+        assert read(run, save, pieces, 5) == [1] * 5
+        last.result(WAIT_S)
+
+
+def test_what_an_update_waits_for_is_written_next() -> None:
+    with running() as run:
+        run.update_all(1, save=True)
+        save = run.gate.begin(attempt(1))
+        run.commit(2, save=False)
+        waiting = run.in_thread(lambda: run.update(0, 2))
+        while save.wanted is None:
+            assert not waiting.done()
+        pieces = run.gate.pieces(save)
+        assert read(run, save, pieces, 2) == [1, 1]
+        waiting.result(WAIT_S)
+        assert read(run, save, pieces, 4) == [1] * 4
 
 
 def test_with_spare_ram_nothing_waits() -> None:
-    with running(copy_bytes=NUM_LAYERS * LAYER_BYTES) as run:
+    with running(num_copies=NUM_LAYERS) as run:
         run.update_all(1, save=True)
-        run.gate.begin(1)
+        save = run.gate.begin(attempt(1))
         run.update_all(2, save=False)
         run.update_all(3, save=False)
-        pieces = run.gate.pieces()
-        assert read(run, pieces, 6) == [1] * 6
+        pieces = run.gate.pieces(save)
+        assert read(run, save, pieces, 6) == [1] * 6
         assert run.shard.copied == [0, 1, 2]
 
 
 def test_copies_stay_within_their_budget() -> None:
-    with running(copy_bytes=LAYER_BYTES) as run:
+    with running(num_copies=1) as run:
         run.update_all(1, save=True)
-        run.gate.begin(1)
+        save = run.gate.begin(attempt(1))
         run.commit(2, save=False)
         run.update(0, 2)
         waiting = run.in_thread(lambda: run.update(1, 2))
-        pieces = run.gate.pieces()
-        assert read(run, pieces, 2) == [1, 1]
+        pieces = run.gate.pieces(save)
+        assert read(run, save, pieces, 2) == [1, 1]
         assert not waiting.done() or run.shard.copied == [0, 1], "the copy of layer 0 is gone: there is room again"
-        assert read(run, pieces, 2) == [1, 1]
+        assert read(run, save, pieces, 2) == [1, 1]
         waiting.result(WAIT_S)
-        assert read(run, pieces, 2) == [1, 1]
+        assert read(run, save, pieces, 2) == [1, 1]
         assert run.shard.copied in ([0], [0, 1])
 
 
 def test_the_writer_waits_for_updates_that_have_not_been_made() -> None:
     with running() as run:
-        run.gate.begin(1)
-        pieces = run.gate.pieces()
-        first = run.in_thread(lambda: read(run, pieces, 2))
+        save = run.gate.begin(attempt(1))
+        pieces = run.gate.pieces(save)
+        first = run.in_thread(lambda: read(run, save, pieces, 2))
         assert not first.done()
         run.update_all(1, save=True)
         assert first.result(WAIT_S) == [1, 1]
 
 
 def test_the_update_waits_for_a_save_that_has_not_begun() -> None:
-    with running(copy_bytes=NUM_LAYERS * LAYER_BYTES) as run:
+    with running(num_copies=NUM_LAYERS) as run:
         run.update_all(1, save=True)
         run.commit(2, save=False)
         ahead = run.in_thread(lambda: run.update(0, 2))
         assert run.words.generation(0) == 1
-        run.gate.begin(1)
+        save = run.gate.begin(attempt(1))
         ahead.result(WAIT_S)
-        assert read(run, run.gate.pieces(), 2) == [1, 1]
+        assert read(run, save, run.gate.pieces(save), 2) == [1, 1]
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -187,9 +234,9 @@ def test_nobody_waits_for_an_abandoned_save(begun: bool) -> None:
         run.commit(2, save=False)
         waiting = run.in_thread(lambda: run.update(0, 2))
         if begun:
-            run.gate.begin(1)
-            pieces = run.gate.pieces()
-        run.gate.abandon(1)
+            save = run.gate.begin(attempt(1))
+            pieces = run.gate.pieces(save)
+        run.gate.abandon(attempt(1))
         waiting.result(WAIT_S)
         if begun:
             with pytest.raises(MegatrainError, match="the save of step 1 was abandoned"):
@@ -197,11 +244,11 @@ def test_nobody_waits_for_an_abandoned_save(begun: bool) -> None:
 
 
 def test_the_next_save_is_another_one() -> None:
-    with running(copy_bytes=NUM_LAYERS * LAYER_BYTES) as run:
+    with running(num_copies=NUM_LAYERS) as run:
         for update in (1, 2, 3):
             run.update_all(update, save=True)
-            run.gate.begin(update)
-            assert read(run, run.gate.pieces(), 6) == [update] * 6
+            save = run.gate.begin(attempt(update))
+            assert read(run, save, run.gate.pieces(save), 6) == [update] * 6
         assert run.shard.copied == []
 
 
@@ -211,7 +258,7 @@ def test_a_save_that_does_not_get_on_is_named() -> None:
         run.commit(2, save=False)
         with pytest.raises(DeadlineError, match="optimizer shard 0 waited 0 s for the save of step 1 to begin"):
             run.update(0, 2)
-        run.gate.begin(1)
+        run.gate.begin(attempt(1))
         with pytest.raises(DeadlineError, match="for layer 0 of the save of step 1 to be written"):
             run.update(0, 2)
 
@@ -224,3 +271,56 @@ def test_stopping_ends_the_wait() -> None:
         run.words.stop()
         with pytest.raises(MegatrainError, match="stopped"):
             waiting.result(WAIT_S)
+
+
+def test_the_writer_of_an_abandoned_save_does_not_disturb_the_next_one() -> None:
+    with running(num_copies=NUM_LAYERS) as run:
+        run.update_all(1, save=True)
+        old = run.gate.begin(attempt(1))
+        run.update_all(2, save=True)
+        late = next(run.gate.pieces(old))
+        run.gate.abandon(attempt(1))
+        new = run.gate.begin(attempt(2))
+        pieces = run.gate.pieces(new)
+        first = next(pieces)
+        run.gate.done(old, late)
+        run.commit(3, save=False)
+        waiting = run.in_thread(lambda: run.update(0, 3))
+        run.gate.done(new, first)
+        assert read(run, new, pieces, 5) == [2] * 5
+        waiting.result(WAIT_S)
+
+
+def test_abandoned_copies_make_room_for_the_next_save() -> None:
+    with running(num_copies=NUM_LAYERS) as run:
+        for update in (1, 2, 3):
+            run.update_all(update, save=True)
+            run.gate.begin(attempt(update))
+            run.update_all(update + 1, save=False) if update == 3 else None
+            run.gate.abandon(attempt(update))
+        assert run.shard.copied == [0, 1, 2]
+        run.update_all(5, save=True)
+        save = run.gate.begin(attempt(5))
+        run.update_all(6, save=False)
+        assert read(run, save, run.gate.pieces(save), 6) == [5] * 6
+        assert run.shard.copied == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_second_attempt_is_not_hit_by_what_ends_the_first() -> None:
+    with running() as run:
+        run.update_all(1, save=True)
+        first = run.gate.begin(attempt(1, number=0))
+        second = run.gate.begin(attempt(1, number=1))
+        run.gate.abandon(attempt(1, number=0))
+        run.gate.leave(first)
+        assert read(run, second, run.gate.pieces(second), 6) == [1] * 6
+        assert first.abandoned and not second.abandoned
+
+
+def test_a_save_that_was_abandoned_before_it_began_stays_so() -> None:
+    with running() as run:
+        run.update_all(1, save=True)
+        run.gate.abandon(attempt(1))
+        with pytest.raises(MegatrainError, match="the save of step 1 was abandoned"):
+            run.gate.begin(attempt(1))
+        run.update_all(2, save=False)

@@ -20,6 +20,7 @@ from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.shard_loop import ShardLoop
+from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from tests.shards import (
     Dictionary,
@@ -58,7 +59,7 @@ def wait_generation(words: HostWords, layer: int, generation: int, num_shards: i
 
 
 def gate_of(shard: AdamShard, words: HostWords, order: tuple[int, ...]) -> SaveGate:
-    return SaveGate(shard, words, order, copy_bytes=0, timeout_s=WAIT_S)
+    return SaveGate(shard, words, order, SpareMemory([], 0), timeout_s=WAIT_S)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from enum import IntEnum
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io import atomics, compiled
-from megatrain_ray.io.arena import Arena, ArenaHandle
+from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.atomics import Atomics, CompiledAtomics, X86Atomics
 from megatrain_ray.io.compiled import CompileError
 from megatrain_ray.io.words import Words
@@ -90,9 +91,9 @@ def until_asleep(thread: threading.Thread) -> None:
         pass
 
 
-def echo(handle: ArenaHandle, kind: Kind, rounds: int) -> None:
-    with Arena.attach(handle) as arena:
-        words = Words(arena.buffer, NUM_WORDS, kind())
+def echo(handles: Handles, kind: Kind, rounds: int) -> None:
+    with closing(ArenaHolder.adopt([handles])) as holder:
+        words = Words(holder.map("words").buffer, NUM_WORDS, kind())
         for i in range(1, rounds + 1):
             words.wait_at_least(0, i, WAIT_S)
             words.add(2, 1)
@@ -104,9 +105,9 @@ def echo(handle: ArenaHandle, kind: Kind, rounds: int) -> None:
 def test_no_wake_up_is_lost_between_processes(kind: Kind, other: Kind) -> None:
     """Each round waits for the other side's word: one lost wake-up and the deadline passes. Kinds may be mixed."""
     rounds = 2000
-    with Arena.create("words", 8 * NUM_WORDS) as arena:
-        words = Words(arena.buffer, NUM_WORDS, kind())
-        child = multiprocessing.get_context("spawn").Process(target=echo, args=(arena.handle, other, rounds))
+    with closing(ArenaHolder.create({"words": 8 * NUM_WORDS})) as holder:
+        words = Words(holder.map("words").buffer, NUM_WORDS, kind())
+        child = multiprocessing.get_context("spawn").Process(target=echo, args=(holder.handles, other, rounds))
         child.start()
         for i in range(1, rounds + 1):
             words.store(0, i)
@@ -115,12 +116,11 @@ def test_no_wake_up_is_lost_between_processes(kind: Kind, other: Kind) -> None:
         child.join()
         assert child.exitcode == 0
         assert words.load(2) == 2 * rounds
-        del words
 
 
-def count(handle: ArenaHandle, kind: Kind, times: int) -> None:
-    with Arena.attach(handle) as arena:
-        words, atomic = Words(arena.buffer, NUM_WORDS, kind()), kind()
+def count(handles: Handles, kind: Kind, times: int) -> None:
+    with closing(ArenaHolder.adopt([handles])) as holder:
+        words, atomic = Words(holder.map("words").buffer, NUM_WORDS, kind()), kind()
         address = words._at(1)
         words.add(0, 1)
         words.wait_at_least(0, 2, WAIT_S)
@@ -131,14 +131,14 @@ def count(handle: ArenaHandle, kind: Kind, times: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_addition_is_lost_between_processes(kind: Kind) -> None:
     context, times = multiprocessing.get_context("spawn"), 500_000
-    with Arena.create("words", 8 * NUM_WORDS) as arena:
-        children = [context.Process(target=count, args=(arena.handle, kind, times)) for _ in range(2)]
+    with closing(ArenaHolder.create({"words": 8 * NUM_WORDS})) as holder:
+        children = [context.Process(target=count, args=(holder.handles, kind, times)) for _ in range(2)]
         for child in children:
             child.start()
         for child in children:
             child.join()
         assert [child.exitcode for child in children] == [0, 0]
-        assert Words(arena.buffer, NUM_WORDS).load(1) == 2 * times
+        assert Words(holder.map("words").buffer, NUM_WORDS).load(1) == 2 * times
 
 
 def test_memory_that_cannot_hold_the_words_is_refused() -> None:

@@ -1,0 +1,197 @@
+"""What is killed, in which phase: the table of the campaign."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from benchmarks.kill_campaign.live_run import Moment, SaveSight
+from benchmarks.kill_campaign.phases import Phase, at_random, attaching, by_saves, by_stack, by_title, by_words
+from benchmarks.kill_campaign.processes import Actor, Role
+from benchmarks.kill_campaign.strike import Blow
+
+SAVE_KEEP = 2
+
+
+class Variant(Enum):
+    """A configuration; one undisturbed run of each is what all killed ones must equal."""
+
+    CLIPPED = "bf16, exact clipping: updates under the next step's forward"
+    UNCLIPPED = "fp32, no clipping: updates under the backward"
+    TIGHT = "bf16, little device memory: layers recomputed, sums of gradients wait on the host"
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Of the configuration, as `tests.runs.config` takes them."""
+        changes: dict[str, Any] = {"train__precision": "bf16", "train__steps": 250}
+        if self is Variant.UNCLIPPED:
+            changes |= {"train__precision": "fp32", "train__clip": None, "train__steps": 120}
+        elif self is Variant.TIGHT:
+            changes |= {"hardware__hbm_limit": 42_000_000, "train__steps": 30}
+            changes |= {"train__batch_size": 32, "data__seq_len": 128}
+        return changes
+
+
+class Needs(Enum):
+    """What the run directory must hold when the command starts."""
+
+    ANYTHING = "the command may be running already"
+    NO_SAVE = "no save: weights are made"
+    A_SAVE = "a save: weights are restored"
+
+
+class Outcome(Enum):
+    """What a death must lead to."""
+
+    REPLACED = "another one in its place within the run"
+    ENDED = "exit 1 with one clear message; the same command resumes"
+    SILENT = "the same command resumes"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kill, or several in a row."""
+
+    blows: tuple[Blow, ...]
+    variant: Variant = Variant.CLIPPED
+    needs: Needs = Needs.ANYTHING
+
+    @property
+    def name(self) -> str:
+        return ", then ".join(f"{'+'.join(map(str, blow.actors))}/{blow.phase.name}" for blow in self.blows)
+
+    @property
+    def roles(self) -> set[Role]:
+        return {actor.role for blow in self.blows for actor in blow.actors}
+
+    @property
+    def outcome(self) -> Outcome:
+        if Role.DRIVER in self.roles:
+            return Outcome.SILENT
+        return Outcome.REPLACED if self.roles <= {Role.SHARD, Role.OWNER} else Outcome.ENDED
+
+
+SHARD_0, SHARD_1 = Actor(Role.SHARD, 0), Actor(Role.SHARD, 1)
+NEW_SHARD, OWNER, GPU, DATA = Actor(Role.SHARD), Actor(Role.OWNER), Actor(Role.GPU), Actor(Role.DATA)
+DRIVER, GCS, RAYLET = Actor(Role.DRIVER), Actor(Role.GCS), Actor(Role.RAYLET)
+
+IN_STEP = by_title("in a step", "GpuActor.step", GPU, early=False)
+BACKWARD = by_words("backward, some gradients landed", lambda m: 0 < m.num_landed < len(m.landed))
+LANDED = by_words("all gradients landed, update not committed", lambda m: m.num_landed == len(m.landed))
+UPDATE = by_words("update committed, not done", lambda m: min(map(min, m.generation)) < m.committed)
+FORWARD = by_words("forward, updates done", lambda m: m.num_landed == 0 and min(map(min, m.generation)) == m.committed)
+SAVING = by_saves("a save being written", lambda s: s.writing and s.num_bytes > 0)
+MAKING = by_title("weights being made", "ShardWorker.initialize", SHARD_0)
+RESTORING = by_title("weights being restored", "ShardWorker.restore", SHARD_0)
+STARTING = by_title("the engine being built", "GpuActor.start", GPU)
+
+
+def mid_layer(shard: int, layer: int) -> Phase:
+    return by_words(f"mid-update of layer {layer}", lambda m: m.torn(shard) == layer)
+
+
+def between_layers(shard: int) -> Phase:
+    def holds(moment: Moment) -> bool:
+        generation = moment.generation[shard]
+        return moment.torn(shard) is None and min(generation) < moment.committed == max(generation)
+
+    return by_words("between two layers of an update", holds)
+
+
+def save_lines(whole_bytes: int) -> Iterator[Phase]:
+    """The lines of a save as its folder shows them. `whole_bytes`: of all blobs of one save."""
+
+    def of(name: str, holds: Callable[[SaveSight], bool]) -> Phase:
+        return by_saves(f"save: {name}", holds)
+
+    yield of("folder without blobs", lambda s: s.writing and s.num_blobs == 0)
+    yield of("blobs growing", lambda s: s.writing and 0 < s.num_bytes < whole_bytes)
+    yield of("blobs whole, no manifest", lambda s: s.num_bytes == whole_bytes and not s.partial_manifest)
+    yield of("manifest not yet renamed", lambda s: s.partial_manifest)
+    yield of("manifest there, older save not yet deleted", lambda s: len(s.committed) > SAVE_KEEP)
+    yield of("older save half deleted", lambda s: s.num_blobs > 0 and not s.writing)
+
+
+def table(source: random.Random, num_layers: int, whole_bytes: int, num_random: int) -> Iterator[Case]:
+    """All cases. `source` chooses updates, layers and the moments of the kills at random."""
+
+    def case(*actors: Actor, at: Phase, **more: Any) -> Case:
+        return Case((Blow(actors, at, source.randint(1, 6)),), **more)
+
+    yield from _of_starts(case)
+    yield from _of_steps(case, source, num_layers)
+    yield from _of_saves(case, whole_bytes)
+    yield from _of_others(case, num_layers)
+    for k in range(num_random):
+        actor = source.choice((DRIVER, GPU, DATA, OWNER, SHARD_0, SHARD_1))
+        early = k % 4 == 3
+        yield case(actor if not early else DRIVER, at=at_random(source.uniform(0, 12 if early else 4), early=early))
+
+
+def _of_starts(case: Callable[..., Case]) -> Iterator[Case]:
+    for actor in (SHARD_0, GPU, DATA, OWNER, DRIVER):
+        yield case(actor, at=MAKING, needs=Needs.NO_SAVE)
+        yield case(actor, at=RESTORING, needs=Needs.A_SAVE)
+    for actor in (GPU, DRIVER, OWNER, SHARD_1):
+        yield case(actor, at=STARTING, needs=Needs.A_SAVE)
+    yield case(DRIVER, at=by_stack("planning", "planning.py", "prepare", early=True), needs=Needs.A_SAVE)
+    yield case(DRIVER, at=by_stack("starting Ray", "cluster.py", "_init", early=True), needs=Needs.A_SAVE)
+    yield case(DRIVER, at=by_stack("starting actors", "crew.py", "start", early=True), needs=Needs.A_SAVE)
+    yield case(NEW_SHARD, at=attaching(), needs=Needs.A_SAVE)
+
+
+def _of_steps(case: Callable[..., Case], source: random.Random, num_layers: int) -> Iterator[Case]:
+    for layer in (0, source.randrange(1, num_layers - 1), num_layers - 1):
+        shard = source.randrange(2)
+        yield case(Actor(Role.SHARD, shard), at=mid_layer(shard, layer))
+    yield case(SHARD_0, at=between_layers(0))
+    yield case(SHARD_1, at=FORWARD)
+    yield case(SHARD_0, at=BACKWARD)
+    yield case(SHARD_0, SHARD_1, at=mid_layer(0, source.randrange(num_layers)))
+    for phase in (FORWARD, BACKWARD, UPDATE):
+        yield case(OWNER, at=phase)
+    yield case(OWNER, SHARD_1, at=mid_layer(1, source.randrange(num_layers)))
+    yield case(OWNER, SHARD_0, SHARD_1, at=UPDATE)
+    yield case(GPU, at=by_stack("forward", "step.py", "_forward", near=IN_STEP))
+    yield case(GPU, at=by_stack("loss", "loss.py", "chunked_loss", near=IN_STEP))
+    yield case(GPU, at=by_stack("backward", "step.py", "_backward", near=IN_STEP))
+    yield case(GPU, at=by_stack("adding up gradients", "gradients.py", "add", near=IN_STEP))
+    yield case(GPU, at=by_stack("norms", "gradients.py", "finish", near=BACKWARD))
+    yield case(GPU, at=by_stack("copy to the device", "cpu_device.py", "work", thread="h2d", near=IN_STEP))
+    yield case(GPU, at=by_stack("copy to the host", "cpu_device.py", "work", thread="d2h", near=IN_STEP))
+    for phase in (BACKWARD, LANDED, UPDATE):
+        yield case(GPU, at=phase)
+
+
+def _of_saves(case: Callable[..., Case], whole_bytes: int) -> Iterator[Case]:
+    for phase in save_lines(whole_bytes):
+        yield case(DRIVER, at=phase)
+    for actor in (SHARD_0, SHARD_1, OWNER, GPU, DATA, GCS, RAYLET):
+        yield case(actor, at=SAVING)
+    yield case(SHARD_0, at=by_stack("copying a layer aside for a save", "save_gate.py", "_copy", near=SAVING))
+
+
+def _of_others(case: Callable[..., Case], num_layers: int) -> Iterator[Case]:
+    yield case(DATA, at=by_title("making a batch", "DataWorker.batch", early=False))
+    yield case(DATA, at=UPDATE)
+    yield case(DRIVER, at=FORWARD)
+    yield case(DRIVER, at=mid_layer(0, num_layers // 2))
+    yield case(GCS, at=BACKWARD)
+    yield case(RAYLET, at=BACKWARD)
+    middle = mid_layer(0, num_layers // 2)
+    yield Case((Blow((SHARD_0,), middle, 2), Blow((NEW_SHARD,), attaching())))
+    yield Case((Blow((SHARD_1,), mid_layer(1, 1), 2), Blow((OWNER,), at_random(0.0))))
+    yield Case((Blow((OWNER,), UPDATE, 2), Blow((SHARD_0,), at_random(0.0))))
+    under_way = by_words("update under the backward", lambda m: min(m.landed) < m.committed and m.torn(0) is not None)
+    yield case(SHARD_0, at=under_way, variant=Variant.UNCLIPPED)
+    yield case(GPU, at=under_way, variant=Variant.UNCLIPPED)
+    yield case(SHARD_1, at=SAVING, variant=Variant.UNCLIPPED)
+    yield case(GPU, at=by_stack("recomputing", "step.py", "_recompute", near=IN_STEP), variant=Variant.TIGHT)
+    waiting = by_stack("sums waiting on the host", "gradients.py", "suspend", "fetch", "wait_for", near=IN_STEP)
+    yield case(GPU, at=waiting, variant=Variant.TIGHT)
+    yield case(SHARD_0, at=mid_layer(0, num_layers // 2), variant=Variant.TIGHT)
+    steps = Variant.UNCLIPPED.changes["train__steps"]
+    yield case(DRIVER, at=by_words("the end", lambda m: m.committed == steps), variant=Variant.UNCLIPPED)

@@ -1,0 +1,183 @@
+"""One run directory and the same command again and again: killed, resumed, killed, until the run is done."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.kill_campaign import checks
+from benchmarks.kill_campaign.cases import DRIVER, Case, Needs, Outcome
+from benchmarks.kill_campaign.checks import OK, Undisturbed
+from benchmarks.kill_campaign.live_run import LiveRun
+from benchmarks.kill_campaign.phases import by_saves
+from benchmarks.kill_campaign.strike import Blow, Hit, strike
+from megatrain_ray.io.save import list_saves
+from tests.runs import command
+
+STRIKE_S = 90.0  # for a phase to come
+END_S = 120.0  # for a run to end, or to go on, after a kill: more is a hang
+RUN_S = 600.0  # for a whole run that is left alone
+AFTER_A_SAVE = Case((Blow((DRIVER,), by_saves("after a save", lambda s: bool(s.committed))),))
+
+
+@dataclass
+class Result:
+    """One case: what was hit, and what was found. `seconds`: from the kill to the end, or to the next updates."""
+
+    case: str
+    variant: str
+    outcome: str
+    hits: list[Hit]
+    exit_code: int | None = None
+    seconds: float = 0.0
+    checks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[str]:
+        return checks.problems(self.checks)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Where the run that `result` ended must go on from; told by its next start."""
+
+    result: Result
+    step: int
+    num_starts: int
+
+
+class Chain:
+    """`config`: of a run in `folder`/run that does not exist yet."""
+
+    def __init__(self, folder: Path, config: Path, undisturbed: Undisturbed) -> None:
+        self._folder = folder
+        self._run_dir = folder / "run"
+        self._config = config
+        self._undisturbed = undisturbed
+        self._shared_memory = checks.shared_memory_names()
+        self._runs: list[LiveRun] = []
+        self._live: LiveRun | None = None
+        self._pending: _Pending | None = None
+        self.results: list[Result] = []
+
+    def possible(self, cases: Sequence[Case]) -> Case | None:
+        """The first of them whose phase can come next."""
+        saved = bool(list_saves(self._run_dir / "saves"))
+        for case in cases:
+            early = case.blows[0].phase.early
+            ready = case.needs is Needs.ANYTHING or saved == (case.needs is Needs.A_SAVE)
+            if (ready and not early) or (ready and self._live is None):
+                return case
+        if self._live is None and not saved and cases:
+            return AFTER_A_SAVE
+        return None
+
+    def perform(self, case: Case) -> Result | None:
+        """None when the phase did not come; the run may be over then."""
+        live = self._live = self._live or self._start()
+        said = live.text().count("was replaced")
+        hits = [hit for blow in case.blows if (hit := strike(live, blow, STRIKE_S))]
+        if len(hits) < len(case.blows):
+            return None
+        result = Result(case.name, case.variant.name, case.outcome.name, hits)
+        self.results.append(result)
+        start_s = time.monotonic()
+        if case.outcome is Outcome.REPLACED:
+            result.checks["replaced"] = self._goes_on(live, said + sum(len(hit.pids) for hit in hits))
+        else:
+            result.exit_code = self._end(live)
+            expected = 1 if case.outcome is Outcome.ENDED else -9
+            right = result.exit_code == expected
+            result.checks["exit"] = OK if right else f"expected exit {expected}, got {result.exit_code}"
+        result.seconds = round(time.monotonic() - start_s, 2)
+        self._check(result, case, live)
+        return result
+
+    def finish(self) -> dict[str, str]:
+        """Lets the run come to its end; what must hold then."""
+        live = self._live or self._start()
+        try:
+            code: int | None = live.process.wait(RUN_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        self._live = None
+        self._check_resumed()
+        verdicts = {"exit": OK if code == 0 else f"expected exit 0, got {code}: {live.last_words()}"}
+        if code == 0:
+            same = checks.digest(self._run_dir, self._folder / "exported") == self._undisturbed.digest
+            verdicts["masters"] = OK if same else "differ from the undisturbed run's"
+            verdicts["rows"] = checks.of_rows(self._run_dir, self._undisturbed, whole=True)
+            verdicts["unfinished files"] = checks.of_unfinished(self._run_dir)
+        verdicts["saves"] = checks.of_saves(self._run_dir, ())
+        verdicts["processes"] = checks.of_all_processes(self._runs)
+        verdicts["folders"] = checks.of_folders([run.process.pid for run in self._runs])
+        verdicts["shared memory"] = checks.of_shared_memory(self._shared_memory)
+        for run in self._runs:
+            run.close()
+        return verdicts
+
+    @property
+    def over(self) -> bool:
+        """The command ended by itself."""
+        return self._live is not None and self._live.over
+
+    def _start(self) -> LiveRun:
+        output = self._folder / f"output_{len(self._runs)}.txt"
+        live = LiveRun(command("train", str(self._config)), self._run_dir, output)
+        self._runs.append(live)
+        return live
+
+    def _check(self, result: Result, case: Case, live: LiveRun) -> None:
+        self._check_resumed()
+        result.checks["message"] = checks.of_message(live, case.outcome, case.roles)
+        result.checks["rows"] = checks.of_rows(self._run_dir, self._undisturbed)
+        if case.outcome is Outcome.REPLACED and live.process.poll() in (None, 0):
+            return
+        self._live = None
+        result.checks["processes"] = checks.of_processes(live, case.outcome)
+        if result.checks["processes"] != OK or result.exit_code is None:
+            live.close()
+        result.checks["saves"] = checks.of_saves(self._run_dir, result.hits[-1].committed)
+        if case.outcome is Outcome.ENDED:
+            result.checks["folders"] = checks.of_folders([live.process.pid])
+        self._pending = _Pending(result, max(list_saves(self._run_dir / "saves"), default=0), len(self._starts()))
+
+    def _check_resumed(self) -> None:
+        starts = self._starts()
+        if self._pending and len(starts) > self._pending.num_starts:
+            step, expected = starts[self._pending.num_starts], self._pending.step
+            verdict = OK if step == expected else f"resumed from step {step}, the newest save was that of {expected}"
+            self._pending.result.checks["resumed"] = verdict
+            self._pending = None
+
+    def _starts(self) -> list[int]:
+        """The steps from which the starts of this run went on, by its log."""
+        log = self._run_dir / "logs" / "driver.log"
+        return [int(step) for step in re.findall(r"step (\d+) of \d+, cpu", log.read_text())] if log.exists() else []
+
+    def _end(self, live: LiveRun) -> int | None:
+        """The exit code; None for a hang."""
+        try:
+            return live.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _goes_on(self, live: LiveRun, num_replaced: int) -> str:
+        """Waits for updates after a replacement."""
+        deadline_s = time.monotonic() + END_S
+        first = None
+        while not live.over and time.monotonic() < deadline_s:
+            moment = live.moment()
+            replaced = live.text().count("was replaced") >= num_replaced
+            if moment is not None and replaced:
+                first = moment.committed if first is None else first
+                if moment.committed >= first + 3:
+                    return OK
+            time.sleep(0.02)
+        if live.process.poll() == 0:
+            return OK
+        return f"it does not go on: exit {live.process.poll()}, {live.moment()}: {live.last_words()}"

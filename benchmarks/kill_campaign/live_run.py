@@ -1,0 +1,157 @@
+"""A command that is running, and what can be seen of it from outside: processes, signal words, files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.kill_campaign.processes import MARK, Actor, Processes, Role, arenas
+from megatrain_ray.engine.host_words import HostWords, _Word
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.arena import ArenaHandle
+from megatrain_ray.io.arena_holder import ArenaHolder
+from megatrain_ray.io.save import list_saves
+from tests.runs import ROOT, plan_of
+
+WORDS = "words"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the words say at one time. `begun`, `generation`: by shard, then by layer."""
+
+    committed: int
+    landed: tuple[int, ...]
+    begun: tuple[tuple[int, ...], ...]
+    generation: tuple[tuple[int, ...], ...]
+
+    @property
+    def update(self) -> int:
+        """The update that gradients are computed for."""
+        return self.committed + 1
+
+    @property
+    def num_landed(self) -> int:
+        return sum(landed >= self.update for landed in self.landed)
+
+    def torn(self, shard: int) -> int | None:
+        """The layer that the shard is in the middle of."""
+        pairs = zip(self.begun[shard], self.generation[shard], strict=True)
+        return next((layer for layer, (begun, generation) in enumerate(pairs) if begun > generation), None)
+
+    def __str__(self) -> str:
+        shards = "; ".join(f"shard {s} at {list(g)}" for s, g in enumerate(self.generation))
+        return f"committed {self.committed}, landed {list(self.landed)}, {shards}"
+
+
+class WordsView(HostWords):
+    """Reads the words; writes none."""
+
+    def moment(self) -> Moment:
+        load, layers, shards = self._words.load, range(self._num_layers), range(self._num_shards)
+        return Moment(
+            load(_Word.COMMITTED),
+            tuple(load(self._landed(layer)) for layer in layers),
+            tuple(tuple(load(self._begun(shard, layer)) for layer in layers) for shard in shards),
+            tuple(tuple(load(self._generation(shard, layer)) for layer in layers) for shard in shards),
+        )
+
+
+class SaveSight(NamedTuple):
+    """The files of the saves of a run. `unfinished`: the newest step whose folder has no manifest, None when all have.
+
+    `num_blobs`, `num_bytes`, `partial_manifest`: of that folder.
+    """
+
+    committed: tuple[int, ...]
+    unfinished: int | None
+    num_blobs: int
+    num_bytes: int
+    partial_manifest: bool
+
+    @property
+    def writing(self) -> bool:
+        """The unfinished one is newer than the others; else it is being deleted."""
+        return self.unfinished is not None and self.unfinished > max(self.committed, default=-1)
+
+    def __str__(self) -> str:
+        unfinished = ""
+        if self.unfinished is not None:
+            partial = " and manifest.json.partial" if self.partial_manifest else ""
+            unfinished = f", unfinished {self.unfinished}: {self.num_blobs} blobs, {self.num_bytes} bytes{partial}"
+        return f"saves {list(self.committed)}{unfinished}"
+
+
+class LiveRun:
+    """A command in a process of its own. Its output goes to a file; what it leaves is told by `processes`."""
+
+    def __init__(self, command: Sequence[str], run_dir: Path, output: Path) -> None:
+        self.run_dir = run_dir
+        self.output = output
+        self._words: WordsView | None = None
+        self.start_s = time.monotonic()
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                env={**os.environ, MARK: str(output)},
+            )  # fmt: skip
+        self.processes = Processes(self.process.pid, str(output))
+
+    @property
+    def over(self) -> bool:
+        return self.process.poll() is not None
+
+    def moment(self) -> Moment | None:
+        """None until the words are there and training has begun."""
+        if self._words is None:
+            self._words = self._attach()
+        if self._words is None:
+            return None
+        moment = self._words.moment()
+        return moment if moment.committed or max(moment.landed) else None
+
+    def saves(self) -> SaveSight:
+        folder = self.run_dir / "saves"
+        committed = tuple(list_saves(folder))
+        with suppress(OSError):
+            steps = (int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
+            for unfinished in sorted(set(steps) - set(committed), reverse=True):
+                files = {path.name: path.stat().st_size for path in (folder / f"step_{unfinished}").iterdir()}
+                partial = files.pop("manifest.json.partial", None) is not None
+                if "manifest.json" not in files:
+                    return SaveSight(committed, unfinished, len(files), sum(files.values()), partial)
+        return SaveSight(committed, None, 0, 0, False)
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def last_words(self) -> str:
+        """The end of what it said, without Ray's paragraphs."""
+        lines = [line for line in self.text().splitlines() if "raylet" not in line]
+        return " | ".join(line[:300] for line in lines[-4:])
+
+    def close(self) -> None:
+        """Kills what still runs, and gives the words up."""
+        self.processes.kill_all()
+        self.process.wait()
+        self._words = None
+
+    def _attach(self) -> WordsView | None:
+        for actor in (Actor(Role.OWNER), Actor(Role.GPU)):
+            pid = self.processes.find(actor)
+            fd = arenas(pid, mapped=False).get(WORDS) if pid else None
+            if pid is None or fd is None:
+                continue
+            with suppress(MegatrainError, OSError):
+                plan = plan_of(self.run_dir)
+                nbytes = 8 * HostWords.num_words(len(plan.layers), plan.num_shards)
+                name = Path(f"/proc/{pid}/fd/{fd}").readlink().as_posix().removeprefix("/memfd:").split(" ")[0]
+                with closing(ArenaHolder.adopt([{WORDS: ArenaHandle(pid, fd, nbytes, name)}])) as holder:
+                    return WordsView(holder.map(WORDS).buffer, len(plan.layers), plan.num_shards)
+        return None

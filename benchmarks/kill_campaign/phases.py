@@ -1,0 +1,103 @@
+"""Named phases of a run: what must be seen of it for a process to be in that phase.
+
+Each look is made while the process stands still, so what it sees is where the kill comes. `near` is a cheaper look at
+the running process: it says when stopping is worth it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.kill_campaign.live_run import LiveRun, Moment, SaveSight
+from benchmarks.kill_campaign.processes import Actor, shard_number, stack, title
+
+Look = Callable[[LiveRun, int], str | None]  # at the run and the process that is to be killed
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`look`: what is seen, None when it is not this phase. `early`: it may come before training begins.
+
+    `wait_s`: not before so long after it could be; `pause_s`: between two looks.
+    """
+
+    name: str
+    look: Look
+    near: Look
+    early: bool = False
+    wait_s: float = 0.0
+    pause_s: float = 0.0002
+
+
+def by_words(name: str, holds: Callable[[Moment], bool]) -> Phase:
+    def look(run: LiveRun, pid: int) -> str | None:
+        moment = run.moment()
+        return str(moment) if moment is not None and holds(moment) else None
+
+    return Phase(name, look, look)
+
+
+def by_saves(name: str, holds: Callable[[SaveSight], bool]) -> Phase:
+    def look(run: LiveRun, pid: int) -> str | None:
+        sight = run.saves()
+        return str(sight) if holds(sight) else None
+
+    return Phase(name, look, look, pause_s=0.0)
+
+
+def by_title(name: str, title_end: str, of: Actor | None = None, *, early: bool = True) -> Phase:
+    """An actor runs a method, by the title that Ray gives its process. `of`: another one than is killed."""
+
+    def look(run: LiveRun, pid: int) -> str | None:
+        whose = pid if of is None else run.processes.find(of)
+        now = title(whose) if whose else ""
+        return now if now.endswith(title_end) else None
+
+    return Phase(name, look, look, early=early, pause_s=0.005)
+
+
+def attaching() -> Phase:
+    """A shard that has started and not mapped its state yet."""
+
+    def look(run: LiveRun, pid: int) -> str | None:
+        return f"{title(pid)}; {run.moment()}" if shard_number(pid) is None else None
+
+    return Phase("attaching", look, look, early=True, pause_s=0.005)
+
+
+def by_stack(
+    name: str, file: str, *functions: str, thread: str = "", early: bool = False, near: Phase | None = None
+) -> Phase:
+    """One of the functions is on the stack of a thread, any or the one of that name. py-spy takes its time: `near` says
+    when it may be so."""
+
+    def look(run: LiveRun, pid: int) -> str | None:
+        for frame in stack(pid):
+            if frame.file == file and frame.function in functions and frame.thread.startswith(thread):
+                return f"{frame.function} in {file}, thread {frame.thread}; {run.moment()}"
+        return None
+
+    return Phase(name, look, near.near if near else anything, early=early, pause_s=0.03)
+
+
+def by_folder(name: str, folder: Path, holds: Callable[[dict[str, int]], bool]) -> Phase:
+    """The files of a folder and their sizes."""
+
+    def look(run: LiveRun, pid: int) -> str | None:
+        try:
+            files = {path.name: path.stat().st_size for path in folder.iterdir()}
+        except OSError:
+            return None
+        return str(files) if holds(files) else None
+
+    return Phase(name, look, look, early=True, pause_s=0.0)
+
+
+def at_random(wait_s: float, *, early: bool = False) -> Phase:
+    return Phase(f"at random, {wait_s:.2f} s on", anything, anything, early=early, wait_s=wait_s)
+
+
+def anything(run: LiveRun, pid: int) -> str | None:
+    return f"{title(pid)[:60]}; {run.moment()}; {run.saves()}"
