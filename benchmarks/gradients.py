@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from megatrain_ray.config_file import load_config
 from megatrain_ray.data_worker import DataWorker
@@ -124,8 +125,11 @@ def main() -> None:
     batch = DataWorker(config.data, config.tokenizer, prepared.structure.vocab_size, batch_size, 0, None).batch(1)
     torch.manual_seed(0)
     dtype = prepared.plan.precision.working_dtype
-    with torch.device(prepared.plan.device):
-        model = prepared.source.factory(dtype)  # type: ignore[arg-type]
+    with no_init_weights():  # which takes minutes on the host; buffers are made there, as the engine makes them
+        model = prepared.source.factory(dtype)
+    model = model.to(prepared.plan.device)  # type: ignore[arg-type]
+    for p in model.parameters():
+        p.data.normal_(0.0, 0.02) if p.dim() > 1 else p.data.fill_(1.0)
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
     plain_loss, plain = plain_gradients(prepared, model.train(), batch, names)
     del model

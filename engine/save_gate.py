@@ -36,7 +36,7 @@ class LayerState(Enum):
     WRITTEN = "in the blobs; the state may change"
 
 
-FREE = (LayerState.COPIED, LayerState.WRITTEN)
+SETTLED = (LayerState.COPIED, LayerState.WRITTEN)
 
 
 class _Copy(NamedTuple):
@@ -185,7 +185,7 @@ class SaveGate:
             if memory is None:
                 save.wanted = layer
                 self._wait(
-                    lambda: save.abandoned or save.states[layer] in FREE,
+                    lambda: save.abandoned or save.states[layer] in SETTLED,
                     f"layer {layer} of the save of step {update - 1} to be written",
                 )
             else:

@@ -13,7 +13,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.arena import Arena
 from megatrain_ray.io.arena_holder import ArenaHolder
 
-PAGE = 4096
+PAGE_BYTES = 4096
 
 
 class SpareMemory:
@@ -23,9 +23,9 @@ class SpareMemory:
         """`layer_bytes`: of each layer's copy, in the order in which layers will need one."""
         spans, total = [], 0
         for num_bytes in layer_bytes:
-            if total + round_up(num_bytes, PAGE) <= budget_bytes:
+            if total + round_up(num_bytes, PAGE_BYTES) <= budget_bytes:
                 spans.append((total, num_bytes))
-                total += round_up(num_bytes, PAGE)
+                total += round_up(num_bytes, PAGE_BYTES)
         self._arena = _new_arena(total) if spans else None
         self._free: list[Tensor] = []
         if self._arena is not None:

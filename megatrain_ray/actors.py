@@ -68,6 +68,7 @@ class Placement:
         """Of new arenas, or of those that `holders` still hold. It maps nothing, so whom it follows does not matter."""
         plan, structure = self._prepared.plan, self._prepared.structure
         sizes = arena_sizes(plan, structure.layout(plan.num_fragments))
+        # run, handles and stop
         return ray.remote(ArenaOwner).options(**ONCE, num_cpus=0, max_concurrency=3).remote(sizes, holders)
 
     def shard_maker(self, index: int) -> Callable[[Sequence[Handles], int | None], Any]:

@@ -55,6 +55,7 @@ class ArenaOwner:
     def run(self) -> None:
         """Holds until `stop`."""
         self._stopped.wait()
+        self._holder.close()
 
     def stop(self) -> None:
         self._stopped.set()

@@ -52,9 +52,7 @@ class Daemons:
     def check(self) -> None:
         """Raises MegatrainError when one died. Ray itself notices late and then ends this process."""
         if not self.alive:
-            raise MegatrainError(
-                "a process of the run died (Ray's gcs_server or raylet); the same command resumes from the last save"
-            )
+            raise MegatrainError("a process of the run died (Ray's gcs_server or raylet); the same command resumes")
 
 
 def in_ray_job() -> bool:

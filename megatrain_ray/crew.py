@@ -7,7 +7,6 @@ stood. Any other death ends the run.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
 
 log = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ class Crew:
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
+        kernels = ray.get([post.actor.kernel_name.remote() for post in self._shards], timeout=DEADLINE_S)
+        log.info("AdamW runs as %s", ", ".join(sorted(set(kernels))))
         self._gpu_handles = self._answer("the GPU worker did not start", self.gpu.handles.remote())
         self._pids = {"GPU worker": next(iter(self._gpu_handles.values())).pid}
         self._pids["data"] = self._answer("the data process did not start", self.data.pid.remote())
@@ -167,7 +169,7 @@ class Crew:
         if len(self._gone) > limit:
             raise MegatrainError(
                 f"{post.name} died, the run's failure number {len(self._gone)} (max_failures: {limit}); the same "
-                "command resumes from the last save"
+                "command resumes"
             )
         start_s = time.monotonic()
         ray.kill(post.actor)  # one that Ray could not reach for a moment may still live
@@ -187,7 +189,7 @@ class Crew:
             return MegatrainError(
                 f"a process of the run ({name}) could not start: {str(error).strip().splitlines()[-1]}"
             )
-        return MegatrainError(f"a process of the run died ({name}); the same command resumes from the last save")
+        return MegatrainError(f"a process of the run died ({name}); the same command resumes")
 
     def failures(self, within_s: float = 2.0) -> Iterator[Exception]:
         """What the tasks raised, given a moment: what made a shard fail may arrive after what followed from it."""
@@ -286,13 +288,6 @@ class Crew:
     def _name_of(self, actor_id: str | None) -> str:
         named = {"GPU worker": self.gpu, "data": self.data} | {post.name: post.actor for post in self._posts}
         return next((name for name, actor in named.items() if actor and _id(actor) == actor_id), "one of Ray's")
-
-
-def say(message: str) -> None:
-    """Tells user and log."""
-    log.info(message)  # as a warning it would be printed twice where no log is open yet
-    with suppress(OSError):  # a full disk behind standard error must not end the run
-        print(message, file=sys.stderr, flush=True)
 
 
 def _id(actor: Any) -> str:

@@ -1,11 +1,14 @@
-"""The driver's log in the run directory: starts, saves, failures with their tracebacks."""
+"""The driver's log in the run directory: starts, saves, deaths, failures with their tracebacks."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -23,3 +26,10 @@ def log_to(path: Path) -> Iterator[None]:
         logger.setLevel(before)
         logger.removeHandler(handler)
         handler.close()
+
+
+def say(message: str) -> None:
+    """Tells user and log."""
+    log.info(message)  # as a warning it would be printed twice where no log is open yet
+    with suppress(OSError):  # a full disk behind standard error must not end the run
+        print(message, file=sys.stderr, flush=True)

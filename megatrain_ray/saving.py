@@ -35,6 +35,7 @@ from megatrain_ray.planning import Prepared
 from megatrain_ray.shard_worker import WrittenPart
 
 PROBE_BYTES = 256 << 20
+ABANDON_S = 60.0  # after which an abandoned writer is not waited for
 
 
 def check_save_room(prepared: Prepared, saves: Path, step: int) -> None:
@@ -117,7 +118,8 @@ class RunningSave:
     def abandon(self) -> None:
         """Leaves nothing of it; updates do not wait for it any more."""
         self._crew.abandon_save()
-        ray.wait(self.calls, num_returns=len(self.calls), timeout=60.0) if self.calls else None
+        if self.calls:
+            ray.wait(self.calls, num_returns=len(self.calls), timeout=ABANDON_S)
         abandon_save(self._saves, self.step)
 
 

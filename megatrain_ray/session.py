@@ -1,4 +1,4 @@
-"""Session: one process's part of a run, from the actors' start to their end."""
+"""Session: one attempt at a run, from the actors' start to their end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.cluster import Daemons
 from megatrain_ray.controller import Action, Observation, RunPolicy
-from megatrain_ray.crew import Crew, say
+from megatrain_ray.crew import Crew
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.save_cost import measure_copy, predict_stall_s
 from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
@@ -21,6 +21,7 @@ from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import save_folder
+from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
 from megatrain_ray.progress import ProgressView, make_progress
 from megatrain_ray.run_dir import RunDir
@@ -104,9 +105,13 @@ class Session:
     def _loop(self, crew: Crew, view: ProgressView) -> None:
         while True:
             seen = Observation(
-                self._submitted, self._completed, self._saved, self._interrupts.requested, self._save is not None,
-                self._missed,
-            )  # fmt: skip
+                submitted=self._submitted,
+                completed=self._completed,
+                saved=self._saved,
+                interrupted=self._interrupts.requested,
+                saving=self._save is not None,
+                missed=self._missed,
+            )
             match self._policy.tick(seen):
                 case Action.STEP:
                     save = self._policy.saves_next(seen)
@@ -124,7 +129,7 @@ class Session:
 
     def _begin_save(self, crew: Crew, step: int) -> None:
         predicted_s = 0.0
-        if step > self._completed and step < self._prepared.config.train.steps and self._last_row:
+        if self._completed < step < self._prepared.config.train.steps and self._last_row:
             step_s = self._last_row["step_s"]
             predicted_s = predict_stall_s(self._prepared.plan, step_s, self._disk_bytes_per_s, self._copy_bytes_per_s)
         try:

@@ -114,6 +114,10 @@ class ShardWorker:
         """Of all arenas of the run: this process keeps them alive too."""
         return self._holder.handles
 
+    def kernel_name(self) -> str:
+        """What AdamW runs as."""
+        return self._shard.kernel_name
+
     def initialize(self) -> None:
         """Fills this shard's part from the model folder, or with random values."""
         self._shard.load(self._prepared.source.weights())

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from megatrain_ray.cluster import cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
-from megatrain_ray.crew import say
 from megatrain_ray.data_worker import open_windows
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.batches import BatchStream
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
-from megatrain_ray.logs import log_to
+from megatrain_ray.logs import log_to, say
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model

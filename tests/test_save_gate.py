@@ -15,7 +15,7 @@ from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
 from megatrain_ray.engine.save_gate import GatedSave, SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import UpdateHeader
-from megatrain_ray.engine.spare_memory import PAGE, SpareMemory
+from megatrain_ray.engine.spare_memory import PAGE_BYTES, SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.pieces import Piece
 
@@ -99,7 +99,7 @@ def running(num_copies: int = 0, timeout_s: float = WAIT_S) -> Iterator[Run]:
     words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(NUM_LAYERS, 1))), NUM_LAYERS, 1)
     words.reset(0)
     shard = FakeShard()
-    spare = SpareMemory([LAYER_BYTES] * NUM_LAYERS, num_copies * PAGE)
+    spare = SpareMemory([LAYER_BYTES] * NUM_LAYERS, num_copies * PAGE_BYTES)
     gate = SaveGate(shard, words, range(NUM_LAYERS), spare, timeout_s)  # type: ignore[arg-type]
     with ThreadPoolExecutor(4) as pool:
         try:
