@@ -14,6 +14,7 @@ from megatrain_ray.io.arena import Arena
 from megatrain_ray.io.arena_holder import ArenaHolder
 
 PAGE_BYTES = 4096
+POPULATE_THREADS = 4  # beside what starts or computes meanwhile
 
 
 class SpareMemory:
@@ -37,7 +38,7 @@ class SpareMemory:
         for: where the RAM is not there, or is given up meanwhile, copies take it page by page, as far as they get."""
         if self._arena is not None:
             with suppress(MegatrainError, RuntimeError):  # RuntimeError: the interpreter is ending
-                self._arena.populate(threads=1)
+                self._arena.populate(POPULATE_THREADS)
 
     def take(self, num_bytes: int) -> Tensor | None:
         """The smallest free region of at least `num_bytes` (uint8); None where there is none."""

@@ -121,10 +121,12 @@ class ShardWorker:
     def initialize(self) -> None:
         """Fills this shard's part from the model folder, or with random values."""
         self._shard.load(self._prepared.source.weights())
+        self._take_spare_memory()
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
         """Fills this shard's part from a save, whatever the number of shards that wrote it."""
         asyncio.run(read_pieces(save_folder, manifest, self._pieces()))
+        self._take_spare_memory()
 
     def run(self, abandoned: SaveAttempt) -> None:
         """Serves updates after those that the words say are done, until `stop`, and gives everything up then. Raises
@@ -141,9 +143,6 @@ class ShardWorker:
             self._prepared.plan.layer_order,
             self._gate,
         )
-        # Under the first steps: the copies of the first save would else wait for pages. A daemon, since a process that
-        # is to end must not wait for it.
-        threading.Thread(target=self._spare.populate, name="spare memory", daemon=True).start()
         loop.start()
         try:
             loop.join(timeout_s=None)
@@ -154,6 +153,11 @@ class ShardWorker:
 
     def stop(self) -> None:
         self._words.stop()
+
+    def _take_spare_memory(self) -> None:
+        """While the engine starts: the copies of the first save would else wait for pages. In a daemon, since a process
+        that is to end must not wait for it."""
+        threading.Thread(target=self._spare.populate, name="spare memory", daemon=True).start()
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """Writes this shard's part of the save of a step, each layer when it has had that step's update."""

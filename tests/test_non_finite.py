@@ -19,10 +19,10 @@ BAD_TOKEN = 200  # in no English text
 
 
 def broken_model(folder: Path) -> Path:
-    """An infinite embedding of one token: every batch without that token is as good as before."""
+    """An embedding of one token that overflows: every batch without that token is as good as before."""
     build_tiny(folder)
     weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][BAD_TOKEN] = torch.inf
+    weights["model.embed_tokens.weight"][BAD_TOKEN] = torch.finfo(torch.float32).max
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
