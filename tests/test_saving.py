@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,10 @@ def test_the_only_save_damaged_is_an_error_that_loses_nothing(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+    """A file system of 8 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
     yield folder
@@ -140,13 +141,10 @@ def test_a_disk_that_fills_up_costs_the_steps_since_the_last_save(
     deadline_s = time.monotonic() + 120
     while len(rows(small_disk / "run")) < 3 and process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.02)  # for the run, not for the test: any step will do
-    with (small_disk / "filler").open("wb") as filler:
-        try:
-            while filler.write(bytes(4096)):
-                filler.flush()
-        except OSError:
+    with (small_disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while filler.write(bytes(4096)):
             pass
-        _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
     message = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(message) == 1 and "the same command resumes" in message[0], errors
