@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import IGNORED, Batch
 from megatrain_ray.planning import FlopCount, Prepared
+
+# With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
+M_MMAP_THRESHOLD = -3  # of malloc.h
+MAPPED_BYTES = 1 << 20
 
 EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python")
 
@@ -171,4 +176,5 @@ def make_device(plan: Plan, *, deterministic: bool) -> Device:
         return CudaDevice(deterministic=deterministic, tf32=plan.precision is Precision.TF32)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     return CpuDevice(num_threads=plan.num_compute_threads)
