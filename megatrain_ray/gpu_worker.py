@@ -106,6 +106,7 @@ class GpuWorker:
                 self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
             assert self._engine is not None  # start came first
             report = await self._engine.step(self._step_input(step, batch), self._settings(step, save))
+            self._engine.device.timeline.clear()  # nobody reads this step's records; kept, they were 8 KB a step
             self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
             self._turn.notify_all()
             return StepResult(self._row(report, batch, data_s), self._progress)

@@ -69,7 +69,7 @@ def test_a_disk_that_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(
-        DamagedSaveError, match=r"cannot read .*/part_0\.\w+: Input/output error \(\w+ of \S+, elements"
+        DamagedSaveError, match=r"cannot read .*/part_\d\.\w+: Input/output error \(\w+ of \S+, elements"
     ):
         read_save(tmp_path, 1)
 
