@@ -94,14 +94,14 @@ class Journal:
         self._num_records = made_for
         self._memory = torch.frombuffer(buffer, dtype=torch.uint8)
         self._marks = np.frombuffer(buffer, np.int64, num_marks, WORD_BYTES * self._first_mark)
-        self._room_bytes = _room_bytes(precision)
+        self._room_bytes = room_bytes(precision)
         self._first_room = size - made_for * self._room_bytes
 
     @staticmethod
     def num_bytes(layout: ShardLayout, precision: Precision, num_threads: int) -> int:
         """Of a journal for up to `num_threads`. A shard with the native kernel touches 12 KiB of each room."""
         words = RECORD_WORDS * (1 + num_threads) + _num_marks(layout)
-        return round_up(WORD_BYTES * words, PAGE_BYTES) + num_threads * _room_bytes(precision)
+        return round_up(WORD_BYTES * words, PAGE_BYTES) + num_threads * room_bytes(precision)
 
     @property
     def addresses(self) -> JournalAddresses:
@@ -176,6 +176,7 @@ def _units_of(layer: FlatLayout, span: Span) -> int:
     return sum(num_units(run.length) for run in layer.runs(span))
 
 
-def _room_bytes(precision: Precision) -> int:
+def room_bytes(precision: Precision) -> int:
+    """Of the room of one thread: a block of working copy and state."""
     itemsize = precision.working_dtype.itemsize + sum(dtype.itemsize for _, dtype in precision.state_kinds)
     return BLOCK_ELEMENTS * itemsize

@@ -21,8 +21,7 @@ def describe(plan: Plan) -> str:
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
         f"update    AdamW in {plan.update_order.value} order, {plan.num_shards} × {plan.num_shard_threads} threads",
-        f"save      {format_bytes(plan.save_bytes)} while training goes on, through up to "
-        f"{format_bytes(plan.save_copy_bytes)} of copies",
+        f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}",
         f"recover   {plan.recovery.value} when an optimizer shard dies, from the last save otherwise",
     ]
     return "\n".join(lines)
@@ -35,6 +34,12 @@ def _tier_lines(plan: Plan) -> list[str]:
         lines += ["", f"{tier.value:<10}{format_bytes(sum(r.num_bytes for r in rows)):>12}   {_limit(plan, tier)}"]
         lines += [f"  {r.name:<22}{format_bytes(r.num_bytes):>12}   {r.formula}" for r in rows]
     return lines
+
+
+def _copies(plan: Plan) -> str:
+    if not plan.save_copy_bytes:
+        return ""
+    return f" while training goes on, through up to {format_bytes(plan.save_copy_bytes)} of copies"
 
 
 def _limit(plan: Plan, tier: Tier) -> str:

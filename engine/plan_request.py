@@ -31,6 +31,7 @@ class Request:
     seq_len: int
     num_shards: int | None = None
     num_fragments: int = 1
+    saves: bool = True  # while training goes on
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,18 +22,14 @@ from megatrain_ray.engine.plan import (
 )
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
+from megatrain_ray.engine.plan_rows import hbm_rows, host_rows, logits_bytes
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, visits
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.units import format_bytes
 
 # A chunk of logits in the working type, in FP32, and their gradient in both stay under this together.
 LOGITS_BYTES = 1 << 30
-# Held by a process for each of them: the interpreter, torch and Ray; 0.45 to 0.62 GiB seen with torch 2.13 on Linux.
-PROCESS_BYTES = 640 << 20
-# A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess until a plan is compared with NVML.
-CONTEXT_BYTES = 1 << 30
 
 
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
@@ -166,8 +162,14 @@ class _Builder:
             ram_limit_bytes=m.ram_bytes,
             rows=(),
         )
-        plan = replace(plan, rows=(*self._hbm_rows(plan), *self._host_rows(plan)))
-        return replace(plan, save_copy_bytes=max(0, min(plan.save_bytes, spare_ram(plan) // 2)))
+        rows = (*hbm_rows(plan, self.structure, self.layout, self.activations), *host_rows(plan, self.layout))
+        return self._with_copies(replace(plan, rows=rows)) if r.saves else replace(plan, rows=rows)
+
+    def _with_copies(self, plan: Plan) -> Plan:
+        """Half of the RAM that the plan leaves may hold copies for saves."""
+        num_bytes = max(0, min(plan.save_bytes, spare_ram(plan) // 2))
+        row = ByteCount(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
+        return replace(plan, save_copy_bytes=num_bytes, rows=(*plan.rows, row))
 
     @property
     def _sums(self) -> torch.dtype:
@@ -232,71 +234,8 @@ class _Builder:
 
     def _chunk_tokens(self) -> int:
         tokens = self.request.micro_batch_size * self.request.seq_len
-        return min(tokens, max(128, LOGITS_BYTES // self._logits_bytes(1) // 128 * 128))
-
-    def _logits_bytes(self, num_tokens: int) -> int:
-        return num_tokens * self.structure.vocab_size * (2 * self.request.precision.working_dtype.itemsize + 8)
-
-    def _hbm_rows(self, plan: Plan) -> Iterator[ByteCount]:
-        live = self.request.num_micro_batches if plan.order is LoopOrder.LAYERS_OUTER else 1
-        item = plan.precision.working_dtype.itemsize
-        kept = sum(
-            k
-            for k, layer in zip(self.activations.kept, plan.layers, strict=True)
-            if layer.activations is ActivationPolicy.KEEP
-        )
-        boundary = sum(self.activations.boundary)
-        largest = max(layer.size for layer in self.layout.layers)
-        work = 2 * max(self.activations.kept) + 2 * max(self.activations.boundary) + largest * item
-        head = self._head_bytes(plan)
-        rows: Mapping[str, tuple[int, str]] = {
-            "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
-            "gradient slots": (
-                sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes),
-                f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving",
-            ),
-            "boundary activations": (live * boundary, f"{live} micro-batches × {format_bytes(boundary)}"),
-            "kept activations": (live * kept, f"{live} micro-batches × {format_bytes(kept)}"),
-            "one layer's backward": (work, "2 × kept + 2 × boundary + gradients of the largest layer"),
-            "loss": (head, f"logits of {plan.loss_chunk_tokens} tokens, head gradient, tied gradients"),
-            "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
-        }
-        return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
-
-    def _head_bytes(self, plan: Plan) -> int:
-        """Logits of a chunk, the hidden state's gradient, the head's gradient sum, and one tied gradient for each
-        micro-batch whose embedding has not had its backward."""
-        tokens = self.request.micro_batch_size * self.request.seq_len
-        head = self.layout.layers[-1]
-        chunked = plan.loss_chunk_tokens < tokens
-        elements = sum(max(s.numel, _size(s.shape)) for s in head.segments)
-        tied = sum(_size(s.shape) for s in head.segments if s.tied_to)
-        live = self.request.num_micro_batches if plan.order is LoopOrder.LAYERS_OUTER else 1
-        item = plan.precision.working_dtype.itemsize
-        return (
-            self._logits_bytes(plan.loss_chunk_tokens)
-            + 2 * max(self.activations.boundary)
-            + (elements * 4 if chunked else 0)
-            + tied * item * live
-        )
-
-    def _host_rows(self, plan: Plan) -> Iterator[ByteCount]:
-        working = self.layout.size * plan.precision.working_dtype.itemsize
-        per_element = sum(dtype.itemsize for _, dtype in plan.precision.state_kinds)
-        state = self.layout.size * per_element
-        num_processes = 4 + plan.num_shards
-        yield ByteCount(Tier.HOST, "working copy", working, f"{self.layout.size} padded elements")
-        yield ByteCount(Tier.HOST, "optimizer state", state, f"{per_element} bytes × {self.layout.size}")
-        yield ByteCount(
-            Tier.HOST, "gradients in waiting", plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"
-        )
-        yield ByteCount(
-            Tier.HOST, "processes", num_processes * PROCESS_BYTES, f"{num_processes} × {format_bytes(PROCESS_BYTES)}"
-        )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
+        of_one = logits_bytes(self.structure, self.request.precision, 1)
+        return min(tokens, max(128, LOGITS_BYTES // of_one // 128 * 128))
 
 
 def _name(dtype: torch.dtype) -> str:

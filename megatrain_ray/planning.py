@@ -57,6 +57,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
         num_micro_batches=num_micro_batches,
         seq_len=config.data.seq_len,
         num_shards=hardware.num_shards,
+        saves=bool(config.save_every),
     )
     return Prepared(config, source, structure, make_plan(structure, activations, machine, request))
 

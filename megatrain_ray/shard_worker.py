@@ -78,7 +78,7 @@ class ShardWorker:
         self._words = HostWords(self._arenas[WORDS].buffer, len(self._layout.model.layers), plan.num_shards)
         self._shard = self._make_shard()
         # A save with no step after it needs no copies.
-        budget = plan.save_copy_bytes // plan.num_shards if prepared.config.save_every else 0
+        budget = plan.save_copy_bytes // plan.num_shards
         self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
         # No other than a save holds updates up, and no longer than the disk needs.
         self._gate = SaveGate(self._shard, self._words, plan.layer_order, self._spare, plan.update_deadline_s)

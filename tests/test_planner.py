@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Machine, Request
-from megatrain_ray.engine.planner import PROCESS_BYTES, build_plan, candidates, make_plan
+from megatrain_ray.engine.plan_rows import PROCESS_BYTES
+from megatrain_ray.engine.planner import build_plan, candidates, make_plan
 from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
@@ -47,8 +48,15 @@ def test_twelve_bytes_a_parameter() -> None:
         "working copy": 2 * padded,
         "optimizer state": 10 * padded,
         "gradients in waiting": 2 * padded,
+        # A block of 262144 elements a thread; 8 bytes for each 1024 of the largest layer, and for a part of them.
+        "journals": 16 * 12 * (1 << 18) + 8 * (max(layer.size for layer in structure.layout().layers) // 1024 + 1),
         "processes": 5 * PROCESS_BYTES,
+        "copies for saves": 12 * parameters,
     }
+    assert host["copies for saves"] == plan.save_copy_bytes
+    without = make_plan(structure, activations, MACHINE, replace(REQUEST, saves=False))
+    assert "copies for saves" not in rows(without, Tier.HOST)
+    assert without.save_copy_bytes == 0
     assert padded - parameters < (LAYERS + 2) * 2048
 
 
@@ -144,7 +152,7 @@ def test_on_the_cpu_device_memory_is_host_memory() -> None:
     structure, activations = model()
     plan = make_plan(structure, activations, replace(MACHINE, device="cpu"), REQUEST)
     need = plan.total_bytes(Tier.HOST) + plan.total_bytes(Tier.HBM)
-    machine = replace(MACHINE, device="cpu", ram_bytes=need - 1)
+    machine = replace(MACHINE, device="cpu", ram_bytes=need - plan.save_copy_bytes - 1)
     smaller = make_plan(structure, activations, machine, REQUEST)
     assert smaller.total_bytes(Tier.HOST) + smaller.total_bytes(Tier.HBM) < need
     assert smaller.slots != plan.slots or smaller.layers != plan.layers

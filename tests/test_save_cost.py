@@ -19,7 +19,7 @@ from tests.tiny import build_tiny
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     machine = Machine(device="cpu", num_cpus=1, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
-    tree = config(tmp_path / "run", build_tiny(tmp_path / "model"))
+    tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), save_every=1)
     return prepare(TrainConfig.model_validate(tree).resolve(), machine).plan
 
 

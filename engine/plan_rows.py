@@ -1,0 +1,98 @@
+"""The arithmetic of a plan: what every tier must hold, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from megatrain_ray.engine.journal import UNIT_ELEMENTS, room_bytes
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.model import ModelStructure
+from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, Precision, Tier
+from megatrain_ray.engine.structure import ActivationBytes
+from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.io.words import WORD_BYTES
+from megatrain_ray.units import format_bytes
+
+# Held by a process for each of them: the interpreter, torch and Ray; 0.45 to 0.62 GiB seen with torch 2.13 on Linux.
+PROCESS_BYTES = 640 << 20
+# A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess until a plan is compared with NVML.
+CONTEXT_BYTES = 1 << 30
+
+
+def logits_bytes(structure: ModelStructure, precision: Precision, num_tokens: int) -> int:
+    """Logits of so many tokens in the working type, in FP32, and their gradient in both."""
+    return num_tokens * structure.vocab_size * (2 * precision.working_dtype.itemsize + 8)
+
+
+def hbm_rows(
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes
+) -> Iterator[ByteCount]:
+    """`plan`: all of it but its rows."""
+    live = _live_micro_batches(plan)
+    kept = sum(
+        k for k, layer in zip(activations.kept, plan.layers, strict=True) if layer.activations is ActivationPolicy.KEEP
+    )
+    boundary = sum(activations.boundary)
+    largest = max(layer.size for layer in layout.layers) * plan.precision.working_dtype.itemsize
+    rows: Mapping[str, tuple[int, str]] = {
+        "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
+        "gradient slots": (
+            sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes),
+            f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving",
+        ),
+        "boundary activations": (live * boundary, f"{live} micro-batches × {format_bytes(boundary)}"),
+        "kept activations": (live * kept, f"{live} micro-batches × {format_bytes(kept)}"),
+        "one layer's backward": (
+            2 * max(activations.kept) + 2 * max(activations.boundary) + largest,
+            "2 × kept + 2 × boundary + gradients of the largest layer",
+        ),
+        "loss": (
+            _loss_bytes(plan, structure, layout, max(activations.boundary)),
+            f"logits of {plan.loss_chunk_tokens} tokens, head gradient, tied gradients",
+        ),
+        "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
+    }
+    return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+    """`plan`: all of it but its rows."""
+    working = layout.size * plan.precision.working_dtype.itemsize
+    per_element = sum(dtype.itemsize for _, dtype in plan.precision.state_kinds)
+    threads = plan.num_shards * plan.num_shard_threads
+    marks = WORD_BYTES * (max(layer.size for layer in layout.layers) // UNIT_ELEMENTS + plan.num_shards)
+    processes = 4 + plan.num_shards
+    rows: Mapping[str, tuple[int, str]] = {
+        "working copy": (working, f"{layout.size} padded elements"),
+        "optimizer state": (layout.size * per_element, f"{per_element} bytes × {layout.size}"),
+        "gradients in waiting": (plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"),
+        "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
+        "processes": (processes * PROCESS_BYTES, f"{processes} × {format_bytes(PROCESS_BYTES)}"),
+    }
+    return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boundary: int) -> int:
+    """Logits of a chunk, the hidden state's gradient, the head's gradient sum, and one tied gradient for each
+    micro-batch whose embedding has not had its backward."""
+    head = layout.layers[-1]
+    chunked = plan.loss_chunk_tokens < plan.micro_batch_size * plan.seq_len
+    elements = sum(max(s.numel, _size(s.shape)) for s in head.segments)
+    tied = sum(_size(s.shape) for s in head.segments if s.tied_to)
+    return (
+        logits_bytes(structure, plan.precision, plan.loss_chunk_tokens)
+        + 2 * boundary
+        + (elements * 4 if chunked else 0)
+        + tied * plan.precision.working_dtype.itemsize * _live_micro_batches(plan)
+    )
+
+
+def _live_micro_batches(plan: Plan) -> int:
+    """Whose activations exist at the same time."""
+    return plan.num_micro_batches if plan.order is LoopOrder.LAYERS_OUTER else 1
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
