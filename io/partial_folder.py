@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.durable import sync, take_lock
 
 LOCK_NAME = ".lock"  # held by who writes the folder; a file, since NFS locks no folders
 
@@ -28,10 +28,10 @@ def complete_or_absent(out_dir: Path) -> Iterator[Path]:
     lock = _make(partial, out_dir)
     try:
         yield partial
-        _sync(*partial.iterdir(), partial)
+        sync(*partial.iterdir(), partial)
         partial.rename(target)
         (target / LOCK_NAME).unlink()  # last: without it another process could take the folder for abandoned
-        _sync(target, target.parent)
+        sync(target, target.parent)
     except OSError as error:
         raise MegatrainError(f"cannot write {error.filename or out_dir}: {error.strerror}") from error
     finally:
@@ -46,7 +46,7 @@ def remove_abandoned(folder: Path) -> list[Path]:
 
 def _remove(partial: Path) -> bool:
     try:
-        lock = _lock(partial)
+        lock = take_lock(partial / LOCK_NAME)
     except BlockingIOError:
         return False
     shutil.rmtree(partial, ignore_errors=True)
@@ -58,7 +58,7 @@ def _make(partial: Path, out_dir: Path) -> int:
     """The new folder's lock."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        lock = _lock(partial)
+        lock = take_lock(partial / LOCK_NAME)
         for left in partial.iterdir():  # by one that was killed
             if left.name != LOCK_NAME:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -67,23 +67,3 @@ def _make(partial: Path, out_dir: Path) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write to {out_dir}: {error.strerror}; name another folder") from None
     return lock
-
-
-def _lock(partial: Path) -> int:
-    """Raises BlockingIOError when another process holds it."""
-    lock = os.open(partial / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _sync(*paths: Path) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -18,6 +18,7 @@ from megatrain_ray.config import SaveCompression
 from megatrain_ray.errors import DamagedSaveError, MegatrainError
 from megatrain_ray.io.blob_store import ALIGN_BYTES, FileStore
 from megatrain_ray.io.disk_errors import DiskFullError, explained
+from megatrain_ray.io.durable import sync
 from megatrain_ray.io.manifest import MANIFEST_NAME, Manifest, PartManifest, read_manifest
 from megatrain_ray.io.piece_codec import compressed_bound
 from megatrain_ray.io.pieces import STORED_BYTES, write_blobs
@@ -96,10 +97,10 @@ def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:
     """
     folder = save_folder(saves_dir, step)
     gaps = manifest.gaps()
-    if gaps:
-        raise MegatrainError(f"{folder} would not be whole: {gaps[0]} ({len(gaps)} such gaps)")
-    asyncio.run(_check_sizes(folder, manifest))
     try:
+        if gaps:
+            raise MegatrainError(f"{folder} would not be whole: {gaps[0]} ({len(gaps)} such gaps)")
+        asyncio.run(_check_sizes(folder, manifest))
         with _abandoned_when_full(folder), explained("write", folder / MANIFEST_NAME):
             _write_manifest(folder, manifest)
     except MegatrainError:
@@ -122,7 +123,7 @@ def set_aside(saves_dir: Path, step: int) -> Path:
     target = next(path for name in names if not (path := saves_dir / f"{folder.name}.damaged{name}").exists())
     with explained("rename", folder):
         folder.rename(target)
-        _sync_folder(saves_dir)
+        sync(saves_dir)
     return target
 
 
@@ -132,7 +133,7 @@ def prune(saves_dir: Path, keep: int) -> None:
         folder = save_folder(saves_dir, step)
         with explained("delete", folder):
             (folder / MANIFEST_NAME).unlink()
-            _sync_folder(folder)  # killed from here on, it is an unfinished save
+            sync(folder)  # killed from here on, it is an unfinished save
             shutil.rmtree(folder)
 
 
@@ -192,10 +193,9 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
         file.write(manifest.to_json())
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(folder)  # the names of the blobs, before the one name that vouches for them
+    sync(folder)  # the names of the blobs, before the one name that vouches for them
     partial.rename(folder / MANIFEST_NAME)
-    for changed in (folder, folder.parent, folder.parent.parent):
-        _sync_folder(changed)
+    sync(folder, folder.parent, folder.parent.parent)
 
 
 def _folders(saves_dir: Path) -> dict[int, Path]:
@@ -204,11 +204,3 @@ def _folders(saves_dir: Path) -> dict[int, Path]:
         return {}
     steps = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in saves_dir.iterdir())
     return {int(match[1]): path for match, path in steps if match and path.is_dir()}
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

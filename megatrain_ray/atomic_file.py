@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from megatrain_ray.io.disk_errors import explained
+from megatrain_ray.io.durable import sync
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -18,11 +19,7 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)
 
 
 def temporary_of(path: Path) -> Path:

@@ -7,8 +7,9 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import psutil
 import ray
 
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.durable import take_lock
 
 # Batches and metrics only; Ray would claim 30 % of RAM, which the arenas need.
 OBJECT_STORE_BYTES = 128 << 20
@@ -36,6 +38,7 @@ EMBEDDED_ENVIRONMENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
 }
 
+LOCK_NAME = ".lock"  # in the session folder, held by the driver
 DAEMONS = ("gcs_server", "raylet")
 
 
@@ -91,7 +94,8 @@ def _token() -> str:
 def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     # A socket path must stay under 107 bytes, so not under the run directory.
     _remove_stale_folders()
-    folder = tempfile.mkdtemp(prefix=f"megatrain-{os.getpid()}-", dir="/tmp")
+    folder = Path(tempfile.mkdtemp(prefix=f"megatrain-{os.getpid()}-", dir="/tmp"))
+    lock = take_lock(folder / LOCK_NAME)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     daemons = Daemons()
     try:
@@ -105,33 +109,45 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=True,
                 logging_level=logging.ERROR,
-                _temp_dir=folder,
+                _temp_dir=str(folder),
             )
             daemons = Daemons(tuple(process for process in _started(before) if _is_daemon(process)))
             yield daemons
     finally:
         started = _started(before)
         if ray.is_initialized() and daemons.alive:
+            _end(_helpers(started), 0)  # ray.shutdown waits a second for each to obey a SIGTERM, which it never gets
             ray.shutdown()
             _end(started, STOP_TIMEOUT_S)
         else:  # nobody tells them to stop, and without its head Ray waits for it in ray.shutdown
             _end(started, 0)
             ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def _remove_stale_folders() -> None:
-    """Session folders of drivers that were killed; one that belongs to another user stays."""
+    """Session folders of drivers that were killed, of this container or another one; another user's stay."""
     for path in Path("/tmp").glob("megatrain-*-*"):
-        pid = path.name.split("-")[1]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            if (path / LOCK_NAME).exists():  # else its driver is just making it
+                lock = take_lock(path / LOCK_NAME)
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
 
 
 def _init(**options: Any) -> None:
-    """ray.init; a SIGTERM meanwhile, for which Ray raises SystemExit, counts as an interrupt."""
+    """ray.init; a SIGTERM meanwhile, for which Ray raises SystemExit, counts as an interrupt.
+
+    What Ray starts inherits a blocked SIGTERM (Ray blocks SIGINT itself): where the signal goes to the whole process
+    group, as schedulers send it, the run needs its processes for its last save.
+    """
     try:
-        ray.init(**options)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            ray.init(**options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     except SystemExit as error:
         raise KeyboardInterrupt from error
 
@@ -140,6 +156,13 @@ def _is_daemon(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return Path(process.cmdline()[0]).name in DAEMONS
     return False
+
+
+def _helpers(started: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """What ray.init starts beside its daemons, for clusters that scale and are looked at."""
+    with suppress(psutil.NoSuchProcess):
+        return [process for process in started if process.ppid() == os.getpid() and not _is_daemon(process)]
+    return []
 
 
 def _started(before: set[int]) -> list[psutil.Process]:

@@ -87,17 +87,20 @@ def arenas_mapped(pid: int) -> set[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, number: signal.Signals) -> None:
-    """An embedded Ray; a signal in the middle; a new process with other save settings; the reference in the end."""
+    """An embedded Ray; a signal in the middle, to the whole process group as a terminal or a scheduler sends it; a new
+    process with other save settings; the reference in the end."""
     model = build_tiny(tmp_path / "model")
     tree = config(tmp_path / "run", model, train__steps=150, hardware__num_shards=2)
     path = write_config(tmp_path / "config.yaml", tree)
-    process = subprocess.Popen(command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     deadline = time.monotonic() + 120
     while len(rows(tmp_path / "run")) < 4 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)  # for the run, not for the test: any step will do
     family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
     mapped = {pid: arenas for pid in family if (arenas := arenas_mapped(pid))}
-    os.kill(process.pid, number)
+    os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "the same command resumes" in errors

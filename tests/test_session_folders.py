@@ -1,0 +1,59 @@
+"""Ray's session folders of drivers that were killed are removed; those of living ones stay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.cluster import LOCK_NAME, _remove_stale_folders
+from megatrain_ray.io.durable import take_lock
+
+HOLDER = """
+import sys
+from pathlib import Path
+from megatrain_ray.io.durable import take_lock
+take_lock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix=f"megatrain-{os.getpid()}-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def test_a_killed_driver_leaves_nothing_whatever_its_pid(folder: Path) -> None:
+    """The pid in the name lives: in another container that pid is somebody else's."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder / LOCK_NAME)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        _remove_stale_folders()
+        assert folder.exists()
+        holder.kill()
+    _remove_stale_folders()
+    assert not folder.exists()
+
+
+def test_one_that_is_being_made_stays(folder: Path) -> None:
+    _remove_stale_folders()
+    assert folder.exists()
+
+
+def test_one_of_this_process_stays(folder: Path) -> None:
+    lock = take_lock(folder / LOCK_NAME)
+    _remove_stale_folders()
+    assert folder.exists()
+    os.close(lock)
