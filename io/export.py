@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.free_space import check_room
 from megatrain_ray.io.partial_folder import complete_or_absent
 from megatrain_ray.io.weights import INDEX_NAME, SINGLE_NAME
 
 FILE_BYTES = 5 * 10**9  # the largest file that hubs and file systems take without ado
+REST_BYTES = 32 << 20  # of everything beside the weights, at most: a tokenizer
 SETTLE_BYTES = 256 << 20  # written at most before they are brought to the disk
 
 
@@ -65,8 +67,8 @@ def write_model_folder(
     """Writes config.json, the weights in files of at most `file_bytes` (a larger tensor has its own), their index, and
     copies of other files.
 
-    The folder appears when it is complete. Raises ConfigError unless `out_dir` is new or empty, MegatrainError when
-    writing fails.
+    The folder appears when it is complete. Raises ConfigError unless `out_dir` is new or empty, CapacityError when
+    there is no room for the weights, MegatrainError when writing fails.
     """
     with complete_or_absent(out_dir) as folder:
         # torch_dtype is the same key by its name before Transformers 4.56; two answers would be one too many
@@ -74,6 +76,8 @@ def write_model_folder(
         _write_json(folder / "config.json", described)
         if generation_config is not None:
             _write_json(folder / "generation_config.json", generation_config)
+        num_bytes = sum(_nbytes(tensor, dtype) for tensor in tensors)
+        check_room(folder, num_bytes + REST_BYTES, "the exported model", "free some, or name another folder")
         files = _split(tensors, dtype, file_bytes)
         names = [f"model-{k:05}-of-{len(files):05}.safetensors" for k in range(1, len(files) + 1)]
         if len(files) == 1:

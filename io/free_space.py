@@ -9,12 +9,12 @@ from megatrain_ray.io.disk_errors import free_bytes
 from megatrain_ray.units import format_bytes
 
 
-def check_room(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises CapacityError, with the arithmetic, unless `needed_bytes` more fit where `folder` is or will be."""
+def check_room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
+    """Raises CapacityError, with the arithmetic and `advice`, unless `needed_bytes` more fit where `folder` is or will
+    be."""
     free = free_bytes(folder)
     if needed_bytes > free:
         raise CapacityError(
             f"no room for {what} in {folder}: up to {format_bytes(needed_bytes)} needed, {format_bytes(free)} free, "
-            f"{format_bytes(needed_bytes - free)} missing; free some, lower save_keep, choose another run_dir, or set "
-            "save_every: null to train without saves"
+            f"{format_bytes(needed_bytes - free)} missing; {advice}"
         )

@@ -30,6 +30,8 @@ from megatrain_ray.planning import Prepared
 
 log = logging.getLogger(__name__)
 
+AGAIN = "the same command starts again from the last save"
+
 Task = Callable[[Any], Any]  # from an actor to its answer to come
 
 
@@ -115,7 +117,7 @@ class Crew:
         deadline_s = time.monotonic() + limit_s
         while busy := [post.name for post in self._shards if post.call is not None]:
             if time.monotonic() > deadline_s:
-                raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s")
+                raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s; {AGAIN}")
             self.wait([], 1.0)
 
     def begin(self, progress: Progress) -> None:
@@ -243,7 +245,7 @@ class Crew:
         deadline_s = time.monotonic() + timeout_s
         while not self.wait([call], 1.0):
             if time.monotonic() > deadline_s:
-                raise DeadlineError(f"{late} within {timeout_s:.0f} s")
+                raise DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}")
         ray.get(call)
 
     def _assign(self, post: Post, task: Task, *, serves: bool) -> None:
@@ -283,7 +285,7 @@ class Crew:
         try:
             return ray.get(call, timeout=timeout_s)
         except GetTimeoutError:
-            raise DeadlineError(f"{late} within {timeout_s:.0f} s") from None
+            raise DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}") from None
 
     def _name_of(self, actor_id: str | None) -> str:
         named = {"GPU worker": self.gpu, "data": self.data} | {post.name: post.actor for post in self._posts}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
+from megatrain_ray.config import SaveCompression
 from megatrain_ray.config_file import config_to_dict
 from megatrain_ray.controller import STEPS_AHEAD
 from megatrain_ray.crew import Crew
@@ -34,7 +35,9 @@ from megatrain_ray.io.save import (
 from megatrain_ray.planning import Prepared
 from megatrain_ray.shard_worker import WrittenPart
 
-PROBE_BYTES = 256 << 20
+PROBE_VALUES = 4 << 20  # 16 MiB
+PROBE_BUFFERS = 16
+ADVICE = "free some, lower save_keep, choose another run_dir, or set save_every: null to train without saves"
 ABANDON_S = 60.0  # after which an abandoned writer is not waited for
 
 
@@ -44,7 +47,8 @@ def check_save_room(prepared: Prepared, saves: Path, step: int) -> None:
     to_come = 1 + (config.train.steps - step - 1) // (config.save_every or config.train.steps)
     # One more than is kept, since the newest is written before the oldest goes.
     together = min(to_come, max(1, config.save_keep + 1 - len(list_saves(saves))))
-    check_room(saves, together * room_of_one(prepared.plan), "the save" if together == 1 else f"{together} saves")
+    what = "the save" if together == 1 else f"{together} saves"
+    check_room(saves, together * room_of_one(prepared.plan), what, ADVICE)
 
 
 def room_of_one(plan: Plan) -> int:
@@ -52,14 +56,17 @@ def room_of_one(plan: Plan) -> int:
     return save_room(plan.save_bytes, len(plan.layers), plan.num_shards)
 
 
-def measure_disk(saves: Path, num_bytes: int) -> float:
-    """Bytes per second of writing at most 256 MiB, the way saves are written. They are deleted again."""
-    chunk = memoryview(mmap.mmap(-1, min(num_bytes, PROBE_BYTES)))
+def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:
+    """Bytes of state per second of writing at most 256 MiB, the way saves are written. They are deleted again."""
+    count = max(1, min(num_bytes // 4, PROBE_VALUES))
+    values = np.random.default_rng(0).standard_normal(count, np.float32)  # shrink as little as state does
+    buffers = [memoryview(values).cast("B")] * min(PROBE_BUFFERS, max(1, num_bytes // values.nbytes))
+    piece = Piece("probe", "probe", 0, len(buffers) * count, buffers)
     folder = prepare_save(saves, 0)  # killed meanwhile it leaves an unfinished save
     start_s = time.monotonic()
     try:
-        asyncio.run(write_part(folder, 0, [Piece("probe", "probe", 0, len(chunk), [chunk])]))
-        return len(chunk) / (time.monotonic() - start_s)
+        asyncio.run(write_part(folder, 0, [piece], compression=compression))
+        return len(buffers) * values.nbytes / (time.monotonic() - start_s)
     finally:
         abandon_save(saves, 0)
 
@@ -69,7 +76,7 @@ class RunningSave:
 
     def __init__(self, prepared: Prepared, crew: Crew, saves: Path, step: int, predicted_stall_s: float) -> None:
         """Raises CapacityError, with nothing written, when there is no room for it."""
-        check_room(saves, room_of_one(prepared.plan), f"the save of step {step}")
+        check_room(saves, room_of_one(prepared.plan), f"the save of step {step}", ADVICE)
         self.step = step
         self._prepared = prepared
         self._crew = crew

@@ -94,7 +94,9 @@ class Session:
     def _start(self, crew: Crew) -> None:
         if self._prepared.config.save_every is not None:
             check_save_room(self._prepared, self._run.saves, self._completed)
-            self._disk_bytes_per_s = measure_disk(self._run.saves, self._prepared.plan.save_bytes)
+            self._disk_bytes_per_s = measure_disk(
+                self._run.saves, self._prepared.plan.save_bytes, self._prepared.config.save_compress
+            )
             self._copy_bytes_per_s = measure_copy()
         crew.start(self._data_arguments())
         manifest = self._manifest

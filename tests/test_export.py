@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from megatrain_ray.engine import export_save as export_module
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.working_copy import split, to_working
-from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.errors import CapacityError, ConfigError, MegatrainError
 from megatrain_ray.io import export as folder_module
 from megatrain_ray.io.export import ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
@@ -238,3 +238,14 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(MegatrainError, match=r"cannot write .*file/.*: Not a directory"):
         write_model_folder(blob / "file" / "out", [], ExportDtype.BF16, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "step_7"]
+
+
+def test_no_room_for_an_export_is_told_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: type(stats)((*stats[:4], 1, *stats[5:])))
+    tensor = ExportTensor("a", (1 << 28,), partial(zeros, 4 << 28))
+    with pytest.raises(
+        CapacityError, match=r"no room for the exported model in .* up to 1.03 GiB needed, 4.00 KiB free"
+    ):
+        write_model_folder(tmp_path / "out", [tensor], ExportDtype.FP32, {})
+    assert list(tmp_path.iterdir()) == []

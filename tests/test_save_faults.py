@@ -77,10 +77,10 @@ def test_a_disk_that_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest.M
 def test_room_is_checked_with_the_arithmetic(tmp_path: Path) -> None:
     stats = os.statvfs(tmp_path)
     free = stats.f_bavail * stats.f_frsize
-    check_room(tmp_path / "not" / "there" / "yet", free // 2, "the save")
-    message = rf"no room for 3 saves in {tmp_path}: up to .*iB needed, .*iB free, .*iB missing; .* save_every: null"
+    check_room(tmp_path / "not" / "there" / "yet", free // 2, "the save", "free some")
+    message = rf"no room for 3 saves in {tmp_path}: up to .*iB needed, .*iB free, .*iB missing; free some"
     with pytest.raises(CapacityError, match=message):
-        check_room(tmp_path, 2 * free, "3 saves")
+        check_room(tmp_path, 2 * free, "3 saves", "free some")
 
 
 def test_room_for_a_save_is_little_more_than_its_state() -> None:
