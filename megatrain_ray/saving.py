@@ -60,7 +60,7 @@ def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> f
     """Bytes of state per second of writing at most 256 MiB, the way saves are written. They are deleted again."""
     count = max(1, min(num_bytes // 4, PROBE_VALUES))
     values = np.random.default_rng(0).standard_normal(count, np.float32)  # shrink as little as state does
-    buffers = [memoryview(values).cast("B")] * min(PROBE_BUFFERS, max(1, num_bytes // values.nbytes))
+    buffers = [values.data.cast("B")] * min(PROBE_BUFFERS, max(1, num_bytes // values.nbytes))
     piece = Piece("probe", "probe", 0, len(buffers) * count, buffers)
     folder = prepare_save(saves, 0)  # killed meanwhile it leaves an unfinished save
     start_s = time.monotonic()
