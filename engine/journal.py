@@ -156,6 +156,11 @@ class Journal:
                 start += tensor.nbytes
 
 
+def serial_of(update: int, layer: int, num_layers: int) -> int:
+    """Of the transaction that is one update (from 1) of one layer: no other has it."""
+    return update * num_layers + layer + 1
+
+
 class Transaction(NamedTuple):
     """`serial`: positive, larger than that of every transaction before."""
 
@@ -178,5 +183,4 @@ def _units_of(layer: FlatLayout, span: Span) -> int:
 
 def room_bytes(precision: Precision) -> int:
     """Of the room of one thread: a block of working copy and state."""
-    itemsize = precision.working_dtype.itemsize + sum(dtype.itemsize for _, dtype in precision.state_kinds)
-    return BLOCK_ELEMENTS * itemsize
+    return BLOCK_ELEMENTS * precision.element_bytes

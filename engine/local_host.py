@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from megatrain_ray.engine.journal import serial_of
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import HostWeights, Lease
@@ -101,7 +102,7 @@ class LocalHost:
             header, committed_s = self._headers[update]
             num_bytes = self._layout.layers[layer].size * self._wire_dtype.itemsize
             gradient = lease.region[:num_bytes].view(self._wire_dtype)
-            serial = update * len(self._order) + layer + 1
+            serial = serial_of(update, layer, len(self._order))
             for shard in self._shards:
                 await loop.run_in_executor(self._executor, shard.update, layer, gradient, header, serial)
             after = (committed_s, landed_s)

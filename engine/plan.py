@@ -46,6 +46,16 @@ class Precision(Enum):
         moments = (("m", torch.float32), ("v", torch.float32))
         return (("residual", torch.int16), *moments) if self is Precision.BF16 else moments
 
+    @property
+    def state_bytes(self) -> int:
+        """Of the state of one parameter."""
+        return sum(dtype.itemsize for _, dtype in self.state_kinds)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one parameter, working copy and state: 12."""
+        return self.working_dtype.itemsize + self.state_bytes
+
 
 class Recovery(Enum):
     """What the death of an optimizer shard costs. IN_PLACE: a moment, its updates are logged in host memory.
@@ -144,8 +154,7 @@ class Plan:
     @property
     def save_bytes(self) -> int:
         """Of one save, without its manifest: 12 bytes per parameter."""
-        per_element = self.precision.working_dtype.itemsize + sum(d.itemsize for _, d in self.precision.state_kinds)
-        return per_element * sum(layer.num_parameters for layer in self.layers)
+        return self.precision.element_bytes * sum(layer.num_parameters for layer in self.layers)
 
     @property
     def update_deadline_s(self) -> float:

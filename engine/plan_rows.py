@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megatrain_ray.engine.journal import UNIT_ELEMENTS, room_bytes
+from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, Precision, Tier
@@ -60,9 +60,10 @@ def hbm_rows(
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
     working = layout.size * plan.precision.working_dtype.itemsize
-    per_element = sum(dtype.itemsize for _, dtype in plan.precision.state_kinds)
+    per_element = plan.precision.state_bytes
     threads = plan.num_shards * plan.num_shard_threads
-    marks = WORD_BYTES * (max(layer.size for layer in layout.layers) // UNIT_ELEMENTS + plan.num_shards)
+    units = max(sum(num_units(segment.numel) for segment in layer.segments) for layer in layout.layers)
+    marks = WORD_BYTES * (units + plan.num_shards)
     processes = 4 + plan.num_shards
     rows: Mapping[str, tuple[int, str]] = {
         "working copy": (working, f"{layout.size} padded elements"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.journal import serial_of
 from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.errors import DeadlineError
@@ -80,8 +81,7 @@ class ShardLoop:
         return True
 
     def _serial(self, layer: int, update: int) -> int:
-        """Of the transaction: no other update of any layer has it."""
-        return update * len(self._order) + layer + 1
+        return serial_of(update, layer, len(self._order))
 
     def _gradient(self, layer: int) -> Tensor:
         start = self._words.gradient_start(layer)

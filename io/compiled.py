@@ -14,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from megatrain_ray.io.durable import sync
+
+COMPILE_S = 120  # our files take one
 COMPILERS = ("cc", "gcc", "clang", "g++", "clang++")
 
 Library = TypeVar("Library", bound=ctypes.CDLL)
@@ -56,6 +59,7 @@ def _load_or_build(source: Path, flags: Sequence[str], library: Path, load: Call
     partial = library.with_suffix(f".{os.getpid()}.partial")
     try:
         _compile(source, flags, partial)
+        sync(partial)  # one that a crash of the machine tore could be loaded, and fail only when it is called
         partial.replace(library)
     finally:
         partial.unlink(missing_ok=True)
@@ -66,6 +70,10 @@ def _compile(source: Path, flags: Sequence[str], output: Path) -> None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise CompileError(f"no C compiler on PATH (looked for {', '.join(COMPILERS)})")
-    done = subprocess.run([compiler, str(source), *flags, "-o", str(output)], capture_output=True, text=True)
+    command = [compiler, str(source), *flags, "-o", str(output)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+    except subprocess.TimeoutExpired:
+        raise CompileError(f"{compiler} did not compile {source} within {COMPILE_S} s") from None
     if done.returncode:
         raise CompileError(f"{compiler} cannot compile {source}: {done.stderr.strip()}")

@@ -12,7 +12,8 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.units import format_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # this process or machine lacks something; the file may be good
+# The file itself is gone or bad. Anything else may pass: permissions, a server that is away, too many open files.
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EUCLEAN)
 
 
 class DiskFullError(MegatrainError):
@@ -27,7 +28,7 @@ class UnreadableError(MegatrainError):
 def explained(action: str, path: Path) -> Iterator[None]:
     """Raises MegatrainError for an OSError of the block, which did `action` (read, write, …) to `path`.
 
-    UnreadableError when reading failed because of the file, DiskFullError when there was no room.
+    UnreadableError when the file cannot be read now or ever, DiskFullError when there was no room.
     """
     try:
         yield
@@ -35,7 +36,7 @@ def explained(action: str, path: Path) -> Iterator[None]:
         message = f"cannot {action} {path}: {error.strerror or error}"
         if error.errno in FULL:
             raise DiskFullError(f"{message}, {format_bytes(free_bytes(path))} are free there") from error
-        if action == "read" and error.errno not in BUSY:
+        if action == "read" and error.errno in GONE:
             raise UnreadableError(message) from error
         raise MegatrainError(message) from error
 

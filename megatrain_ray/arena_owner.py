@@ -27,7 +27,6 @@ def journal_arena(shard: int) -> str:
 
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     """Bytes of every arena of a run: three that all map, and two for each shard that only this one does."""
-    per_element = sum(dtype.itemsize for _, dtype in plan.precision.state_kinds)
     sizes = {
         WORKING: layout.size * plan.precision.working_dtype.itemsize,
         SLAB: plan.slab_bytes,
@@ -35,7 +34,7 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     }
     for k in range(plan.num_shards):
         part = ShardLayout(layout, k, plan.num_shards, plan.shard_cut_elements)
-        sizes[state_arena(k)] = part.size * per_element
+        sizes[state_arena(k)] = part.size * plan.precision.state_bytes
         sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.num_shard_threads)
     return sizes
 

@@ -75,7 +75,7 @@ def config_to_dict(config: TrainConfig) -> dict[str, Any]:
 def resume_diff(old: TrainConfig, new: TrainConfig) -> list[str]:
     """Keys that differ and may not on a resume: `train.lr: 0.001 -> 0.002`. A split that `new` leaves to the plan is
     no difference."""
-    before, after = dict(_leaves(old.resolve().model_dump())), dict(_leaves(new.resolve(old).model_dump()))
+    before, after = dict(leaves(old.resolve().model_dump())), dict(leaves(new.resolve(old).model_dump()))
     return [
         f"{key}: {_shown(before.get(key))} -> {_shown(after.get(key))}"
         for key in dict.fromkeys([*before, *after])
@@ -125,10 +125,11 @@ def _group(tree: dict[str, Any], name: str, key: str, override: str) -> dict[str
     return group
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What nested mappings hold, by dotted keys."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

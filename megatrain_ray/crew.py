@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +26,11 @@ from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
+from megatrain_ray.post import Post, Task, held
 
 log = logging.getLogger(__name__)
 
 AGAIN = "the same command starts again from the last save"
-
-Task = Callable[[Any], Any]  # from an actor to its answer to come
-
-
-@dataclass
-class Post:
-    """What one replaceable actor after the other fills. `task`: what the present one is doing, `call` its answer."""
-
-    name: str
-    make: Callable[[Sequence[Handles], int | None], Any]  # from holders and the pid of whom it follows
-    actor: Any = None
-    handles: Handles = field(default_factory=dict)
-    task: Task | None = None
-    call: Any = None
-    serves: bool = False  # the task ends only when the actor is told to stop
-
-    @property
-    def pid(self) -> int | None:
-        return next((handle.pid for handle in self.handles.values()), None)
 
 
 class Crew:
@@ -75,6 +56,7 @@ class Crew:
         self.data: Any = None
         self._pids: dict[str, int] = {}
         self._gpu_handles: Handles = {}
+        self._own_handles: Handles = {}
 
     def start(self, data_arguments: Mapping[str, Any]) -> None:
         """Places and starts all actors; weights are not loaded yet."""
@@ -84,21 +66,28 @@ class Crew:
         self._posts = [owner]
         self._fill(owner, None)
         self._assign(owner, lambda actor: actor.run.remote(), serves=True)
+        with held(owner.handles) as self._own_handles:  # nobody but their owner holds them yet
+            self._start_others(place)
+        self._own_handles = {}
+        self._pids["data"] = self._answer("the data process did not start", self.data.pid.remote())
+        self._record(self.pids)
+
+    def _start_others(self, place: Placement) -> None:
+        """Shards and GPU worker, which attach the owner's arenas."""
         self._shards = [
             Post(f"optimizer shard {k}", place.shard_maker(k)) for k in range(self._prepared.plan.num_shards)
         ]
+        holders = self._holders()
         for post in self._shards:  # all processes start at the same time
-            post.actor = post.make([owner.handles], None)
-        self.gpu = place.gpu([owner.handles], self.data)
+            post.actor = post.make(holders, None)
+        self.gpu = place.gpu(holders, self.data)
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
-        kernels = ray.get([post.actor.kernel_name.remote() for post in self._shards], timeout=DEADLINE_S)
-        log.info("AdamW runs as %s", ", ".join(sorted(set(kernels))))
+        kernels = {name for post in self._shards if (name := self._kernel_of(post))}
+        log.info("AdamW runs as %s", ", ".join(sorted(kernels)))
         self._gpu_handles = self._answer("the GPU worker did not start", self.gpu.handles.remote())
-        self._pids = {"GPU worker": next(iter(self._gpu_handles.values())).pid}
-        self._pids["data"] = self._answer("the data process did not start", self.data.pid.remote())
-        self._record(self.pids)
+        self._pids["GPU worker"] = next(iter(self._gpu_handles.values())).pid
 
     @property
     def pids(self) -> dict[str, int]:
@@ -173,6 +162,7 @@ class Crew:
                 f"{post.name} died, the run's failure number {len(self._gone)} (max_failures: {limit}); the same "
                 "command resumes"
             )
+        log.warning("%s died: %s", post.name, error)
         start_s = time.monotonic()
         ray.kill(post.actor)  # one that Ray could not reach for a moment may still live
         if not self._fill(post, post.pid):
@@ -263,11 +253,22 @@ class Crew:
         post.task = post.call = None
 
     def _fill(self, post: Post, after_pid: int | None) -> bool:
-        holders = [other.handles for other in self._posts if other is not post and other.handles]
-        if self._gpu_handles:
-            holders.append(self._gpu_handles)
-        post.actor = post.make(holders, after_pid)
+        post.actor = post.make(self._holders(but=post), after_pid)
         return self._introduce(post)
+
+    def _holders(self, but: Post | None = None) -> list[Handles]:
+        """Whoever holds the arenas."""
+        posts = [post.handles for post in self._posts if post is not but]
+        return [handles for handles in (*posts, self._gpu_handles, self._own_handles) if handles]
+
+    def _kernel_of(self, post: Post) -> str | None:
+        """What AdamW runs as in a shard; None where that one dies, and another takes its place."""
+        try:
+            name: str = self._answer(f"{post.name} did not start", post.actor.kernel_name.remote())
+        except RayActorError as error:
+            self.replace(error)
+            return None
+        return name
 
     def _introduce(self, post: Post) -> bool:
         """Waits until the actor has started. Where it dies doing so another one takes its place, and the answer is

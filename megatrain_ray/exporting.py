@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain_ray.engine.export_save import export_save
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.export import ExportDtype
 from megatrain_ray.io.save import list_saves, load_manifest, save_folder
-from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.run_dir import RunFiles
 
 
@@ -19,15 +18,16 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
     a damaged save. OUT_DIR appears whole or not at all.
     """
     files = RunFiles(run_dir.absolute())
-    config = files.read_config()
-    saves = list_saves(files.saves)
-    if not saves:
-        raise ConfigError(f"{run_dir} holds no save yet: train until one is made (save_every), then export")
-    step = saves[-1]
-    export_save(
-        save_folder(files.saves, step),
-        load_manifest(files.saves, step),
-        out_dir,
-        ExportDtype(dtype) if dtype else None,
-        copies=tokenizer_files(config.tokenizer),
-    )
+    files.read_config()
+    chosen = ExportDtype(dtype) if dtype else None
+    while True:
+        saves = list_saves(files.saves)
+        if not saves:
+            raise ConfigError(f"{run_dir} holds no save yet: train until one is made (save_every), then export")
+        step = saves[-1]
+        try:
+            folder, manifest = save_folder(files.saves, step), load_manifest(files.saves, step)
+            return export_save(folder, manifest, out_dir, chosen, copies=files.tokenizer_files())
+        except MegatrainError:
+            if step in list_saves(files.saves):
+                raise  # else the training that goes on has deleted it, and has made another one

@@ -14,6 +14,7 @@ import torch
 from megatrain_ray.arena_owner import SLAB, WORDS, WORKING
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
+from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
@@ -21,6 +22,7 @@ from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import IGNORED, Batch
@@ -68,6 +70,7 @@ class GpuWorker:
         self._flops = FlopCount.of(prepared.structure, prepared.source)
         self._turn = asyncio.Condition()
         self._engine: Engine | None = None
+        self._waits_for_data = False
 
     def handles(self) -> dict[str, ArenaHandle]:
         """Of all arenas of the run: this process keeps them alive too."""
@@ -100,7 +103,7 @@ class GpuWorker:
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step - 1)
             start = time.perf_counter()
-            batch = await self._next_batch
+            batch = await self._take_batch(step)
             data_s = time.perf_counter() - start
             if step < self._prepared.config.train.steps:
                 self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
@@ -111,8 +114,20 @@ class GpuWorker:
             self._turn.notify_all()
             return StepResult(self._row(report, batch, data_s), self._progress)
 
+    async def _take_batch(self, step: int) -> Batch:
+        self._waits_for_data = True
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await self._next_batch
+        except TimeoutError:
+            raise DeadlineError(f"the data process made no batch for step {step} within {DEADLINE_S:.0f} s") from None
+        finally:
+            self._waits_for_data = False
+
     def whereabouts(self) -> str:
         """What the worker does, for the message about a step that does not end."""
+        if self._waits_for_data:
+            return f"waiting for the batch of step {self._progress.step + 1} from the data process"
         return self._engine.whereabouts if self._engine else "starting the engine"
 
     async def close(self) -> None:

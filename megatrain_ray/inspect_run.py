@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ def inspect_run(path: Path) -> tuple[str, bool]:
     """
     files = RunFiles(path.absolute())
     config = dump_config(files.read_config())
-    steps = list_saves(files.saves)
     problems = _problems(files.saves)
+    steps = sorted(problems.keys() & list_saves(files.saves))
     saves = [f"step {step:<8} {_save(files.saves, step)}" for step in steps]
     saves += [
         f"{path.name:<18} {format_bytes(_size(path))}, set aside: nothing reads or deletes it"
@@ -34,7 +35,8 @@ def inspect_run(path: Path) -> tuple[str, bool]:
         "config": config.splitlines(),
         "saves": saves or ["none"],
         "last rows": [_row(row) for row in files.rows()[-NUM_ROWS:]] or ["none"],
-        "checksums": [line for step in problems for line in _verdict(step, problems[step])] or ["nothing to check"],
+        "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
+        or ["nothing to check"],
     }
     return "\n".join(_lines(sections)), not any(problems.values())
 
@@ -91,4 +93,9 @@ def _number(value: float | None) -> str:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Of its files; one that goes meanwhile counts no more."""
+    total = 0
+    for path in folder.glob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total

@@ -1,27 +1,42 @@
-"""Ctrl-C and SIGTERM: the first asks the run to save and end, the second ends it at once."""
+"""Ctrl-C and SIGTERM: while a run trains the first asks it to save and end; any other ends it at once, and then no more
+are heard, so that none breaks off what is being cleaned up."""
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MESSAGE = b"interrupted: saving, then stopping (once more: stop at once)\n"
 
 
 class Interrupts:
-    """Handlers for the time of a block; `requested` says that one arrived. Outside the main thread it hears nothing,
-    because Python delivers signals there only."""
+    """Handlers for the time of a block, in which a signal raises KeyboardInterrupt. Outside the main thread it hears
+    nothing, because Python delivers signals there only."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = False  # by a signal that was put off
+        self._puts_off = self._raised = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
         self.listen()
         return self
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """In the block the first signal sets `requested` and nothing else."""
+        self._puts_off = True
+        try:
+            yield
+        finally:
+            self._puts_off = False
 
     def listen(self) -> None:
         """Once more after something that takes the signals for itself, as Ray does with SIGTERM when it connects."""
@@ -37,7 +52,12 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        print("interrupted: saving, then stopping (once more: stop at once)", file=sys.stderr, flush=True)
+        if self._raised:
+            return
+        if self._puts_off and not self.requested:
+            self.requested = True
+            with suppress(OSError):  # nobody reads it; and `print` must not be called in the midst of a print
+                os.write(STDERR, MESSAGE)
+            return
+        self._raised = True
+        raise KeyboardInterrupt

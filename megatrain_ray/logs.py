@@ -1,27 +1,48 @@
-"""The driver's log in the run directory: starts, saves, deaths, failures with their tracebacks."""
+"""What the driver says and writes down. No full disk, closed pipe or missing folder behind it ends a training."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 log = logging.getLogger(__name__)
 
 
+class _FileLog(logging.FileHandler):
+    """Loses what cannot be written."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Appends what this package logs, from INFO on, to a file for the time of the block."""
+    """Appends what this package logs, from INFO on, to a file for the time of the block, once its folder is there. What
+    ends the block is logged too."""
     logger = logging.getLogger("megatrain_ray")
     before = logger.level
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _FileLog(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         yield
+    except BaseException as error:
+        log.error("ended by %s", type(error).__name__, exc_info=error)
+        raise
     finally:
         logger.setLevel(before)
         logger.removeHandler(handler)
@@ -31,5 +52,21 @@ def log_to(path: Path) -> Iterator[None]:
 def say(message: str) -> None:
     """Tells user and log."""
     log.info(message)  # as a warning it would be printed twice where no log is open yet
-    with suppress(OSError):  # a full disk behind standard error must not end the run
-        print(message, file=sys.stderr, flush=True)
+    show(message, sys.stderr)
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Prints a line, on standard output unless told otherwise."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        silence(stream)
+
+
+def silence(stream: TextIO) -> None:
+    """Nobody reads it any more. What its buffer still holds would fail when the interpreter ends: exit code 120."""
+    with suppress(OSError, ValueError):  # ValueError: no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

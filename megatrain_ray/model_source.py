@@ -22,24 +22,18 @@ SUPPORTED = ("llama",)  # what parity was shown for
 
 @dataclass(frozen=True)
 class ModelSource:
-    """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random."""
+    """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random.
+    `generation_config`: the folder's, which saves and exports carry on."""
 
     config: Mapping[str, Any]
     folder: Path | None
     seed: int
+    generation_config: Mapping[str, Any] | None = None
 
     @property
     def factory(self) -> ModelFactory:
         """Builds the model with a given parameter type; for meta or fake tensors."""
         return _Factory(dict(self.config))
-
-    @property
-    def generation_config(self) -> dict[str, Any] | None:
-        """The folder's generation_config.json, which an export carries on."""
-        path = self.folder / "generation_config.json" if self.folder else None
-        if path is None or not path.is_file():
-            return None
-        return _read_config(path, "model.path")
 
     @property
     def max_positions(self) -> int | None:
@@ -80,7 +74,9 @@ def open_model(model: ModelConfig) -> ModelSource:
                 "and give the folder"
             )
         config = _read_config(folder / "config.json", "model.path")
-        source = ModelSource(config, folder, model.seed)
+        described = folder / "generation_config.json"
+        generation = _read_config(described, "model.path") if described.is_file() else None
+        source = ModelSource(config, folder, model.seed, generation)
     else:
         named = model.config
         config = dict(named) if isinstance(named, Mapping) else _read_config(Path(str(named)), "model.config")

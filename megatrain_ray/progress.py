@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from megatrain_ray.logs import show
 from megatrain_ray.units import format_count, format_duration
 
 MAX_LINES = 50  # of a run, where it is not a terminal
@@ -61,7 +62,7 @@ class LineView:
         step = row["step"]
         left = self._left.after(row)
         if step % self._every == 0 or step in (self._first, self._steps):
-            print(f"step {step}/{self._steps}  {_summary(row)}  {left} left", file=self._stream, flush=True)
+            show(f"step {step}/{self._steps}  {_summary(row)}  {left} left", self._stream)
 
 
 class TimeLeft:

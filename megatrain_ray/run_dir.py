@@ -6,6 +6,7 @@ model.json     the model's configuration and shapes, which a resume must have to
 processes.json while the run is up, and after a death
 metrics.jsonl  a row an update, in order of steps
 saves/step_N/  weights and optimizer state after N updates
+tokenizer/     the tokenizer's files, which an export carries on
 logs/          driver.log: starts, saves, failures with their tracebacks
 lock           held while the run is in use
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +27,10 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import dump_config, load_config, resume_diff
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.disk_errors import explained
-from megatrain_ray.io.partial_folder import remove_abandoned
+from megatrain_ray.io.durable import sync
+from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
 from megatrain_ray.io.save import clean_unfinished
+from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.run_lock import hold_lock
 from megatrain_ray.run_model import MODEL_NAME
 from megatrain_ray.run_processes import PROCESSES_NAME
@@ -53,6 +57,14 @@ class RunFiles:
     @property
     def saves(self) -> Path:
         return self.path / "saves"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """The tokenizer that the run was started with; none where that was `bytes`."""
+        return tuple(sorted(self.tokenizer.iterdir())) if self.tokenizer.is_dir() else ()
 
     @property
     def logs(self) -> Path:
@@ -108,7 +120,6 @@ class RunDir(RunFiles):
             self.path / PROCESSES_NAME,
         )
         left = [file for file in map(temporary_of, files) if file.exists()]
-        left += [file for file in self.saves.glob(".*") if file.is_file()]  # saves are folders
         for file in left:
             file.unlink()
         return [*left, *clean_unfinished(self.saves), *remove_abandoned(self.path)]
@@ -121,11 +132,23 @@ class RunDir(RunFiles):
         write_atomically(self.plan_file, plan_json)
         write_atomically(self.config_file, dump_config(self.config))
 
+    def keep_tokenizer(self) -> None:
+        """Copies the tokenizer's files into the folder, once. Raises MegatrainError."""
+        if self.config.tokenizer != "bytes" and not self.tokenizer.exists():
+            with complete_or_absent(self.tokenizer) as folder:
+                for file in tokenizer_files(self.config.tokenizer):
+                    shutil.copy(file, folder)
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row of metrics; non-finite numbers become null. Raises MegatrainError."""
         line = json.dumps(_finite(row), allow_nan=False) + "\n"
         with explained("write", self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(line)
+
+    def settle(self) -> None:
+        """Brings the rows to the disk. Raises MegatrainError."""
+        with explained("write", self.metrics_file):
+            sync(self.metrics_file)
 
     def _cut(self, step: int) -> None:
         """Drops the rows after `step`: training goes on from there and writes them again."""

@@ -25,13 +25,15 @@ def hold_lock(folder: Path) -> Iterator[None]:
     the block put nothing into the folder.
     """
     lock = folder / "lock"
-    before = set(folder.iterdir()) if folder.is_dir() else set()
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    before: set[Path] | None = None
+    missing: list[Path] = []
     try:
+        before = set(folder.iterdir()) if folder.is_dir() else set()
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         file = _open_and_lock(lock)
     except OSError as error:
-        if lock not in before:
+        if before is not None and lock not in before:
             with suppress(OSError):
                 lock.unlink()
         _remove_empty(missing)
@@ -41,9 +43,10 @@ def hold_lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if lock not in before and set(folder.iterdir()) == {lock, *before}:
-            lock.unlink()
-            _remove_empty(missing)
+        with suppress(OSError):  # what ended the block is to be told
+            if lock not in before and set(folder.iterdir()) == {lock, *before}:
+                lock.unlink()
+                _remove_empty(missing)
         os.close(file)
 
 

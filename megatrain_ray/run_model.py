@@ -6,11 +6,12 @@ The run's own settings are compared elsewhere; they name a folder or file, and w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatrain_ray.atomic_file import write_atomically
+from megatrain_ray.config_file import leaves
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.errors import ConfigError
 
@@ -31,12 +32,12 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
     """
     file = path / MODEL_NAME
     try:
-        theirs = dict(_leaves(json.loads(file.read_bytes())))
+        theirs = dict(leaves(json.loads(file.read_bytes())))
     except FileNotFoundError:
         return  # deleted, as the message below says
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); delete it to go on without comparing models") from None
-    ours = dict(_leaves(_described(config, structure)))
+    ours = dict(leaves(_described(config, structure)))
     differing = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]
     if differing:
         key = differing[0]
@@ -56,11 +57,3 @@ def _described(config: Mapping[str, Any], structure: ModelStructure) -> dict[str
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
     described: dict[str, Any] = json.loads(json.dumps({"config": relevant, "layers": layers}))
     return described
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

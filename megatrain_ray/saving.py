@@ -44,7 +44,8 @@ ABANDON_S = 60.0  # after which an abandoned writer is not waited for
 def check_save_room(prepared: Prepared, saves: Path, step: int) -> None:
     """Before the first step after `step`: raises CapacityError unless the saves that will be there together fit."""
     config = prepared.config
-    to_come = 1 + (config.train.steps - step - 1) // (config.save_every or config.train.steps)
+    every = config.save_every or config.train.steps
+    to_come = 1 + (config.train.steps - 1) // every - step // every
     # One more than is kept, since the newest is written before the oldest goes.
     together = min(to_come, max(1, config.save_keep + 1 - len(list_saves(saves))))
     what = "the save" if together == 1 else f"{together} saves"
@@ -155,7 +156,7 @@ def _manifest(
         model=dict(prepared.source.config),
         config=config_to_dict(prepared.config),
         parts=parts,
-        generation_config=prepared.source.generation_config,
+        generation_config=dict(generation) if (generation := prepared.source.generation_config) else None,
         timing=timing,
     )
 

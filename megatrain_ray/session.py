@@ -77,9 +77,10 @@ class Session:
         crew = Crew(self._prepared, self._daemons.check, partial(record, self._run.path))
         try:
             self._start(crew)
-            with make_progress(self._prepared.config.train.steps, self._completed) as view:
-                self._loop(crew, view)
-            crew.stop()
+            with self._interrupts.put_off():
+                with make_progress(self._prepared.config.train.steps, self._completed) as view:
+                    self._loop(crew, view)
+                crew.stop()
         except RayError as error:
             log.error("after step %d", self._completed, exc_info=error)
             raise _understood(error, crew) from error
@@ -186,6 +187,7 @@ class Session:
             self._save.reached(self._progress, crew.position(self._completed))
 
     def _commit(self, save: RunningSave) -> None:
+        self._run.settle()  # a save never stands without the rows before it
         timing = save.commit()
         self._saved, self._save = save.step, None
         log.info("saved step %d: %s", save.step, timing)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain_ray.cluster import cluster, in_ray_job
+from megatrain_ray.cluster import Daemons, cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import open_windows
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
@@ -51,7 +51,7 @@ class Trainer:
                 f"run_dir: {self.config.run_dir} is relative, and a Ray job runs in a folder of its own that goes with "
                 "it; give an absolute path"
             )
-        with RunDir.open(self.config) as run:
+        with Interrupts() as interrupts, RunDir.open(self.config) as run, log_to(run.logs / "driver.log"):
             await_end(run.path)
             manifest = _newest_save(run)
             if manifest is not None and manifest.step >= run.config.train.steps:
@@ -60,7 +60,7 @@ class Trainer:
             if run.holds_run:
                 check_model(run.path, prepared.source.config, prepared.structure)
             _check_inputs(prepared, manifest)
-            return _run(prepared, run, manifest)
+            return _run(prepared, run, manifest, interrupts)
 
 
 def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
@@ -72,34 +72,38 @@ def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
         BatchStream(windows, batch_size=1, shuffle=False, seed=0).seek(manifest.data)
 
 
-def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> TrainSummary:
+def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts: Interrupts) -> TrainSummary:
     left = run.clean()
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
     run.begin(plan.to_json(), manifest.step if manifest else 0)
+    run.keep_tokenizer()
+    for path in left:
+        log.info("deleted what a dead run left: %s", path)
     try:
-        with (
-            log_to(run.logs / "driver.log"),
-            Interrupts() as interrupts,
-            cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons,
-        ):
+        with cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons:
             interrupts.listen()
-            for path in left:
-                log.info("deleted what a dead run left: %s", path)
-            while True:
-                step = manifest.step if manifest else 0
-                log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
-                try:
-                    return TrainSummary(*Session(prepared, run, interrupts, daemons, manifest).train(), run.path)
-                except DamagedSaveError as damage:
-                    _fall_back(run, step, damage)
-                await_end(run.path)  # the memory of two crews would not fit
-                manifest = _newest_save(run)
-                assert manifest is not None  # _fall_back leaves one
-                run.begin(plan.to_json(), manifest.step)
+            return _train(prepared, run, manifest, interrupts, daemons)
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved
+
+
+def _train(
+    prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts: Interrupts, daemons: Daemons
+) -> TrainSummary:
+    """Once more from an earlier save whenever one turns out to be damaged."""
+    while True:
+        step = manifest.step if manifest else 0
+        log.info("step %d of %d, %s", step, run.config.train.steps, prepared.plan.device)
+        try:
+            return TrainSummary(*Session(prepared, run, interrupts, daemons, manifest).train(), run.path)
+        except DamagedSaveError as damage:
+            _fall_back(run, step, damage)
+        await_end(run.path)  # the memory of two crews would not fit
+        manifest = _newest_save(run)
+        assert manifest is not None  # _fall_back leaves one
+        run.begin(prepared.plan.to_json(), manifest.step)
 
 
 def _newest_save(run: RunDir) -> Manifest | None:

@@ -66,7 +66,8 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")  # a last line may be on its way
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -22,16 +22,48 @@ def handlers() -> list[object]:
 @pytest.mark.parametrize("second", SIGNALS)
 @pytest.mark.parametrize("first", SIGNALS)
 def test_the_first_asks_and_the_second_ends(
-    first: signal.Signals, second: signal.Signals, capsys: pytest.CaptureFixture[str]
+    first: signal.Signals, second: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = handlers()
-    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts, interrupts.put_off():
         assert not interrupts.requested
         send(first)
         assert interrupts.requested
-        assert capsys.readouterr().err.count("interrupted: saving, then stopping") == 1
+        assert capfd.readouterr().err.count("interrupted: saving, then stopping") == 1
         send(second)
     assert handlers() == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_where_nothing_can_be_saved_the_first_ends(number: signal.Signals) -> None:
+    with Interrupts() as interrupts:
+        with interrupts.put_off():
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            send(number)
+        assert not interrupts.requested
+
+
+def test_what_is_cleaned_up_is_not_broken_off() -> None:
+    cleaned = []
+    with Interrupts():
+        try:
+            send(signal.SIGINT)
+        except KeyboardInterrupt:
+            for number in SIGNALS:
+                send(number)
+                cleaned.append(number)
+    assert cleaned == list(SIGNALS)
+
+
+def test_nobody_needs_to_hear_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(os, "write", refuse)
+    with Interrupts() as interrupts, interrupts.put_off():
+        send(signal.SIGINT)
+        assert interrupts.requested
 
 
 def test_without_a_signal_nothing_changes() -> None:
@@ -44,7 +76,7 @@ def test_without_a_signal_nothing_changes() -> None:
 
 def test_listening_again_takes_signals_back_and_still_restores_the_first_handlers() -> None:
     before = handlers()
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, interrupts.put_off():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         send(signal.SIGTERM)
         assert not interrupts.requested

@@ -210,14 +210,20 @@ def test_reading_a_folder_without_a_run(tmp_path: Path) -> None:
 
 def test_what_a_dead_run_left_half_done_is_deleted_and_named(tmp_path: Path) -> None:
     begin(tmp_path)
-    left = ["plan.json.new", "metrics.jsonl.new", "saves/.probe", "saves/step_8/manifest.json.partial"]
-    kept = ["notes.new", "saves/step_4/manifest.json", "saves/step_6.damaged/part_0.m", "export/config.json"]
+    left = ["plan.json.new", "metrics.jsonl.new", "saves/step_8/manifest.json.partial"]
+    kept = [
+        "notes.new",
+        "saves/.nfs0001",
+        "saves/step_4/manifest.json",
+        "saves/step_6.damaged/part_0.m",
+        "export/config.json",
+    ]
     for name in (*left, *kept, ".abandoned.partial/config.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     before = set(content(tmp_path))
     with RunDir.open(in_folder(tmp_path)) as run, complete_or_absent(tmp_path / "under_way"):
-        assert set(run.clean()) == {tmp_path / name for name in (*left[:3], "saves/step_8", ".abandoned.partial")}
+        assert set(run.clean()) == {tmp_path / name for name in (*left[:2], "saves/step_8", ".abandoned.partial")}
         assert (tmp_path / ".under_way.partial").exists(), "an export that runs beside the training"
         assert run.clean() == []
     gone = {*left, "saves/step_8", ".abandoned.partial", ".abandoned.partial/config.json"}

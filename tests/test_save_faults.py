@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.config import SaveCompression
-from megatrain_ray.errors import CapacityError, DamagedSaveError
+from megatrain_ray.errors import CapacityError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.free_space import check_room
 from megatrain_ray.io.save import list_saves, save_room, set_aside, verify
 from tests.saves import flip, make_state, read_save, write_save
@@ -53,12 +53,18 @@ def test_a_damaged_file_is_named_and_the_save_before_restores(
     assert read_save(tmp_path, 1) == earlier
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
-    folder = write_save(tmp_path, 1, make_state("bf16"))
-    (folder / "part_0.m").chmod(0)
-    with pytest.raises(DamagedSaveError, match=r"cannot read .*part_0.m: Permission denied \(m of embed"):
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE])
+def test_what_may_pass_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Permissions, a server that is away: a good save must not be set aside for it."""
+    write_save(tmp_path, 1, make_state("bf16"))
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(MegatrainError, match=rf"cannot read .*/part_\d\.\w+: {os.strerror(number)}") as caught:
         read_save(tmp_path, 1)
+    assert not isinstance(caught.value, DamagedSaveError)
 
 
 def test_a_disk_that_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

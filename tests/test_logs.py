@@ -1,0 +1,68 @@
+"""No full disk, closed pipe or missing folder behind what is said ends anything."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.logs import log_to, say
+from tests.runs import ROOT
+
+log = logging.getLogger("megatrain_ray.test")
+
+
+def test_what_ends_the_block_is_logged_with_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(MegatrainError), log_to(tmp_path / "driver.log"):
+        say("a step")
+        raise MegatrainError("the reason")
+    text = (tmp_path / "driver.log").read_text()
+    assert "INFO megatrain_ray.logs: a step" in text
+    assert "ERROR megatrain_ray.logs: ended by MegatrainError\nTraceback" in text
+    assert "the reason" in text
+
+
+def test_a_full_disk_behind_the_log_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MegatrainError, match="the reason"), log_to(Path("/dev/full")):
+        for _ in range(1000):
+            log.info("something")
+        raise MegatrainError("the reason")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_log_begins_once_its_folder_is_there(tmp_path: Path) -> None:
+    with log_to(tmp_path / "logs" / "driver.log"):
+        log.info("too early")
+        (tmp_path / "logs").mkdir()
+        log.info("in time")
+    assert (tmp_path / "logs" / "driver.log").read_text().count("\n") == 1
+
+
+LINES = """
+import sys
+from megatrain_ray.logs import say, show
+sys.stdin.read()
+for step in range(1000):
+    show(f"step {step}")
+    say(f"said {step}")
+print("the end", file=sys.stdout)
+"""
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_who_no_longer_reads_ends_nothing(full: bool) -> None:
+    """A closed pipe, or a full disk, behind both streams; with its usual code in the end."""
+    read, write = os.pipe()
+    target = os.open("/dev/full", os.O_WRONLY) if full else write
+    process = subprocess.Popen(
+        [sys.executable, "-c", LINES], cwd=ROOT, stdin=subprocess.PIPE, stdout=target, stderr=target
+    )
+    for descriptor in {read, write, target}:
+        os.close(descriptor)
+    process.communicate()
+    assert process.returncode == 0
