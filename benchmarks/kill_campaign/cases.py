@@ -9,7 +9,16 @@ from enum import Enum
 from typing import Any
 
 from benchmarks.kill_campaign.live_run import Moment, SaveSight
-from benchmarks.kill_campaign.phases import Phase, at_random, attaching, by_saves, by_stack, by_title, by_words
+from benchmarks.kill_campaign.phases import (
+    Phase,
+    at_random,
+    attaching,
+    before_words,
+    by_saves,
+    by_stack,
+    by_title,
+    by_words,
+)
 from benchmarks.kill_campaign.processes import Actor, Role
 from benchmarks.kill_campaign.strike import Blow
 
@@ -49,15 +58,17 @@ class Outcome(Enum):
     REPLACED = "another one in its place within the run"
     ENDED = "exit 1 with one clear message; the same command resumes"
     SILENT = "the same command resumes"
+    EITHER = "replaced, or ended: while the actors start there may be nobody yet to attach to"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kill, or several in a row."""
+    """One kill, or several in a row. `starting`: while the actors start."""
 
     blows: tuple[Blow, ...]
     variant: Variant = Variant.CLIPPED
     needs: Needs = Needs.ANYTHING
+    starting: bool = False
 
     @property
     def name(self) -> str:
@@ -71,6 +82,8 @@ class Case:
     def outcome(self) -> Outcome:
         if Role.DRIVER in self.roles:
             return Outcome.SILENT
+        if self.starting:
+            return Outcome.EITHER
         return Outcome.REPLACED if self.roles <= {Role.SHARD, Role.OWNER} else Outcome.ENDED
 
 
@@ -86,6 +99,7 @@ FORWARD = by_words("forward, updates done", lambda m: m.num_landed == 0 and min(
 SAVING = by_saves("a save being written", lambda s: s.writing and s.num_bytes > 0)
 MAKING = by_title("weights being made", "ShardWorker.initialize", SHARD_0)
 RESTORING = by_title("weights being restored", "ShardWorker.restore", SHARD_0)
+SHARDS_ATTACHING = attaching(NEW_SHARD)
 STARTING = by_title("the engine being built", "GpuActor.start", GPU)
 
 
@@ -141,6 +155,8 @@ def _of_starts(case: Callable[..., Case]) -> Iterator[Case]:
     yield case(DRIVER, at=by_stack("starting Ray", "cluster.py", "_init", early=True), needs=Needs.A_SAVE)
     yield case(DRIVER, at=by_stack("starting actors", "crew.py", "start", early=True), needs=Needs.A_SAVE)
     yield case(NEW_SHARD, at=attaching(), needs=Needs.A_SAVE)
+    yield case(OWNER, at=SHARDS_ATTACHING, needs=Needs.A_SAVE, starting=True)
+    yield case(SHARD_0, at=before_words(GPU), needs=Needs.A_SAVE, starting=True)
 
 
 def _of_steps(case: Callable[..., Case], source: random.Random, num_layers: int) -> Iterator[Case]:

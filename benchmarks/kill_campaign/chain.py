@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.kill_campaign import checks
@@ -14,6 +14,7 @@ from benchmarks.kill_campaign.cases import DRIVER, Case, Needs, Outcome
 from benchmarks.kill_campaign.checks import OK, Undisturbed
 from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.phases import by_saves
+from benchmarks.kill_campaign.processes import go_on, stop
 from benchmarks.kill_campaign.strike import Blow, Hit, strike
 from megatrain_ray.io.save import list_saves
 from tests.runs import command
@@ -77,24 +78,28 @@ class Chain:
         return None
 
     def perform(self, case: Case) -> Result | None:
-        """None when the phase did not come; the run may be over then."""
+        """None when the phase did not come; the run may be over then. When one of several blows did not, the result is
+        that of those before it, and has their name."""
         live = self._live = self._live or self._start()
-        said = live.text().count("was replaced")
-        hits = [hit for blow in case.blows if (hit := strike(live, blow, STRIKE_S))]
-        if len(hits) < len(case.blows):
+        num_replaced = live.text().count("was replaced")
+        hits = list(self._hits(live, case))
+        if not hits:
             return None
-        result = Result(case.name, case.variant.name, case.outcome.name, hits)
-        self.results.append(result)
+        case = replace(case, blows=case.blows[: len(hits)])
+        num_replaced += sum(len(hit.pids) for hit in hits)
         start_s = time.monotonic()
-        if case.outcome is Outcome.REPLACED:
-            result.checks["replaced"] = self._goes_on(live, said + sum(len(hit.pids) for hit in hits))
+        outcome = case.outcome if case.outcome is not Outcome.EITHER else self._became(live, num_replaced)
+        result = Result(case.name, case.variant.name, outcome.name, hits)
+        self.results.append(result)
+        if outcome is Outcome.REPLACED:
+            result.checks["replaced"] = self._goes_on(live, num_replaced)
         else:
             result.exit_code = self._end(live)
-            expected = 1 if case.outcome is Outcome.ENDED else -9
+            expected = 1 if outcome is Outcome.ENDED else -9
             right = result.exit_code == expected
             result.checks["exit"] = OK if right else f"expected exit {expected}, got {result.exit_code}"
         result.seconds = round(time.monotonic() - start_s, 2)
-        self._check(result, case, live)
+        self._check(result, case, outcome, live)
         return result
 
     def finish(self) -> dict[str, str]:
@@ -131,20 +136,38 @@ class Chain:
         self._runs.append(live)
         return live
 
-    def _check(self, result: Result, case: Case, live: LiveRun) -> None:
+    def _hits(self, live: LiveRun, case: Case) -> Iterator[Hit]:
+        """Of its blows, up to the first whose phase does not come."""
+        for blow in case.blows:
+            hit = strike(live, blow, STRIKE_S)
+            if hit is None:
+                return
+            yield hit
+
+    def _check(self, result: Result, case: Case, outcome: Outcome, live: LiveRun) -> None:
         self._check_resumed()
-        result.checks["message"] = checks.of_message(live, case.outcome, case.roles)
+        result.checks["message"] = checks.of_message(live, outcome, case.roles)
         result.checks["rows"] = checks.of_rows(self._run_dir, self._undisturbed)
-        if case.outcome is Outcome.REPLACED and live.process.poll() in (None, 0):
+        if outcome is Outcome.REPLACED and live.process.poll() in (None, 0):
+            result.checks["saves"] = self._of_saves(result, live)
             return
         self._live = None
-        result.checks["processes"] = checks.of_processes(live, case.outcome)
+        result.checks["processes"] = checks.of_processes(live, outcome)
         if result.checks["processes"] != OK or result.exit_code is None:
             live.close()
-        result.checks["saves"] = checks.of_saves(self._run_dir, result.hits[-1].committed)
-        if case.outcome is Outcome.ENDED:
+        result.checks["saves"] = self._of_saves(result, live)
+        if outcome is Outcome.ENDED:
             result.checks["folders"] = checks.of_folders([live.process.pid])
         self._pending = _Pending(result, max(list_saves(self._run_dir / "saves"), default=0), len(self._starts()))
+
+    def _of_saves(self, result: Result, live: LiveRun) -> str:
+        """A driver that lives stands still meanwhile: it would delete saves that are being read."""
+        stopped = live.process.poll() is None and stop(live.process.pid)
+        try:
+            return checks.of_saves(self._run_dir, {step for hit in result.hits for step in hit.committed})
+        finally:
+            if stopped:
+                go_on(live.process.pid)
 
     def _check_resumed(self) -> None:
         starts = self._starts()
@@ -165,6 +188,13 @@ class Chain:
             return live.process.wait(END_S)
         except subprocess.TimeoutExpired:
             return None
+
+    def _became(self, live: LiveRun, num_replaced: int) -> Outcome:
+        """Which of the two it was: the run says that it replaced, or ends."""
+        deadline_s = time.monotonic() + END_S
+        while not live.over and time.monotonic() < deadline_s and live.text().count("was replaced") < num_replaced:
+            time.sleep(0.02)
+        return Outcome.REPLACED if live.text().count("was replaced") >= num_replaced else Outcome.ENDED
 
     def _goes_on(self, live: LiveRun, num_replaced: int) -> str:
         """Waits for updates after a replacement."""

@@ -6,12 +6,12 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kill_campaign.cases import Outcome
+from benchmarks.kill_campaign.cases import SAVE_KEEP, Outcome
 from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.processes import TITLES, Role
 from megatrain_ray.exporting import export_run
@@ -75,12 +75,13 @@ def of_rows(run_dir: Path, undisturbed: Undisturbed, *, whole: bool = False) -> 
     return OK if wrong is None else f"row differs from the undisturbed run's: {wrong}"
 
 
-def of_saves(run_dir: Path, before: Sequence[int]) -> str:
-    """`before`: those that had their manifest when the kill came; the newest must still be there."""
+def of_saves(run_dir: Path, before: Collection[int]) -> str:
+    """`before`: those that had their manifest when the kill came; of them and what came since the newest are there."""
     saves = run_dir / "saves"
-    problems = [problem for step in list_saves(saves) for problem in verify(save_folder(saves, step))]
-    if before and max(before) not in list_saves(saves):
-        problems.append(f"the save of step {max(before)} is lost: {list_saves(saves)}")
+    there = list_saves(saves)
+    problems = [problem for step in there for problem in verify(save_folder(saves, step))]
+    lost = set(sorted({*before, *there})[-SAVE_KEEP:]) - set(there)
+    problems += [f"the save of step {step} is lost: {there}" for step in sorted(lost)]
     return "; ".join(problems) or OK
 
 

@@ -16,6 +16,7 @@ from benchmarks.kill_campaign.strike import Blow, strike
 from tests.runs import command
 
 WEIGHTS = "model.safetensors"
+NUM_ATTEMPTS = 5  # at a phase that did not come
 
 
 def export_phases(partial: Path, whole_bytes: int) -> Iterator[Phase]:
@@ -26,12 +27,12 @@ def export_phases(partial: Path, whole_bytes: int) -> Iterator[Phase]:
     yield by_folder("weights whole, folder not renamed", partial, lambda files: files.get(WEIGHTS, 0) > whole_bytes)
 
 
-def kill_exports(run_dir: Path, scratch: Path, expected: str, whole_bytes: int) -> Iterator[Result]:
-    """`expected`: the digest of what an undisturbed export gives."""
+def kill_exports(run_dir: Path, scratch: Path, expected: str, whole_bytes: int) -> Iterator[Result | str]:
+    """Results, and in words which phases did not come. `expected`: the digest of what an undisturbed export gives."""
     for k, phase in enumerate(export_phases(scratch / ".out.partial", whole_bytes)):
         out = scratch / "out"
         arguments = command("export", str(run_dir), str(out), "--dtype", "fp32")
-        for attempt in range(5):
+        for attempt in range(NUM_ATTEMPTS):
             live = LiveRun(arguments, run_dir, scratch / f"export_{k}_{attempt}.txt")
             hit = strike(live, Blow((DRIVER,), phase), STRIKE_S)
             live.process.wait(END_S)
@@ -40,6 +41,8 @@ def kill_exports(run_dir: Path, scratch: Path, expected: str, whole_bytes: int) 
                 yield _checked(result, arguments, out, expected)
                 break
             _remove(out)
+        else:
+            yield f"the phase of export/{phase.name} did not come"
 
 
 def _checked(result: Result, arguments: list[str], out: Path, expected: str) -> Result:

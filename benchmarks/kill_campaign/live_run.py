@@ -53,6 +53,8 @@ class Moment:
 class WordsView(HostWords):
     """Reads the words; writes none."""
 
+    # By HostWords' own names for them: no part of a run needs all words at once, so it has no public way to read them.
+
     def moment(self) -> Moment:
         load, layers, shards = self._words.load, range(self._num_layers), range(self._num_shards)
         return Moment(

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.kill_campaign.live_run import LiveRun, Moment, SaveSight
-from benchmarks.kill_campaign.processes import Actor, shard_number, stack, title
+from benchmarks.kill_campaign.live_run import WORDS, LiveRun, Moment, SaveSight
+from benchmarks.kill_campaign.processes import Actor, arenas, shard_number, stack, title
 
 Look = Callable[[LiveRun, int], str | None]  # at the run and the process that is to be killed
 
@@ -58,13 +58,26 @@ def by_title(name: str, title_end: str, of: Actor | None = None, *, early: bool 
     return Phase(name, look, look, early=early, pause_s=0.005)
 
 
-def attaching() -> Phase:
-    """A shard that has started and not mapped its state yet."""
+def attaching(of: Actor | None = None) -> Phase:
+    """A shard has started and not mapped its state yet. `of`: another one than is killed."""
 
     def look(run: LiveRun, pid: int) -> str | None:
-        return f"{title(pid)}; {run.moment()}" if shard_number(pid) is None else None
+        shard = pid if of is None else run.processes.find(of)
+        return f"{title(shard)}; {run.moment()}" if shard and shard_number(shard) is None else None
 
-    return Phase("attaching", look, look, early=True, pause_s=0.005)
+    return Phase("attaching" if of is None else f"{of} attaching", look, look, early=True, pause_s=0.005)
+
+
+def before_words(actor: Actor) -> Phase:
+    """The actor is not there yet, or has not mapped the words."""
+
+    def look(run: LiveRun, pid: int) -> str | None:
+        there = run.processes.find(actor)
+        if there and WORDS in arenas(there, mapped=True):
+            return None
+        return f"{title(pid)}; {actor}: {title(there) if there else 'not there'}"
+
+    return Phase(f"before the {actor} maps the words", look, look, early=True, pause_s=0.005)
 
 
 def by_stack(
