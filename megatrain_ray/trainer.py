@@ -16,6 +16,7 @@ from megatrain_ray.io.batches import BatchStream
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.logs import log_to, say
+from megatrain_ray.metric_sinks import check_packages, open_sinks
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
@@ -66,6 +67,7 @@ class Trainer:
 def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
     """Everything that can be wrong with files, before anything is written or started. Raises ConfigError."""
     config = prepared.config
+    check_packages(config)
     prepared.source.check_weights(prepared.structure)
     windows = open_windows(config.data, config.tokenizer, prepared.structure.vocab_size)
     if manifest is not None:
@@ -90,7 +92,9 @@ def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> TrainSum
                 step = manifest.step if manifest else 0
                 log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
                 try:
-                    return TrainSummary(*Session(prepared, run, interrupts, daemons, manifest).train(), run.path)
+                    with open_sinks(run.config, run.path, step + 1) as sinks:
+                        session = Session(prepared, run, interrupts, daemons, manifest, sinks)
+                        return TrainSummary(*session.train(), run.path)
                 except DamagedSaveError as damage:
                     _fall_back(run, step, damage)
                 await_end(run.path)  # the memory of two crews would not fit
