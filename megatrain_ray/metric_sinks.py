@@ -36,14 +36,14 @@ class TensorBoardSink:
         """What the folder holds from `first_step` on is no longer shown: the run went back to before it."""
         from torch.utils.tensorboard import SummaryWriter  # 1.5 s of imports
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, number, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class WandbSink:
