@@ -83,6 +83,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _train(config: TrainConfig) -> int:
+    from megatrain_ray.summary import summarize
     from megatrain_ray.trainer import Trainer
 
     summary = Trainer(config).fit()
@@ -90,6 +91,8 @@ def _train(config: TrainConfig) -> int:
         print(f"already at step {summary.step} of {config.train.steps}: nothing to do ({summary.run_dir})")
     else:
         print(f"done: step {summary.step}, loss {summary.loss:.4f} ({summary.run_dir})")
+        for line in summarize(summary.rows, summary.run_dir):
+            print(f"  {line}")
     return 0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatrain_ray.cluster import cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
@@ -28,11 +30,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """`step`: updates of the run so far, earlier processes included. `loss`: of the last one, None when none ran."""
+    """`step`: updates of the run so far, earlier processes included. `loss`: of the last one, None when none ran.
+    `rows`: of metrics.jsonl that this process wrote and that stand."""
 
     step: int
     loss: float | None
     run_dir: Path
+    rows: Sequence[Mapping[str, Any]] = ()
 
 
 class Trainer:
@@ -76,6 +80,7 @@ def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
 
 def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> TrainSummary:
     left = run.clean()
+    first = manifest.step + 1 if manifest else 1
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
     run.begin(plan.to_json(), manifest.step if manifest else 0)
@@ -94,7 +99,8 @@ def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> TrainSum
                 try:
                     with open_sinks(run.config, run.path, step + 1) as sinks:
                         session = Session(prepared, run, interrupts, daemons, manifest, sinks)
-                        return TrainSummary(*session.train(), run.path)
+                        step, loss = session.train()
+                    return TrainSummary(step, loss, run.path, [row for row in run.rows() if row["step"] >= first])
                 except DamagedSaveError as damage:
                     _fall_back(run, step, damage)
                 await_end(run.path)  # the memory of two crews would not fit
