@@ -130,6 +130,11 @@ def total_memory_bytes() -> int | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
+def device_name() -> str:
+    """Of that GPU, as its maker calls it."""
+    return str(torch.cuda.get_device_name(0))
+
+
 def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -12,7 +12,7 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 
-LATER_COMMANDS = ("bench", "doctor", "tokenizer")
+LATER_COMMANDS = ("bench", "tokenizer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the working copy's")
     inspect = commands.add_parser("inspect", help="configuration, saves, last rows, checksums")
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    doctor = commands.add_parser("doctor", help="what of this machine would stop a run or slow it down")
+    doctor.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="where runs will be")
     for name in LATER_COMMANDS:
         commands.add_parser(name, add_help=False)
     return parser
@@ -74,11 +76,14 @@ def _run(options: argparse.Namespace) -> int:
             return _export(options.run_dir, options.out_dir, options.dtype)
         case "inspect":
             return _inspect(options.run_dir)
+        case "doctor":
+            return _doctor(options.folder)
         case later:
             raise ConfigError(f"megatrain {later} comes with a later version")
 
 
 def _train(config: TrainConfig) -> int:
+    from megatrain_ray.summary import summarize
     from megatrain_ray.trainer import Trainer
 
     summary = Trainer(config).fit()
@@ -86,6 +91,8 @@ def _train(config: TrainConfig) -> int:
         print(f"already at step {summary.step} of {config.train.steps}: nothing to do ({summary.run_dir})")
     else:
         print(f"done: step {summary.step}, loss {summary.loss:.4f} ({summary.run_dir})")
+        for line in summarize(summary.rows, summary.run_dir):
+            print(f"  {line}")
     return 0
 
 
@@ -112,3 +119,15 @@ def _inspect(run_dir: Path) -> int:
     report, good = inspect_run(run_dir)
     print(report)
     return 0 if good else MegatrainError.exit_code
+
+
+def _doctor(folder: Path) -> int:
+    from megatrain_ray.doctor import State, examine
+
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder: name the one where runs will be")
+    states = set()
+    for finding in examine(folder):
+        print(finding, flush=True)
+        states.add(finding.state)
+    return MegatrainError.exit_code if State.STOP in states else 0

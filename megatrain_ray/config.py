@@ -146,6 +146,15 @@ class HardwareConfig(Group):
     """Optimizer processes; null: one per NUMA node."""
 
 
+class LogConfig(Group):
+    tensorboard: bool = True
+    """Event files in run_dir/tensorboard."""
+    wandb: Text | None = None
+    """Project of Weights & Biases to log to; its package and login are the user's."""
+    mlflow: Text | None = None
+    """Experiment of MLflow to log to, at the server that MLFLOW_TRACKING_URI names."""
+
+
 class TrainConfig(Group):
     """A whole configuration. Raises ConfigError, with a line for every problem, when it is constructed."""
 
@@ -169,6 +178,8 @@ class TrainConfig(Group):
     """Whether saves are compressed on their way to the disk."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Deaths of optimizer shards and arena owner that are made good within one start of the run."""
+    log: LogConfig = LogConfig()
+    """Where metrics go beside metrics.jsonl."""
 
     @model_validator(mode="wrap")
     @classmethod

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.charts import draw
 from megatrain_ray.config_file import dump_config
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.save import list_saves, list_set_aside, load_manifest, save_folder, verify
@@ -24,6 +25,7 @@ def inspect_run(path: Path) -> tuple[str, bool]:
     """
     files = RunFiles(path.absolute())
     config = dump_config(files.read_config())
+    rows = files.rows()
     problems = _problems(files.saves)
     steps = sorted(problems.keys() & list_saves(files.saves))
     saves = [f"step {step:<8} {_save(files.saves, step)}" for step in steps]
@@ -33,8 +35,9 @@ def inspect_run(path: Path) -> tuple[str, bool]:
     ]
     sections = {
         "config": config.splitlines(),
+        "curves": list(draw(rows)) or ["none: fewer than two updates"],
         "saves": saves or ["none"],
-        "last rows": [_row(row) for row in files.rows()[-NUM_ROWS:]] or ["none"],
+        "last rows": [_row(row) for row in rows[-NUM_ROWS:]] or ["none"],
         "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
         or ["nothing to check"],
     }

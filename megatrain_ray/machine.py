@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 from megatrain_ray.engine.cuda_device import total_memory_bytes
 from megatrain_ray.engine.plan_request import Machine
@@ -43,29 +44,43 @@ def probe_machine(
 
 
 def ram_bytes(root: Path = Path("/")) -> int:
-    """The smaller of MemTotal and the cgroup's limit."""
-    found = [_mem_total(root / "proc/meminfo")]
-    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read(root / name)
-        if text.isdigit() and int(text) < UNLIMITED:
-            found.append(int(text))
-    return min(found)
+    """The smallest of MemTotal and the limits of the cgroups that this process is in."""
+    return min([_mem_total(root / "proc/meminfo"), *cgroup_limits(root)])
+
+
+def cgroup_limits(root: Path = Path("/")) -> list[int]:
+    """Bytes of memory that each cgroup from this process's own up to the outermost allows; none where none does."""
+    files = [folder / "memory.max" for folder in _cgroup_folders(root, "", "sys/fs/cgroup")]
+    files += [folder / "memory.limit_in_bytes" for folder in _cgroup_folders(root, "memory", "sys/fs/cgroup/memory")]
+    limits = (read_text(file) for file in files)
+    return [int(text) for text in limits if text.isdigit() and int(text) < UNLIMITED]
+
+
+def _cgroup_folders(root: Path, controller: str, mount: str) -> Iterator[Path]:
+    """`controller`: "" for cgroup v2. In a container the path may be the host's, which is not there."""
+    yield root / mount
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            inner = PurePosixPath(path.lstrip("/"))
+            yield from (root / mount / folder for folder in (inner, *inner.parents) if folder.name)
 
 
 def num_nodes(root: Path = Path("/")) -> int:
     """NUMA nodes that have CPUs; 1 where the kernel shows none."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    return max(1, sum(bool(_read(folder / "cpulist")) for folder in folders))
+    return max(1, sum(bool(read_text(folder / "cpulist")) for folder in folders))
 
 
 def _mem_total(path: Path) -> int:
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Of a file of /proc or /sys, stripped; empty where there is none."""
     try:
         return path.read_text().strip()
     except OSError:

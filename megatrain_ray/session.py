@@ -22,6 +22,7 @@ from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import save_folder
 from megatrain_ray.logs import say
+from megatrain_ray.metric_sinks import MetricSinks
 from megatrain_ray.planning import Prepared
 from megatrain_ray.progress import ProgressView, make_progress
 from megatrain_ray.run_dir import RunDir
@@ -49,13 +50,20 @@ class Session:
     """The driver's loop: steps, saves, and what is to be done when something dies."""
 
     def __init__(
-        self, prepared: Prepared, run: RunDir, interrupts: Interrupts, daemons: Daemons, manifest: Manifest | None
+        self,
+        prepared: Prepared,
+        run: RunDir,
+        interrupts: Interrupts,
+        daemons: Daemons,
+        manifest: Manifest | None,
+        sinks: MetricSinks,
     ) -> None:
         self._prepared = prepared
         self._run = run
         self._interrupts = interrupts
         self._daemons = daemons
         self._manifest = manifest
+        self._sinks = sinks
         config = prepared.config
         self._policy = RunPolicy(config.train.steps, config.save_every)
         step = manifest.step if manifest else 0
@@ -162,6 +170,7 @@ class Session:
         self._progress = result.progress
         self._last_row = result.row
         self._run.append(result.row)
+        self._sinks.write(result.row)
         view.update(result.row)
 
     def _take_part(self, crew: Crew, call: Any) -> None:

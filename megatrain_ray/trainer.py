@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatrain_ray.cluster import Daemons, cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
@@ -16,6 +18,7 @@ from megatrain_ray.io.batches import BatchStream
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.logs import log_to, say
+from megatrain_ray.metric_sinks import check_packages, open_sinks
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
@@ -27,11 +30,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """`step`: updates of the run so far, earlier processes included. `loss`: of the last one, None when none ran."""
+    """`step`: updates of the run so far, earlier processes included. `loss`: of the last one, None when none ran.
+    `rows`: of metrics.jsonl that this process wrote and that stand."""
 
     step: int
     loss: float | None
     run_dir: Path
+    rows: Sequence[Mapping[str, Any]] = ()
 
 
 class Trainer:
@@ -66,6 +71,7 @@ class Trainer:
 def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
     """Everything that can be wrong with files, before anything is written or started. Raises ConfigError."""
     config = prepared.config
+    check_packages(config)
     prepared.source.check_weights(prepared.structure)
     windows = open_windows(config.data, config.tokenizer, prepared.structure.vocab_size)
     if manifest is not None:
@@ -74,6 +80,7 @@ def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
 
 def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts: Interrupts) -> TrainSummary:
     left = run.clean()
+    first = manifest.step + 1 if manifest else 1
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
     run.begin(plan.to_json(), manifest.step if manifest else 0)
@@ -83,7 +90,8 @@ def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts:
     try:
         with cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons:
             interrupts.listen()
-            return _train(prepared, run, manifest, interrupts, daemons)
+            step, loss = _train(prepared, run, manifest, interrupts, daemons)
+            return TrainSummary(step, loss, run.path, [row for row in run.rows() if row["step"] >= first])
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved
@@ -91,13 +99,14 @@ def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts:
 
 def _train(
     prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts: Interrupts, daemons: Daemons
-) -> TrainSummary:
-    """Once more from an earlier save whenever one turns out to be damaged."""
+) -> tuple[int, float | None]:
+    """Steps completed and the last one's loss. Once more from an earlier save whenever one turns out to be damaged."""
     while True:
         step = manifest.step if manifest else 0
         log.info("step %d of %d, %s", step, run.config.train.steps, prepared.plan.device)
         try:
-            return TrainSummary(*Session(prepared, run, interrupts, daemons, manifest).train(), run.path)
+            with open_sinks(run.config, run.path, step + 1) as sinks:
+                return Session(prepared, run, interrupts, daemons, manifest, sinks).train()
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
         await_end(run.path)  # the memory of two crews would not fit

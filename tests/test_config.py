@@ -57,6 +57,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "save_keep": 2,
         "save_compress": "none",
         "max_failures": 3,
+        "log": {"tensorboard": True, "wandb": None, "mlflow": None},
     }
 
 
@@ -149,7 +150,6 @@ def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str)
         ("eval_every", 0),
         ("spill", None),
         ("spill__path", "x"),
-        ("log__tensorboard", True),
         ("model__trust_remote_code", True),
         ("hardware__num_gpus", 2),
     ],

@@ -12,6 +12,7 @@ from megatrain_ray.cli import main
 from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, SaveTiming
 from megatrain_ray.io.save import Piece, commit_save, prepare_save, set_aside, write_part
 from megatrain_ray.run_dir import RunDir
+from megatrain_ray.summary import summarize
 from tests.saves import flip
 from tests.settings import config
 
@@ -99,3 +100,34 @@ def test_a_damaged_manifest_and_a_save_set_aside(run: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert re.search(r"^  step_5.damaged .* KiB, set aside: nothing reads or deletes it$", out, re.MULTILINE)
     assert re.search(r"step 4: DAMAGED\n  .*step_4/manifest.json is damaged: .*\n  step 3: good\n$", out)
+
+
+def test_curves_are_drawn_of_what_is_finite(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line.strip() for line in lines if line.strip() in ("loss", "tokens/s", "gradient norm")]
+    assert titles == ["loss", "tokens/s", "gradient norm"]
+    chart = lines[lines.index(next(line for line in lines if line.strip() == "loss")) :][:10]
+    assert chart[-1].split() == ["1", "2", "3"]
+    assert "2.50" in chart[2]
+    assert any("2.25" in line for line in chart)
+
+
+def test_what_is_said_at_the_end() -> None:
+    rows = [
+        {
+            "step": step, "step_s": step_s, "tokens_per_s": 1000.0 / step_s, "model_tflops": 2.0,
+            "skipped": step == 2, "exposed_s": {"h2d": 0.0, "optimizer": 0.5, "data": 0.1},
+            "hbm_peak_bytes": step << 30, "host_bytes": 1 << 20,
+        }
+        for step, step_s in ((1, 60.0), (2, 1.0), (3, 2.0), (4, 1.0))
+    ]  # fmt: skip
+    assert list(summarize(rows, Path("runs/x"))) == [
+        "time      1m 04s in 4 steps, median 1 s, slowest 2 s",
+        "speed     1.00k tokens/s, 2 model TFLOPS",
+        "waited    optimizer 37.5%, data 7.5% of the time",
+        "memory    4.00 GiB of the device at most, 1.00 MiB of shared host memory",
+        "skipped   1 updates whose gradient was not finite",
+        "next      megatrain inspect runs/x, megatrain export runs/x OUT_DIR",
+    ]
+    assert list(summarize([], Path("runs/x"))) == []

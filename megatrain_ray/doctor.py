@@ -1,0 +1,197 @@
+"""`megatrain doctor`: what of this machine would stop a run, or slow it down."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.machine import cgroup_limits, num_nodes, read_text
+from megatrain_ray.units import format_bytes
+
+SLOW_DISK_BYTES_PER_S = 0.5e9
+PROBE_BYTES = 256 << 20
+FEW_FILES = 4096  # every process of a run holds all arenas, and Ray keeps a socket for each other process
+ROOM_BYTES = 2 << 30  # of Ray's session folder: logs, and 128 MiB of object store where /dev/shm is small
+
+
+class State(Enum):
+    GOOD = "good"
+    NOTE = "note"  # works, and something better may be had
+    SLOW = "slow"
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`advice`: what to do about it, empty where there is nothing to do."""
+
+    topic: str
+    state: State
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        advice = f"; {self.advice}" if self.advice else ""
+        return f"{self.state.value:<5} {self.topic:<15} {self.text}{advice}"
+
+
+def examine(folder: Path, root: Path = Path("/")) -> Iterator[Finding]:
+    """Every check, as it is made. `folder`: where runs would be saved. `root`: of /proc and /sys."""
+    yield Finding("versions", State.GOOD, _versions())
+    yield _gpu()
+    yield _kernel()
+    yield _attaching()
+    for check in (_memory, _overcommit, _swap, _cores, _numa_balancing, _huge_pages):
+        yield check(root)
+    yield _open_files()
+    yield _ray()
+    yield _session_folder()
+    yield _disk(folder)
+
+
+def _versions() -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray", "transformers"))
+    return f"Python {platform.python_version()}, {packages}"
+
+
+def _gpu() -> Finding:
+    from megatrain_ray.engine.cuda_device import device_name, total_memory_bytes
+
+    total = total_memory_bytes()
+    if total is None:
+        return Finding("GPU", State.NOTE, "torch sees none: training runs on the CPU, for tests and small models")
+    return Finding("GPU", State.GOOD, f"{device_name()}, {format_bytes(total)}")
+
+
+def _kernel() -> Finding:
+    from megatrain_ray.engine.adamw import Hyper
+    from megatrain_ray.engine.kernel_choice import open_kernel
+    from megatrain_ray.engine.torch_blocks import TorchBlocks
+
+    kernel = open_kernel(1, Hyper(0.9, 0.95, 1e-8, 0.1))
+    try:
+        name = kernel.name
+    finally:
+        kernel.close()
+    if isinstance(kernel, TorchBlocks):
+        return Finding("AdamW", State.SLOW, f"runs as {name}", "install a C compiler (gcc or clang)")
+    return Finding("AdamW", State.GOOD, f"runs as {name}, bit-equal to torch here")
+
+
+def _attaching() -> Finding:
+    """Shared memory reaches other processes through /proc/<pid>/fd."""
+    memory = os.memfd_create("megatrain-doctor")
+    try:
+        path = f"/proc/{os.getpid()}/fd/{memory}"
+        done = subprocess.run([sys.executable, "-c", "import sys; open(sys.argv[1], 'r+b')", path], capture_output=True)
+    finally:
+        os.close(memory)
+    if done.returncode:
+        text = f"another process cannot open {path}"
+        return Finding("shared memory", State.STOP, text, "run all of Ray in one container, with /proc, as one user")
+    return Finding("shared memory", State.GOOD, "memfds can be attached by other processes")
+
+
+def _memory(root: Path) -> Finding:
+    total, available = (_meminfo(root, name) for name in ("MemTotal", "MemAvailable"))
+    limit = min(cgroup_limits(root), default=None)
+    text = f"{format_bytes(available)} of {format_bytes(total)} available"
+    if limit is not None and limit < total:
+        return Finding("RAM", State.NOTE, f"{text}, but a cgroup allows {format_bytes(limit)}: plans obey that")
+    return Finding("RAM", State.GOOD, text)
+
+
+def _overcommit(root: Path) -> Finding:
+    if read_text(root / "proc/sys/vm/overcommit_memory") == "2":
+        advice = "set vm.overcommit_memory to 0 or 1"
+        return Finding("overcommit", State.SLOW, "strict: large mappings may be refused though RAM is free", advice)
+    return Finding("overcommit", State.GOOD, "not strict")
+
+
+def _swap(root: Path) -> Finding:
+    total = _meminfo(root, "SwapTotal")
+    if total and read_text(root / "proc/sys/vm/swappiness") not in ("0", "1"):
+        text = f"{format_bytes(total)} of swap: state that is swapped out makes a step wait for the disk"
+        return Finding("swap", State.NOTE, text, "swapoff -a, or vm.swappiness=1")
+    return Finding("swap", State.GOOD, "none in the way")
+
+
+def _cores(root: Path) -> Finding:
+    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    quota, _, period = read_text(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and int(quota) / int(period) < usable:
+        text = f"{usable} cores, but a cgroup allows the time of {int(quota) / int(period):.1f}"
+        return Finding("cores", State.SLOW, text, "raise the container's CPU limit: threads are throttled in the midst")
+    return Finding("cores", State.GOOD, f"{usable} of {there}, {num_nodes(root)} NUMA node(s)")
+
+
+def _numa_balancing(root: Path) -> Finding:
+    if num_nodes(root) > 1 and read_text(root / "proc/sys/kernel/numa_balancing") not in ("", "0"):
+        text = "the kernel moves pages between nodes while they are used"
+        return Finding("NUMA balancing", State.NOTE, text, "sysctl kernel.numa_balancing=0")
+    return Finding("NUMA balancing", State.GOOD, "off, or one node")
+
+
+def _huge_pages(root: Path) -> Finding:
+    folder = root / "sys/kernel/mm/transparent_hugepage"
+    chosen = {name: _chosen(read_text(folder / name)) for name in ("enabled", "shmem_enabled")}
+    text = f"private memory: {chosen['enabled']}, shared memory: {chosen['shmem_enabled']}"
+    return Finding("huge pages", State.NOTE if chosen["enabled"] == "never" else State.GOOD, text)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < FEW_FILES:
+        return Finding("open files", State.NOTE, f"at most {soft}", f"ulimit -n {min(hard, 65536)}")
+    return Finding("open files", State.GOOD, f"up to {soft}")
+
+
+def _ray() -> Finding:
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:
+        return Finding("Ray", State.GOOD, "a run starts its own and takes it away again")
+    advice = "start its nodes with RAY_memory_monitor_refresh_ms=0: Ray counts arenas as used and kills actors for it"
+    return Finding("Ray", State.NOTE, f"runs use the cluster at {address}", advice)
+
+
+def _session_folder() -> Finding:
+    free = shutil.disk_usage("/tmp").free
+    if free < ROOM_BYTES:
+        return Finding("/tmp", State.SLOW, f"{format_bytes(free)} free", "Ray keeps logs and sockets there: free some")
+    return Finding("/tmp", State.GOOD, f"{format_bytes(free)} free")
+
+
+def _disk(folder: Path) -> Finding:
+    from megatrain_ray.saving import measure_disk
+
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".megatrain-doctor-") as place:
+            rate = measure_disk(Path(place), PROBE_BYTES, "none")
+    except (OSError, MegatrainError) as error:
+        return Finding("disk", State.STOP, f"cannot write to {folder}: {error}", "name another folder")
+    text = f"{folder.absolute()} takes {rate / 1e9:.1f} GB/s, {format_bytes(shutil.disk_usage(folder).free)} free"
+    if rate < SLOW_DISK_BYTES_PER_S:
+        return Finding("disk", State.SLOW, text, "a save of 12 bytes per parameter waits for it; use a faster one")
+    return Finding("disk", State.GOOD, text)
+
+
+def _meminfo(root: Path, name: str) -> int:
+    """Bytes; 0 where the kernel does not say."""
+    lines = read_text(root / "proc/meminfo").splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def _chosen(text: str) -> str:
+    """Of a kernel's list, the word in brackets."""
+    return text.partition("[")[2].partition("]")[0] or "unknown"

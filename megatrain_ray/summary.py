@@ -1,0 +1,42 @@
+"""What is said when a training has ended: how long it took, how fast it was, what it waited for."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.units import format_bytes, format_count, format_duration
+
+SHOWN_WAITS = 3
+
+
+def summarize(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Iterator[str]:
+    """Lines about these rows of metrics, those of one process: the first one's step compiles and is in no median."""
+    usual = rows[1:] or rows
+    if not usual:
+        return
+    steps_s = [row["step_s"] for row in usual]
+    total_s = sum(row["step_s"] for row in rows)
+    yield (
+        f"time      {format_duration(total_s)} in {len(rows)} steps, median {statistics.median(steps_s):.3g} s, "
+        f"slowest {max(steps_s):.3g} s"
+    )
+    speed = statistics.median(row["tokens_per_s"] for row in usual)
+    tflops = statistics.median(row["model_tflops"] for row in usual)
+    yield f"speed     {format_count(speed)} tokens/s, {tflops:.3g} model TFLOPS"
+    yield f"waited    {_waits(usual, sum(steps_s))}"
+    hbm, host = (max(row[key] for row in rows) for key in ("hbm_peak_bytes", "host_bytes"))
+    yield f"memory    {format_bytes(hbm)} of the device at most, {format_bytes(host)} of shared host memory"
+    if skipped := sum(row["skipped"] for row in rows):
+        yield f"skipped   {skipped} updates whose gradient was not finite"
+    yield f"next      megatrain inspect {run_dir}, megatrain export {run_dir} OUT_DIR"
+
+
+def _waits(rows: Sequence[Mapping[str, Any]], total_s: float) -> str:
+    """Exposed time by cause, the largest first."""
+    causes = {cause: sum(row["exposed_s"][cause] for row in rows) for cause in rows[0]["exposed_s"]}
+    largest = sorted(causes.items(), key=lambda item: -item[1])[:SHOWN_WAITS]
+    shares = [f"{cause} {share:.1%}" for cause, waited_s in largest if (share := waited_s / total_s) >= 0.001]
+    return f"{', '.join(shares) or 'for nothing'} of the time"

@@ -1,0 +1,104 @@
+"""`megatrain doctor` on this machine, and on trees of /proc and /sys that would hurt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.doctor import Finding, State, examine
+from megatrain_ray.machine import ram_bytes
+from tests.runs import cli
+
+HEALTHY = {
+    "proc/meminfo": "MemTotal: 1024 kB\nMemAvailable: 512 kB\nSwapTotal: 0 kB\n",
+    "proc/sys/vm/overcommit_memory": "0",
+    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+    "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force",
+}
+
+
+def plant(root: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def found(root: Path, topic: str) -> Finding:
+    return next(finding for finding in examine(root, root) if finding.topic == topic)
+
+
+def test_this_machine_is_examined_and_nothing_stays_behind(tmp_path: Path) -> None:
+    done = cli("doctor", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    topics = [line[6:21].strip() for line in done.stdout.splitlines()]
+    assert topics == [
+        "versions", "GPU", "AdamW", "shared memory", "RAM", "overcommit", "swap", "cores", "NUMA balancing",
+        "huge pages", "open files", "Ray", "/tmp", "disk",
+    ]  # fmt: skip
+    assert "GB/s" in done.stdout.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = cli("doctor", str(tmp_path / "nowhere"))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/nowhere is no folder")
+
+
+def test_a_disk_that_cannot_be_written_to_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    last = list(examine(tmp_path))[-1]
+    assert (last.topic, last.state) == ("disk", State.STOP)
+    assert "Permission denied" in last.text
+
+
+@pytest.mark.parametrize(
+    ("topic", "file", "text", "state", "says"),
+    [
+        ("overcommit", "proc/sys/vm/overcommit_memory", "2", State.SLOW, "vm.overcommit_memory to 0 or 1"),
+        ("swap", "proc/meminfo", "MemTotal: 9 kB\nSwapTotal: 2048 kB\n", State.NOTE, "2.00 MiB of swap"),
+        ("cores", "sys/fs/cgroup/cpu.max", "50000 100000", State.SLOW, "the time of 0.5"),
+        ("RAM", "sys/fs/cgroup/memory.max", "524288", State.NOTE, "a cgroup allows 512.00 KiB"),
+        ("huge pages", "sys/kernel/mm/transparent_hugepage/enabled", "always [never]", State.NOTE, "never"),
+    ],
+)
+def test_what_hurts_is_named(tmp_path: Path, topic: str, file: str, text: str, state: State, says: str) -> None:
+    healthy, hurt = (
+        plant(tmp_path / name, HEALTHY | files) for name, files in (("healthy", {}), ("hurt", {file: text}))
+    )
+    assert found(healthy, topic).state is State.GOOD
+    finding = found(hurt, topic)
+    assert finding.state is state
+    assert says in str(finding)
+
+
+def test_the_limit_of_an_inner_cgroup_counts(tmp_path: Path) -> None:
+    root = plant(
+        tmp_path,
+        HEALTHY
+        | {
+            "proc/self/cgroup": "0::/system.slice/job.scope/step\n",
+            "sys/fs/cgroup/system.slice/memory.max": "max",
+            "sys/fs/cgroup/system.slice/job.scope/memory.max": "1000",
+        },
+    )
+    assert ram_bytes(root) == 1000
+
+
+def test_the_limit_of_an_inner_cgroup_of_the_first_version_counts(tmp_path: Path) -> None:
+    root = plant(
+        tmp_path,
+        HEALTHY
+        | {
+            "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/slurm/job_7\n",
+            "sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": "2000",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str((1 << 63) - 4096),
+        },
+    )
+    assert ram_bytes(root) == 2000
