@@ -9,10 +9,9 @@ from pathlib import Path
 
 from megatrain_ray.cluster import cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
-from megatrain_ray.data_worker import open_windows
+from megatrain_ray.data_worker import open_stream
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.interrupts import Interrupts
-from megatrain_ray.io.batches import BatchStream
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.logs import log_to, say
@@ -21,6 +20,7 @@ from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
 from megatrain_ray.session import Session
+from megatrain_ray.tokenizing import tokenize
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +59,25 @@ class Trainer:
             prepared = prepare(run.config)
             if run.holds_run:
                 check_model(run.path, prepared.source.config, prepared.structure)
-            _check_inputs(prepared, manifest)
-            return _run(prepared, run, manifest)
+            return _run(prepared, _check_inputs(prepared, run.path, manifest), run, manifest)
 
 
-def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
-    """Everything that can be wrong with files, before anything is written or started. Raises ConfigError."""
+def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) -> tuple[Path, ...]:
+    """Everything that can be wrong with files, before the run is written or started. The tokens of the data's sources.
+
+    Raises ConfigError.
+    """
     config = prepared.config
     prepared.source.check_weights(prepared.structure)
-    windows = open_windows(config.data, config.tokenizer, prepared.structure.vocab_size)
+    vocab_size = prepared.structure.vocab_size
+    tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
+    stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
     if manifest is not None:
-        BatchStream(windows, batch_size=1, shuffle=False, seed=0).seek(manifest.data)
+        stream.seek(manifest.data)
+    return tokens
 
 
-def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> TrainSummary:
+def _run(prepared: Prepared, tokens: tuple[Path, ...], run: RunDir, manifest: Manifest | None) -> TrainSummary:
     left = run.clean()
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
@@ -90,7 +95,9 @@ def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> TrainSum
                 step = manifest.step if manifest else 0
                 log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
                 try:
-                    return TrainSummary(*Session(prepared, run, interrupts, daemons, manifest).train(), run.path)
+                    return TrainSummary(
+                        *Session(prepared, tokens, run, interrupts, daemons, manifest).train(), run.path
+                    )
                 except DamagedSaveError as damage:
                     _fall_back(run, step, damage)
                 await_end(run.path)  # the memory of two crews would not fit
