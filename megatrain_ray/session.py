@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -35,6 +36,17 @@ SILENCE_S = 60.0  # without a step's end after which the driver says what it wai
 POLL_S = 0.2  # how often the driver looks whether it was interrupted
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources."""
+
+    prepared: Prepared
+    tokens: tuple[Path, ...]
+    run: RunDir
+    interrupts: Interrupts
+    daemons: Daemons
+
+
 @dataclass
 class Silence:
     """How long nothing has ended."""
@@ -49,19 +61,14 @@ class Silence:
 class Session:
     """The driver's loop: steps, saves, and what is to be done when something dies."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        run: RunDir,
-        interrupts: Interrupts,
-        daemons: Daemons,
-        manifest: Manifest | None,
-        sinks: MetricSinks,
-    ) -> None:
+    def __init__(self, job: Job, manifest: Manifest | None, sinks: MetricSinks) -> None:
+        """`manifest`: of the save to go on from."""
+        prepared, run = job.prepared, job.run
         self._prepared = prepared
+        self._tokens = job.tokens
         self._run = run
-        self._interrupts = interrupts
-        self._daemons = daemons
+        self._interrupts = job.interrupts
+        self._daemons = job.daemons
         self._manifest = manifest
         self._sinks = sinks
         config = prepared.config
@@ -220,7 +227,7 @@ class Session:
         config, plan = self._prepared.config, self._prepared.plan
         return {
             "data": config.data,
-            "tokenizer": config.tokenizer,
+            "tokens": self._tokens,
             "vocab_size": self._prepared.structure.vocab_size,
             "batch_size": plan.micro_batch_size * plan.num_micro_batches,
             "step": self._completed,

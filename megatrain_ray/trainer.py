@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.cluster import Daemons, cluster, in_ray_job
+from megatrain_ray.cluster import cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
-from megatrain_ray.data_worker import open_windows
+from megatrain_ray.data_worker import open_stream
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.interrupts import Interrupts
-from megatrain_ray.io.batches import BatchStream
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.logs import log_to, say
@@ -23,7 +22,8 @@ from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
-from megatrain_ray.session import Session
+from megatrain_ray.session import Job, Session
+from megatrain_ray.tokenizing import tokenize
 
 log = logging.getLogger(__name__)
 
@@ -64,21 +64,29 @@ class Trainer:
             prepared = prepare(run.config)
             if run.holds_run:
                 check_model(run.path, prepared.source.config, prepared.structure)
-            _check_inputs(prepared, manifest)
-            return _run(prepared, run, manifest, interrupts)
+            tokens = _check_inputs(prepared, run.path, manifest)
+            return _run(prepared, tokens, run, manifest, interrupts)
 
 
-def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
-    """Everything that can be wrong with files, before anything is written or started. Raises ConfigError."""
+def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) -> tuple[Path, ...]:
+    """Everything that can be wrong with files, before the run is written or started. The tokens of the data's sources.
+
+    Raises ConfigError.
+    """
     config = prepared.config
     check_packages(config)
     prepared.source.check_weights(prepared.structure)
-    windows = open_windows(config.data, config.tokenizer, prepared.structure.vocab_size)
+    vocab_size = prepared.structure.vocab_size
+    tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
+    stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
     if manifest is not None:
-        BatchStream(windows, batch_size=1, shuffle=False, seed=0).seek(manifest.data)
+        stream.seek(manifest.data)
+    return tokens
 
 
-def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts: Interrupts) -> TrainSummary:
+def _run(
+    prepared: Prepared, tokens: tuple[Path, ...], run: RunDir, manifest: Manifest | None, interrupts: Interrupts
+) -> TrainSummary:
     left = run.clean()
     first = manifest.step + 1 if manifest else 1
     plan = prepared.plan
@@ -90,29 +98,29 @@ def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts:
     try:
         with cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons:
             interrupts.listen()
-            step, loss = _train(prepared, run, manifest, interrupts, daemons)
+            job = Job(prepared, tokens, run, interrupts, daemons)
+            step, loss = _train(job, manifest)
             return TrainSummary(step, loss, run.path, [row for row in run.rows() if row["step"] >= first])
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved
 
 
-def _train(
-    prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts: Interrupts, daemons: Daemons
-) -> tuple[int, float | None]:
+def _train(job: Job, manifest: Manifest | None) -> tuple[int, float | None]:
     """Steps completed and the last one's loss. Once more from an earlier save whenever one turns out to be damaged."""
+    run, plan = job.run, job.prepared.plan
     while True:
         step = manifest.step if manifest else 0
-        log.info("step %d of %d, %s", step, run.config.train.steps, prepared.plan.device)
+        log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
         try:
             with open_sinks(run.config, run.path, step + 1) as sinks:
-                return Session(prepared, run, interrupts, daemons, manifest, sinks).train()
+                return Session(job, manifest, sinks).train()
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
         await_end(run.path)  # the memory of two crews would not fit
         manifest = _newest_save(run)
         assert manifest is not None  # _fall_back leaves one
-        run.begin(prepared.plan.to_json(), manifest.step)
+        run.begin(plan.to_json(), manifest.step)
 
 
 def _newest_save(run: RunDir) -> Manifest | None:
