@@ -1,6 +1,6 @@
 """Training, saving and resuming at real size on a GPU, through the CLI and Ray.
 
-    python benchmarks/real_size.py OUT_FOLDER COMMIT PART [key=value …]
+    python -m benchmarks.real_size OUT_FOLDER COMMIT PART [key=value …]
 
 PART is one of
     train   the 7.6B shape, 16 × 1024 tokens, 24 steps on one repeated batch, saves off

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from megatrain_ray.io.durable import take_lock
 # Batches and metrics only; Ray would claim 30 % of RAM, which the arenas need.
 OBJECT_STORE_BYTES = 128 << 20
 STOP_TIMEOUT_S = 20.0
+CONNECT_S = 10.0
 
 JOB_MARKER = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the driver it starts
 
@@ -73,7 +75,7 @@ def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     if ray.is_initialized():
         yield Daemons()
     elif os.environ.get("RAY_ADDRESS") or in_ray_job():
-        ray.init(log_to_driver=True, logging_level=logging.WARNING)
+        _connect(os.environ.get("RAY_ADDRESS", ""))
         try:
             yield Daemons()
         finally:
@@ -81,6 +83,19 @@ def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     else:
         with _embedded(num_cpus, num_gpus) as daemons:
             yield daemons
+
+
+def _connect(address: str) -> None:
+    """Raises MegatrainError where no cluster answers. Asked before Ray is, which tries for minutes."""
+    problem = f"cannot connect to the Ray cluster {address or 'of this job'}"
+    advice = "start it, correct RAY_ADDRESS, or unset it for a cluster of the run's own"
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "//" not in host:
+        try:
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise MegatrainError(f"{problem}: {error.strerror or error}; {advice}") from None
+    _init(problem, advice, log_to_driver=True, logging_level=logging.WARNING)
 
 
 @functools.cache
@@ -102,6 +117,8 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
         with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}):
             logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
             _init(
+                f"Ray did not start in {folder}",
+                "/tmp must be writable and have room",
                 address="local",
                 num_cpus=num_cpus,
                 num_gpus=num_gpus,
@@ -136,8 +153,8 @@ def _remove_stale_folders() -> None:
                 os.close(lock)
 
 
-def _init(**options: Any) -> None:
-    """ray.init; a SIGTERM meanwhile, for which Ray raises SystemExit, counts as an interrupt.
+def _init(problem: str, advice: str, **options: Any) -> None:
+    """ray.init; a SIGTERM meanwhile, for which Ray raises SystemExit, counts as an interrupt. Raises MegatrainError.
 
     What Ray starts inherits a blocked SIGTERM (Ray blocks SIGINT itself): where the signal goes to the whole process
     group, as schedulers send it, the run needs its processes for its last save.
@@ -150,6 +167,9 @@ def _init(**options: Any) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     except SystemExit as error:
         raise KeyboardInterrupt from error
+    except Exception as error:  # Ray has many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise MegatrainError(f"{problem}: {reason}; {advice}") from error
 
 
 def _is_daemon(process: psutil.Process) -> bool:

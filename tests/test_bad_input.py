@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.cli import main
-from tests.runs import config, write_config
+from tests.runs import cli, config, write_config
 from tests.tiny import build_tiny
 
 Tree = dict[str, Any]
@@ -100,3 +100,13 @@ def test_a_plan_for_a_gpu_needs_none(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["plan", str(path), "hardware.hbm_limit=24GiB"]) == 0
     assert "CUDA context" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "config.yaml", config(tmp_path / "run", build_tiny(tmp_path / "model")))
+    done = cli("train", str(path), RAY_ADDRESS="127.0.0.1:1")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "error: cannot connect to the Ray cluster 127.0.0.1:1: Connection refused; start it, correct RAY_ADDRESS, or "
+        "unset it for a cluster of the run's own"
+    )

@@ -86,9 +86,11 @@ def arenas_mapped(pid: int) -> set[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupt_save_resume_and_nothing_left_behind(
+    tmp_path: Path, number: signal.Signals, ray_address: str
+) -> None:
     """An embedded Ray; a signal in the middle, to the whole process group as a terminal or a scheduler sends it; a new
-    process with other save settings; the reference in the end."""
+    process on another cluster with other save settings; the reference in the end."""
     model = build_tiny(tmp_path / "model")
     tree = config(tmp_path / "run", model, train__steps=150, hardware__num_shards=2)
     path = write_config(tmp_path / "config.yaml", tree)
@@ -111,7 +113,7 @@ def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, number: s
     assert not leftovers(process.pid)
     done_before = len(rows(tmp_path / "run"))
     assert 4 <= done_before < 150
-    done = cli("train", str(path), "save_every=100", "save_keep=1", "hardware.num_shards=3")
+    done = cli("train", str(path), "save_every=100", "save_keep=1", "hardware.num_shards=3", RAY_ADDRESS=ray_address)
     assert done.returncode == 0, done.stderr
     assert len(rows(tmp_path / "run")) == 150
     assert [p.name for p in (tmp_path / "run" / "saves").iterdir()] == ["step_150"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -136,8 +137,9 @@ def test_a_disk_that_fills_up_costs_the_steps_since_the_last_save(
     tree = config(small_disk / "run", model, train__steps=2000, train__schedule="constant", save_every=1, save_keep=1)
     path = write_config(tmp_path / "config.yaml", tree)
     process = subprocess.Popen(
-        command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+        command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        env={**os.environ, "RAY_ADDRESS": ray_address},
+    )  # fmt: skip
     deadline_s = time.monotonic() + 120
     while len(rows(small_disk / "run")) < 3 and process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.02)  # for the run, not for the test: any step will do

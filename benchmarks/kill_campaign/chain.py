@@ -21,7 +21,7 @@ from tests.runs import command
 
 STRIKE_S = 90.0  # for a phase to come
 END_S = 120.0  # for a run to end, or to go on, after a kill: more is a hang
-RUN_S = 600.0  # for a whole run that is left alone
+RUN_S = 1800.0  # for a whole run that is left alone; 250 steps took over 600 s on two cores busy with other work
 AFTER_A_SAVE = Case((Blow((DRIVER,), by_saves("after a save", lambda s: bool(s.committed))),))
 
 
