@@ -141,6 +141,11 @@ def test_nothing_is_left_of_a_failure(recipe: TokenRecipe, root: Path, error: Ba
     assert list(root.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_locked_is_named(recipe: TokenRecipe, tmp_path: Path) -> None:
+    with pytest.raises(MegatrainError, match="cannot write .*/gone/[0-9a-f]{32}: No such file"):
+        make_tokens(recipe, tmp_path / "gone", 257, Watch())
+
+
 def test_files_that_change_while_they_are_read_are_noticed(recipe: TokenRecipe, root: Path) -> None:
     with pytest.raises(ConfigError, match="files changed while they were read"):
         make_tokens(recipe, root, 257, Watch(on_advance=lambda: os.utime(recipe.files[0], ns=(1, 1))))
@@ -177,7 +182,11 @@ def test_two_starts_do_the_work_once(recipe: TokenRecipe, root: Path) -> None:
     assert [path.name for path in root.iterdir()] == [folders[0].name]
 
 
-def test_an_id_outside_of_the_vocabulary_names_its_file(tmp_path: Path, root: Path) -> None:
+@pytest.mark.parametrize("chunk", [1, 1 << 18])
+def test_an_id_outside_of_the_vocabulary_names_its_file(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("megatrain_ray.io.token_writer.CHUNK_TOKENS", chunk)
     write(tmp_path, a="aaaa", b="", c="az", d="x")
     recipe = TokenRecipe(tuple(sorted(tmp_path.glob("*.txt"))), "bytes", "text", "error")
     message = r"c\.txt has token id 122, but the model's vocab_size is 122; .* at least 123 entries"
@@ -197,6 +206,7 @@ def test_the_writer_cuts_documents_anywhere(
     folder, seen = tmp_path_factory.mktemp("writer"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatrain_ray.io.token_writer.CHUNK_TOKENS", chunk)
+        patch.setattr("megatrain_ray.io.token_writer.EMPTY_TOKENS", 0)
         with TokenWriter(folder, 4, lambda *told: seen.append(told)) as writer:
             for blocks in documents:
                 sizes = blocks or [0]
