@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
+from tokenizers import processors
 
 from megatrain_ray.errors import ConfigError
 
@@ -24,9 +25,24 @@ FILE_NAMES = (
 )
 
 
+class PlacedTokens(NamedTuple):
+    """Ids of a text and the characters each stands for: [start, end). Tokens of one character share its place."""
+
+    ids: TokenArray  # [num_tokens]
+    starts: NDArray[np.int64]  # [num_tokens]
+    ends: NDArray[np.int64]  # [num_tokens]
+
+
 class Tokenizer(Protocol):
     def encode(self, text: str) -> TokenArray:
         """The ids of a text, 1-D. No special tokens are added."""
+
+    def encode_placed(self, text: str) -> PlacedTokens:
+        """The same ids, each with its place in the text."""
+
+    @property
+    def added_ids(self) -> TokenArray:
+        """Ids that stand for a text of their own, whatever is around it: special tokens and others that were added."""
 
 
 class ByteTokenizer:
@@ -34,6 +50,16 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> TokenArray:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def encode_placed(self, text: str) -> PlacedTokens:
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
+        starts = np.repeat(np.arange(codes.size), widths)
+        return PlacedTokens(self.encode(text), starts, starts + 1)
+
+    @property
+    def added_ids(self) -> TokenArray:
+        return np.empty(0, np.uint32)
 
 
 class FolderTokenizer:
@@ -44,9 +70,20 @@ class FolderTokenizer:
         self._tokenizer = _read(folder)
         self._tokenizer.no_truncation()  # a stored limit would cut a document short, and silently
         self._tokenizer.no_padding()
+        # It would add special tokens, which nothing here asks for, or take the space before a word out of its place.
+        self._tokenizer.post_processor = processors.Sequence([])
 
     def encode(self, text: str) -> TokenArray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def encode_placed(self, text: str) -> PlacedTokens:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return PlacedTokens(np.array(encoding.ids, np.uint32), places[:, 0], places[:, 1])
+
+    @property
+    def added_ids(self) -> TokenArray:
+        return np.array(sorted(self._tokenizer.get_added_tokens_decoder()), np.uint32)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
