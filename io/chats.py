@@ -47,7 +47,6 @@ class ChatEncoder:
         """Raises ConfigError for a template that cannot be used."""
         self._tokenizer = tokenizer
         self._marker = TurnMarker(template)
-        self._added = tokenizer.added_ids
 
     def encode(self, conversation: Conversation) -> list[EncodedChat]:
         """The sequences of a conversation: one, or one a turn where the template rewrites earlier turns.
@@ -64,13 +63,13 @@ class ChatEncoder:
             raise RecordError(
                 f"half a character: {error.object[error.start]!r}; a surrogate without its pair"
             ) from None
-        added = np.isin(ids, self._added)
         supervised = np.zeros(ids.size, np.bool_)
         for start, end in marked.spans:
-            # A token that holds the end of the prompt and the start of the answer has to be generated, unless it is a
-            # special one that swallows the blanks after it. An empty token belongs to what follows.
-            overlaps = (starts < end) & ((ends > start) | (starts == start))
-            supervised |= overlaps & ~(added & (starts < start))
+            learned = (starts < end) & ((ends > start) | (starts == start))  # an empty token belongs to what follows
+            for token in np.flatnonzero(learned & (starts < start)):
+                # The prompt's last token reaches into the answer. It is learned unless all it takes are blanks.
+                learned[token] = not marked.text[start : ends[token]].isspace()
+            supervised |= learned
         answer_ends = np.searchsorted(starts, [end for _, end in marked.spans])
         return EncodedChat(ids.astype(np.uint32), supervised, answer_ends)
 

@@ -40,10 +40,6 @@ class Tokenizer(Protocol):
     def encode_placed(self, text: str) -> PlacedTokens:
         """The same ids, each with its place in the text."""
 
-    @property
-    def added_ids(self) -> TokenArray:
-        """Ids that stand for a text of their own, whatever is around it: special tokens and others that were added."""
-
 
 class ByteTokenizer:
     """One id a byte of UTF-8, 0-255. Id 256 is kept free for the end of a document."""
@@ -56,10 +52,6 @@ class ByteTokenizer:
         widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
         starts = np.repeat(np.arange(codes.size), widths)
         return PlacedTokens(self.encode(text), starts, starts + 1)
-
-    @property
-    def added_ids(self) -> TokenArray:
-        return np.empty(0, np.uint32)
 
 
 class FolderTokenizer:
@@ -80,10 +72,6 @@ class FolderTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         return PlacedTokens(np.array(encoding.ids, np.uint32), places[:, 0], places[:, 1])
-
-    @property
-    def added_ids(self) -> TokenArray:
-        return np.array(sorted(self._tokenizer.get_added_tokens_decoder()), np.uint32)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
