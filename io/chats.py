@@ -57,12 +57,8 @@ class ChatEncoder:
         return [self._encode(marked) for marked in self._marker.mark(conversation)]
 
     def _encode(self, marked: MarkedText) -> EncodedChat:
-        try:
-            ids, starts, ends = self._tokenizer.encode_placed(marked.text)
-        except UnicodeEncodeError as error:
-            raise RecordError(
-                f"half a character: {error.object[error.start]!r}; a surrogate without its pair"
-            ) from None
+        _check_text(marked.text)
+        ids, starts, ends = self._tokenizer.encode_placed(marked.text)
         supervised = np.zeros(ids.size, np.bool_)
         for start, end in marked.spans:
             learned = (starts < end) & ((ends > start) | (starts == start))  # an empty token belongs to what follows
@@ -131,6 +127,14 @@ def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple
         return 0, Fate.TOO_LONG
     whole = chat.answer_ends[chat.answer_ends <= max_tokens]
     return (int(whole[-1]), Fate.CUT_AT_TURN) if whole.size else (max_tokens, Fate.CUT_INSIDE)
+
+
+def _check_text(text: str) -> None:
+    """JSON can hold one half of a pair of surrogates, which is no text: tokenizers refuse it in ways of their own."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RecordError(f"half a character: {text[error.start]!r} is a surrogate without its pair") from None
 
 
 def _check_ids(ids: TokenIds, vocab_size: int, place: Place) -> None:

@@ -77,8 +77,8 @@ def _json(file: Path) -> Iterator[tuple[Place, Any]]:
 
 def _decoded_lines(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[Place, Any]]:
     for number, line in enumerate(lines, 1):
-        text = line.removeprefix(BOM) if number == 1 else line
-        if text.strip():
+        text = (line.removeprefix(BOM) if number == 1 else line).rstrip()
+        if text:
             yield Place(file, "line", number), _decoded(text)
 
 
@@ -130,5 +130,7 @@ def _parquet(file: Path) -> Iterator[tuple[Place, Any]]:
             rows = (row for batch in table.iter_batches(ROWS) for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
                 yield Place(file, "row", number), row
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # without a number it is Arrow's word for damage
+            raise
         raise ConfigError(f"data.path: {file} is damaged or no Parquet file (after row {number}): {error}") from None
