@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.record_files import Place
 
-BadRecords = Literal["raise", "skip"]
+BadRecords = Literal["error", "skip"]
 PLACES_TOLD = 3
 
 
@@ -32,7 +32,7 @@ class Fate(Enum):
 class ChatTally:
     """Counts while chats are read. One object a pass over the data."""
 
-    def __init__(self, bad_records: BadRecords = "raise") -> None:
+    def __init__(self, bad_records: BadRecords = "error") -> None:
         self._bad_records = bad_records
         self._places: dict[Fate, list[str]] = defaultdict(list)
         self.counts: Counter[Fate] = Counter()
@@ -43,7 +43,7 @@ class ChatTally:
 
     def bad(self, place: Place, problem: str) -> None:
         """Raises ConfigError with place and problem, or counts where bad records are skipped."""
-        if self._bad_records == "raise":
+        if self._bad_records == "error":
             raise ConfigError(f"data.path: {place}: {problem}. Fix the record, or set data.bad_records: skip")
         self.note(Fate.BAD, f"{place}: {problem}")
 

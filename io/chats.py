@@ -61,7 +61,7 @@ class ChatEncoder:
         ids, starts, ends = self._tokenizer.encode_placed(marked.text)
         supervised = np.zeros(ids.size, np.bool_)
         for start, end in marked.spans:
-            learned = (starts < end) & ((ends > start) | (starts == start))  # an empty token belongs to what follows
+            learned = (starts < end) & (ends > start)
             for token in np.flatnonzero(learned & (starts < start)):
                 # The prompt's last token reaches into the answer. It is learned unless all it takes are blanks.
                 learned[token] = not marked.text[start : ends[token]].isspace()

@@ -170,13 +170,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("bad_records", ["raise", "skip"])
+@pytest.mark.parametrize("bad_records", ["error", "skip"])
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_record_ends_the_reading_or_is_counted(tmp_path: Path, name: str, bad_records: BadRecords) -> None:
     record, problem = BAD[name]
     path, tally = write(tmp_path, chat("q", "a"), record, chat("q", "b")), ChatTally(bad_records)
     template = "{% if messages[0].content == 'stop' %}{{ raise_exception('no') }}{% endif %}" + SHORT
-    if bad_records == "raise":
+    if bad_records == "error":
         with pytest.raises(
             ConfigError, match=rf"data.path: .*a.jsonl, line 2: .*{problem}.*set data.bad_records: skip"
         ):
