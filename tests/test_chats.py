@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat_records import Conversation
 from megatrain_ray.io.chat_sources import find_chats
 from megatrain_ray.io.chat_tally import BadRecords, ChatTally, Fate
-from megatrain_ray.io.chat_template import load_chat_template
+from megatrain_ray.io.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chats import ChatEncoder, ChatSequence, Truncation, read_chats
 from megatrain_ray.io.record_files import Place
 from megatrain_ray.io.tokenizer import load_tokenizer
@@ -135,6 +138,26 @@ def test_what_cannot_be_learned_is_dropped_and_counted(tmp_path: Path) -> None:
         f"1 without a token that its template marks as the assistant's, dropped ({path}, line 3)",
         f"1 with turns after the last answer, which were left out ({path}, line 2)",
     ]
+
+
+def test_the_first_token_is_nobodys_target(tmp_path: Path) -> None:
+    path, tally = write(tmp_path, chat("q", "x")), ChatTally("skip")
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        read(path, tally, template="{% generation %}x{% endgeneration %}...")
+    assert tally.counts == {Fate.NOTHING: 1}
+
+
+def test_a_token_of_prompt_and_answer_is_learned_for_its_visible_part(tmp_path: Path) -> None:
+    """Only a template in plain text makes such tokens: here ` be` begins with the space that ends the prompt."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "Ask:": 1, " be": 2, "  ": 3, "</s>": 4}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("Ask:| be|  |</s>"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = "{% for m in messages if m.role == 'assistant' %}Ask: {{ m.content }}</s>{% endfor %}"
+    template = ChatTemplate("mine", source + "{% if add_generation_prompt %}Ask: {% endif %}")
+    encoder = ChatEncoder(load_tokenizer(str(tmp_path)), template)
+    for answer, learned in [("be", [False, True, True]), (" be", [False, False, True, True])]:
+        (encoded,) = encoder.encode(Conversation(tuple(chat("q", answer)["messages"])))
+        assert encoded.supervised.tolist() == learned
 
 
 def test_a_template_that_rewrites_earlier_answers_gives_a_sequence_for_each(tmp_path: Path) -> None:
