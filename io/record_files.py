@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import zstandard
 
@@ -24,11 +25,15 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record stands: a line of a .jsonl file, a record of a .json list, a row of a .parquet file; from 1."""
+    """Where a record stands: a line of a .jsonl file, a record of a .json list, a row of a .parquet file; from 1.
+
+    `read_bytes`: about how much of the file has been read with it, for a progress bar.
+    """
 
     file: Path
     unit: str
     number: int
+    read_bytes: int = field(compare=False)
 
     def __str__(self) -> str:
         return f"{self.file}, {self.unit} {self.number}"
@@ -50,10 +55,11 @@ def read_records(file: Path) -> Iterator[tuple[Place, Any]]:
         if name.endswith(".parquet"):
             yield from _parquet(file)
         elif name.endswith(".jsonl.zst"):
-            yield from _decoded_lines(file, _lines(_decompressed(file)))
+            with file.open("rb") as raw:
+                yield from _decoded_lines(file, _lines(_decompressed(file, raw)), raw)
         elif name.endswith(".jsonl"):
-            with file.open("rb") as lines:
-                yield from _decoded_lines(file, lines)
+            with file.open("rb") as raw:
+                yield from _decoded_lines(file, raw, raw)
         elif name.endswith(".json"):
             yield from _json(file)
         else:
@@ -66,20 +72,21 @@ def _json(file: Path) -> Iterator[tuple[Place, Any]]:
     """A list, or, as many tools write them, lines in spite of the name."""
     content = file.read_bytes().removeprefix(BOM)
     if not content.lstrip().startswith(b"["):
-        yield from _decoded_lines(file, content.split(b"\n"))
+        lines = io.BytesIO(content)
+        yield from _decoded_lines(file, lines, lines)
         return
     records = _decoded(content)
     if isinstance(records, RecordError):
         raise ConfigError(f"data.path: {file} is {records}; expected a list of records")
     for number, record in enumerate(records, 1):
-        yield Place(file, "record", number), record
+        yield Place(file, "record", number, len(content) * number // len(records)), record
 
 
-def _decoded_lines(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[Place, Any]]:
+def _decoded_lines(file: Path, lines: Iterable[bytes], raw: IO[bytes]) -> Iterator[tuple[Place, Any]]:
     for number, line in enumerate(lines, 1):
         text = (line.removeprefix(BOM) if number == 1 else line).rstrip()
         if text:
-            yield Place(file, "line", number), _decoded(text)
+            yield Place(file, "line", number, raw.tell()), _decoded(text)
 
 
 def _decoded(text: bytes) -> Any:
@@ -102,18 +109,17 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     yield rest
 
 
-def _decompressed(file: Path) -> Iterator[bytes]:
+def _decompressed(file: Path, compressed: IO[bytes]) -> Iterator[bytes]:
     """All frames of a file. The library's own reader takes a file that is cut off for one that ends there."""
     decompressor = zstandard.ZstdDecompressor()
     frame = None
     try:
-        with file.open("rb") as compressed:
-            while chunk := compressed.read(CHUNK_BYTES):
-                while chunk:
-                    frame = frame or decompressor.decompressobj()
-                    yield frame.decompress(chunk)
-                    chunk = frame.unused_data
-                    frame = None if frame.eof else frame
+        while chunk := compressed.read(CHUNK_BYTES):
+            while chunk:
+                frame = frame or decompressor.decompressobj()
+                yield frame.decompress(chunk)
+                chunk = frame.unused_data
+                frame = None if frame.eof else frame
     except zstandard.ZstdError as error:
         raise ConfigError(f"data.path: {file} is damaged: {error}") from None
     if frame:
@@ -124,12 +130,12 @@ def _parquet(file: Path) -> Iterator[tuple[Place, Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
+    number, size = 0, file.stat().st_size
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             rows = (row for batch in table.iter_batches(ROWS) for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                yield Place(file, "row", number), row
+                yield Place(file, "row", number, size * number // table.metadata.num_rows), row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # without a number it is Arrow's word for damage
             raise

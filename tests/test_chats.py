@@ -64,7 +64,7 @@ def test_a_sequence_is_ids_mask_and_place(tmp_path: Path) -> None:
     (sequence,) = read(write(tmp_path, chat("q", "ab")))
     assert shown(sequence) == "q:AB#"
     assert (sequence.ids.dtype, sequence.supervised.dtype) == (np.uint32, np.bool_)
-    assert sequence.place == Place(tmp_path / "a.jsonl", "line", 1)
+    assert sequence.place == Place(tmp_path / "a.jsonl", "line", 1, read_bytes=0)
 
 
 # --- length ---

@@ -50,6 +50,16 @@ def test_parquet_rows_of_several_batches(tmp_path: Path) -> None:
     got = list(read_records(tmp_path / "b.parquet"))
     assert [record for _, record in got] == rows
     assert str(got[-1][0]).endswith(f"b.parquet, row {ROWS + 2}")
+    assert got[-1][0].read_bytes == (tmp_path / "b.parquet").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.zst", "list.json"])
+def test_places_say_how_much_has_been_read(tmp_path: Path, name: str) -> None:
+    content = json.dumps(RECORDS).encode() if name == "list.json" else LINES
+    (tmp_path / name).write_bytes(zstandard.compress(content) if name.endswith("zst") else content)
+    read_bytes = [place.read_bytes for place, _ in read_records(tmp_path / name)]
+    assert read_bytes == sorted(read_bytes)
+    assert read_bytes[-1] == (tmp_path / name).stat().st_size
 
 
 def test_zstandard_frames_follow_one_another_and_lines_may_be_long(tmp_path: Path) -> None:
