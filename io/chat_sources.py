@@ -43,7 +43,7 @@ def _files(pattern: str) -> list[Path]:
     if here.is_dir():
         if (here / FILE_NAME).exists():
             raise ConfigError(f"data.path: {here} holds a {FILE_NAME}: name that file, and data.dataset")
-        found = sorted(file for file in here.rglob("*") if has_records(file))
+        found = sorted(f for f in here.rglob("*") if has_records(f) and f.is_file() and not _is_hidden(f, here))
     elif here.exists():
         found = [here]
     else:
@@ -52,3 +52,8 @@ def _files(pattern: str) -> list[Path]:
         kinds = f" with files of {', '.join(SUFFIXES)}" if here.is_dir() else ""
         raise ConfigError(f"data.path: no such file or folder{kinds}: {pattern} (relative paths start at {Path.cwd()})")
     return found
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """A folder that was downloaded from a hub has a .cache of JSON files."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)

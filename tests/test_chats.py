@@ -233,6 +233,8 @@ def test_files_folders_globs_and_lists_in_the_order_given(tmp_path: Path) -> Non
     for name in ("b.jsonl", "a.jsonl", "c.json", "note.md", "sub"):
         (tmp_path / name).mkdir() if name == "sub" else write(tmp_path, chat("q", "a"), name=name)
     write(tmp_path / "sub", chat("q", "a"), name="d.jsonl")
+    (tmp_path / ".cache" / "x.json").mkdir(parents=True)
+    write(tmp_path / ".cache", "{}", name="y.json")
     names = [source.file.name for source in find_chats([str(tmp_path / "c.json"), str(tmp_path / "*.jsonl")])]
     assert names == ["c.json", "a.jsonl", "b.jsonl"]
     assert [s.file.name for s in find_chats(str(tmp_path))] == ["a.jsonl", "b.jsonl", "c.json", "d.jsonl"]
