@@ -71,7 +71,7 @@ class ChatTemplate:
 
         try:
             texts, places = render_jinja_template(
-                conversations=[messages],
+                conversations=[list(messages)],
                 tools=list(tools) or None,
                 chat_template=_with_fixed_date(self._source(tools)),
                 return_assistant_tokens_mask=marked,

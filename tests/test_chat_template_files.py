@@ -97,3 +97,8 @@ def test_settings_that_cannot_be_read_are_refused(tmp_path: Path, config: str, m
 def test_a_missing_template_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.chat_template: cannot read .*absent.jinja"):
         load_chat_template("bytes", str(tmp_path / "absent.jinja"))
+
+
+def test_a_template_gets_lists_as_transformers_gives_them(tmp_path: Path) -> None:
+    template = load_chat_template(write(tmp_path, {"chat_template": "{{ (messages + [1])|length }}{{ tools + [1] }}"}))
+    assert template.render(tuple(ASK), ({"type": "function"},)) == "2[{'type': 'function'}, 1]"
