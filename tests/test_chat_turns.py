@@ -108,6 +108,43 @@ def test_a_template_without_thoughts_puts_the_empty_one_into_the_prompt() -> Non
         marks("qwen3", "u:Q", "a:<think>\nhm\n</think>\n\nA", enable_thinking=False)
 
 
+# --- other templates that write an earlier answer, or what is before it, in another way ---
+
+SYSTEM_LAST = (  # newer ones of Mistral: the system text stands before the last question, wherever that is
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}"
+    "{% endif %}{% set users = messages | selectattr('role', 'equalto', 'user') | list %}<s>{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST] {% if m == users[-1] and system %}{{ system }}: {% endif %}{{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+CHANNELS = (  # GPT-OSS: another end mark for the last answer, and a channel that the model chooses
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
+    "{{ m.content }}{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (SYSTEM_LAST, ["<s>[INST] S: Q[/INST]« A</s>»", "<s>[INST] Q[/INST] A</s>[INST] S: R[/INST]« B</s>»"]),
+        (
+            CHANNELS,
+            [
+                "<|start|>system<|message|>S<|end|><|start|>user<|message|>Q<|end|>"
+                "<|start|>assistant«<|channel|>final<|message|>A<|return|>»",
+                "<|start|>system<|message|>S<|end|><|start|>user<|message|>Q<|end|>"
+                "<|start|>assistant<|channel|>final<|message|>A<|end|><|start|>user<|message|>R<|end|>"
+                "<|start|>assistant«<|channel|>final<|message|>B<|return|>»",
+            ],
+        ),
+    ],
+    ids=["system last", "channels"],
+)
+def test_each_answer_is_learned_as_it_is_asked_for(source: str, expected: list[str]) -> None:
+    texts = TurnMarker(ChatTemplate("mine", source)).mark(Conversation(say("s:S", "u:Q", "a:A", "u:R", "a:B")))
+    assert [shown(text) for text in texts] == expected
+
+
 # --- tools ---
 
 
