@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
+from tokenizers import processors
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records import TextBlock
@@ -29,6 +31,14 @@ FILE_NAMES = (
 )
 
 
+class PlacedTokens(NamedTuple):
+    """Ids of a text and the characters each stands for: [start, end). Tokens of one character share its place."""
+
+    ids: TokenArray  # [num_tokens]
+    starts: NDArray[np.int64]  # [num_tokens]
+    ends: NDArray[np.int64]  # [num_tokens]
+
+
 class Tokenizer(Protocol):
     @property
     def num_ids(self) -> int:
@@ -40,6 +50,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> TokenArray:
         """The ids of a text, 1-D. No special tokens are added."""
+
+    def encode_placed(self, text: str) -> PlacedTokens:
+        """The same ids, each with its place in the text."""
 
     def encode_all(self, blocks: Iterable[TextBlock]) -> Iterator[TokenBlock]:
         """The ids of documents in their order, each as `encode` gives them for its whole text, on all cores."""
@@ -54,6 +67,12 @@ class ByteTokenizer:
     def encode(self, text: str) -> TokenArray:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
+    def encode_placed(self, text: str) -> PlacedTokens:
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
+        starts = np.repeat(np.arange(codes.size), widths)
+        return PlacedTokens(self.encode(text), starts, starts + 1)
+
     def encode_all(self, blocks: Iterable[TextBlock]) -> Iterator[TokenBlock]:
         for block in blocks:
             yield TokenBlock(self.encode(block.text), block.ends, block.read_bytes)
@@ -67,6 +86,8 @@ class FolderTokenizer:
         self._tokenizer = _read(folder)
         self._tokenizer.no_truncation()  # a stored limit would cut a document short, and silently
         self._tokenizer.no_padding()
+        # It would add special tokens, which nothing here asks for, or take the space before a word out of its place.
+        self._tokenizer.post_processor = processors.Sequence([])
         self._end_of_sequence = _end_of_sequence(folder)
 
     @property
@@ -89,6 +110,11 @@ class FolderTokenizer:
                 yield TokenBlock(np.array(encoding.ids, np.uint32), True, piece.read_bytes)
             else:
                 yield from joiner.add(piece, encoding)
+
+    def encode_placed(self, text: str) -> PlacedTokens:
+        encoding = self._encode(text)
+        places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return PlacedTokens(np.array(encoding.ids, np.uint32), places[:, 0], places[:, 1])
 
     def _encode(self, text: str) -> Any:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import models, pre_tokenizers, processors, trainers
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records import TextBlock
@@ -85,3 +85,26 @@ def test_a_missing_folder_and_a_missing_or_broken_file_are_refused_by_name(tmp_p
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+
+
+def test_placed_tokens_are_the_same_ids_with_the_characters_they_stand_for(folder: Path) -> None:
+    ids, starts, ends = load_tokenizer(str(folder)).encode_placed("to  be or")
+    assert (ids.tolist(), starts.tolist(), ends.tolist()) == ([2, 3, 4], [0, 4, 7], [2, 6, 9])
+    ids, starts, ends = load_tokenizer("bytes").encode_placed("aé€😀")
+    assert bytes(ids).decode() == "aé€😀"
+    assert starts.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert (ends - starts).tolist() == [1] * 10
+    for name in (str(folder), "bytes"):
+        assert [part.size for part in load_tokenizer(name).encode_placed("")] == [0, 0, 0]
+
+
+def test_the_space_before_a_word_has_its_place(tmp_path: Path) -> None:
+    """A post-processor like GPT-2's and Llama's takes it out of the word's."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([" be be"], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    _, starts, ends = load_tokenizer(str(tmp_path)).encode_placed("é be")
+    assert (starts.tolist(), ends.tolist()) == ([0, 0, 1], [1, 1, 4])

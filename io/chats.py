@@ -1,0 +1,145 @@
+"""Files of chats as sequences of token ids, each with a mask of the tokens that are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat_records import ChatLayout, Conversation, read_conversation
+from megatrain_ray.io.chat_sources import ChatSource
+from megatrain_ray.io.chat_tally import ChatTally, Fate
+from megatrain_ray.io.chat_template import ChatTemplate
+from megatrain_ray.io.chat_turns import MarkedText, TurnMarker
+from megatrain_ray.io.record_files import Place, RecordError, read_records
+from megatrain_ray.io.tokenizer import Tokenizer
+
+Truncation = Literal["turn", "drop"]
+TokenIds = NDArray[np.uint32]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class ChatSequence:
+    """A conversation up to one of its answers."""
+
+    ids: TokenIds  # [num_tokens]
+    supervised: Mask  # [num_tokens], true where the model has to generate the token
+    place: Place
+
+
+class EncodedChat(NamedTuple):
+    """Ids, the mask, and the lengths after which an answer ends."""
+
+    ids: TokenIds  # [num_tokens]
+    supervised: Mask  # [num_tokens]
+    answer_ends: NDArray[np.int64]  # [num_answers]
+
+
+class ChatEncoder:
+    """Conversation to ids and mask: the part that takes the time. Holds no state; may be copied to other processes."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        """Raises ConfigError for a template that cannot be used."""
+        self._tokenizer = tokenizer
+        self._marker = TurnMarker(template)
+
+    def encode(self, conversation: Conversation) -> list[EncodedChat]:
+        """The sequences of a conversation: one, or one a turn where the template rewrites earlier turns.
+
+        Ids are those of the whole text, tokenised once without further special tokens. Raises RecordError for what
+        the template refuses.
+        """
+        return [self._encode(marked) for marked in self._marker.mark(conversation)]
+
+    def _encode(self, marked: MarkedText) -> EncodedChat:
+        _check_text(marked.text)
+        ids, starts, ends = self._tokenizer.encode_placed(marked.text)
+        supervised = np.zeros(ids.size, np.bool_)
+        for start, end in marked.spans:
+            learned = (starts < end) & (ends > start)
+            for token in np.flatnonzero(learned & (starts < start)):
+                # The prompt's last token reaches into the answer. It is learned unless all it takes are blanks.
+                learned[token] = not marked.text[start : ends[token]].isspace()
+            supervised |= learned
+        answer_ends = np.searchsorted(starts, [end for _, end in marked.spans])
+        return EncodedChat(ids.astype(np.uint32), supervised, answer_ends)
+
+
+def read_chats(
+    sources: Iterable[ChatSource],
+    encoder: ChatEncoder,
+    tally: ChatTally,
+    *,
+    max_tokens: int,
+    truncation: Truncation,
+    vocab_size: int,
+) -> Iterator[ChatSequence]:
+    """Every sequence of these files in their order, at most `max_tokens` long (seq_len + 1), with something to learn.
+
+    Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, an id outside of the
+    model's vocabulary, and at the end where there was nothing to learn.
+    """
+    for source in sources:
+        for place, record in read_records(source.file):
+            tally.num_records += 1
+            for chat in _encoded(record, source.layout, place, encoder, tally):
+                _check_ids(chat.ids, vocab_size, place)
+                length, fate = _length(chat, max_tokens, truncation)
+                if fate:
+                    tally.note(fate, place)
+                if length:
+                    tally.learn(chat.supervised[:length])
+                    yield ChatSequence(chat.ids[:length], chat.supervised[:length], place)
+    if not tally.num_sequences:
+        raise ConfigError("\n".join(["data.path: nothing to learn", *tally.lines()]))
+
+
+def _encoded(
+    record: object, layout: ChatLayout, place: Place, encoder: ChatEncoder, tally: ChatTally
+) -> list[EncodedChat]:
+    try:
+        conversation = read_conversation(record, layout)
+        encoded = encoder.encode(conversation)
+    except RecordError as error:
+        tally.bad(place, str(error))
+        return []
+    if not encoded:
+        tally.note(Fate.NO_ANSWER, place)
+    elif conversation.messages[-1]["role"] != "assistant":
+        tally.note(Fate.TRAILING, place)
+    if len(encoded) > 1:
+        tally.note(Fate.SPLIT, place)
+    return encoded
+
+
+def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, Fate | None]:
+    """How much is kept, and why not all: up to the last answer that fits whole, else a part of the first."""
+    if not chat.supervised[1:].any():  # the first token is nobody's target
+        return 0, Fate.NOTHING
+    if chat.ids.size <= max_tokens:
+        return chat.ids.size, None
+    if truncation == "drop" or not chat.supervised[1:max_tokens].any():
+        return 0, Fate.TOO_LONG
+    whole = chat.answer_ends[chat.answer_ends <= max_tokens]
+    return (int(whole[-1]), Fate.CUT_AT_TURN) if whole.size else (max_tokens, Fate.CUT_INSIDE)
+
+
+def _check_text(text: str) -> None:
+    """JSON can hold one half of a pair of surrogates, which is no text: tokenizers refuse it in ways of their own."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RecordError(f"half a character: {text[error.start]!r} is a surrogate without its pair") from None
+
+
+def _check_ids(ids: TokenIds, vocab_size: int, place: Place) -> None:
+    if (highest := int(ids.max(initial=0))) >= vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: {place} has token id {highest}, but the model's vocab_size is {vocab_size}; use the "
+            f"model's own tokenizer, or a model of at least {highest + 1} entries"
+        )

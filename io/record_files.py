@@ -1,0 +1,142 @@
+"""Files of records, read one after the other: a JSON list, JSON lines (plain or zstandard), Parquet."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import zstandard
+
+from megatrain_ray.errors import ConfigError
+
+BOM = b"\xef\xbb\xbf"
+CHUNK_BYTES = 1 << 20
+ROWS = 256  # of a Parquet file that are objects of Python at a time
+SUFFIXES = (".json", ".jsonl", ".jsonl.zst", ".parquet")
+
+
+class RecordError(ValueError):
+    """What is wrong with one record. The place is added by whoever knows it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record stands: a line of a .jsonl file, a record of a .json list, a row of a .parquet file; from 1.
+
+    `read_bytes`: about how much of the file has been read with it, for a progress bar.
+    """
+
+    file: Path
+    unit: str
+    number: int
+    read_bytes: int = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+def has_records(file: Path) -> bool:
+    """Whether the name is one that `read_records` knows."""
+    return file.name.lower().endswith(SUFFIXES)
+
+
+def read_records(file: Path) -> Iterator[tuple[Place, Any]]:
+    """Every record with its place, in the order of the file; blank lines are passed over.
+
+    A record that cannot be decoded comes as the RecordError that says why, and the rest of the file follows. Raises
+    ConfigError for a file that cannot be read, is cut off or has another suffix.
+    """
+    name = file.name.lower()
+    try:
+        if name.endswith(".parquet"):
+            yield from _parquet(file)
+        elif name.endswith(".jsonl.zst"):
+            with file.open("rb") as raw:
+                yield from _decoded_lines(file, _lines(_decompressed(file, raw)), raw)
+        elif name.endswith(".jsonl"):
+            with file.open("rb") as raw:
+                yield from _decoded_lines(file, raw, raw)
+        elif name.endswith(".json"):
+            yield from _json(file)
+        else:
+            raise ConfigError(f"data.path: {file}: expected a file of records ({', '.join(SUFFIXES)}), got this name")
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {file}: {error.strerror or error}") from None
+
+
+def _json(file: Path) -> Iterator[tuple[Place, Any]]:
+    """A list, or, as many tools write them, lines in spite of the name."""
+    content = file.read_bytes().removeprefix(BOM)
+    if not content.lstrip().startswith(b"["):
+        lines = io.BytesIO(content)
+        yield from _decoded_lines(file, lines, lines)
+        return
+    records = _decoded(content)
+    if isinstance(records, RecordError):
+        raise ConfigError(f"data.path: {file} is {records}; expected a list of records")
+    for number, record in enumerate(records, 1):
+        yield Place(file, "record", number, len(content) * number // len(records)), record
+
+
+def _decoded_lines(file: Path, lines: Iterable[bytes], raw: IO[bytes]) -> Iterator[tuple[Place, Any]]:
+    for number, line in enumerate(lines, 1):
+        text = (line.removeprefix(BOM) if number == 1 else line).rstrip()
+        if text:
+            yield Place(file, "line", number, raw.tell()), _decoded(text)
+
+
+def _decoded(text: bytes) -> Any:
+    try:
+        return json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return RecordError(f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}")
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        return RecordError(f"not valid JSON: {error.msg} at {where}")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+        return RecordError(f"not valid JSON: {error}")
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+    yield rest
+
+
+def _decompressed(file: Path, compressed: IO[bytes]) -> Iterator[bytes]:
+    """All frames of a file. The library's own reader takes a file that is cut off for one that ends there."""
+    decompressor = zstandard.ZstdDecompressor()
+    frame = None
+    try:
+        while chunk := compressed.read(CHUNK_BYTES):
+            while chunk:
+                frame = frame or decompressor.decompressobj()
+                yield frame.decompress(chunk)
+                chunk = frame.unused_data
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise ConfigError(f"data.path: {file} is damaged: {error}") from None
+    if frame:
+        raise ConfigError(f"data.path: {file} is cut off: its last zstandard frame has no end; copy the file again")
+
+
+def _parquet(file: Path) -> Iterator[tuple[Place, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number, size = 0, file.stat().st_size
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            rows = (row for batch in table.iter_batches(ROWS) for row in batch.to_pylist())
+            for number, row in enumerate(rows, 1):
+                yield Place(file, "row", number, size * number // table.metadata.num_rows), row
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # without a number it is Arrow's word for damage
+            raise
+        raise ConfigError(f"data.path: {file} is damaged or no Parquet file (after row {number}): {error}") from None
