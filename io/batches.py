@@ -17,7 +17,8 @@ IGNORED = -100  # a target that is not supervised
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The sequences of one update. A target is the token after its input in the same document, or -100."""
+    """The sequences of one update. A target is the token after its input in the same document, or -100: where there is
+    none, and where it is not learned."""
 
     input_ids: torch.Tensor  # int64 [batch, seq_len]
     targets: torch.Tensor  # int64 [batch, seq_len]
@@ -61,10 +62,10 @@ class BatchStream:
 
 
 def assemble(rows: Rows) -> Batch:
-    """Windows as inputs and targets; no target reaches into another document, and none is a pad."""
-    ids, documents = rows
+    """Windows as inputs and targets; no target reaches into another document, and none is a pad or not learned."""
+    ids, documents, learned = rows
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0
-    supervised = real & (inputs == documents[:, 1:])
+    supervised = learned[:, 1:] & real & (inputs == documents[:, 1:])
     segments = np.where(real, _numbered(inputs), -1).astype(np.int32)
     return Batch(
         input_ids=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),

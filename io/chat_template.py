@@ -16,6 +16,8 @@ from megatrain_ray.io.record_files import RecordError
 
 Message = Mapping[str, Any]
 
+TEMPLATE_NAME = "chat_template.jinja"  # where Transformers looks for it in a folder
+
 # For bytes and for tokenizers without a template: ChatML in plain text. An answer ends with the tokenizer's own end of
 # text where it has one, so that whatever serves the model stops there.
 PLAIN_TEMPLATE = """\
@@ -48,6 +50,7 @@ class ChatTemplate:
     source: str
     tool_use: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # bos_token and the like, and data.chat_template_args
+    is_own: bool = False  # of the tokenizer's folder
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompt: bool = False) -> str:
         """The text; `prompt`: with what makes the model answer next. Raises RecordError with the template's reason."""
@@ -102,7 +105,7 @@ def load_chat_template(
     if "default" not in sources:
         names = ", ".join(sources)
         raise ConfigError(f"data.chat_template: {folder} holds {names} but no default; name the file to use")
-    return ChatTemplate(f"of {folder}", sources["default"], sources.get("tool_use"), variables)
+    return ChatTemplate(f"of {folder}", sources["default"], sources.get("tool_use"), variables, is_own=True)
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -116,7 +119,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def _sources(folder: Path) -> dict[str, str]:
     """Templates by name, those in files of their own before those in tokenizer_config.json, as Transformers has it."""
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    if (own := folder / "chat_template.jinja").is_file():
+    if (own := folder / TEMPLATE_NAME).is_file():
         files["default"] = own
     if files:
         return {name: _read(path) for name, path in files.items()}

@@ -15,12 +15,13 @@ from megatrain_ray.io.chat_sources import ChatSource
 from megatrain_ray.io.chat_tally import ChatTally, Fate
 from megatrain_ray.io.chat_template import ChatTemplate
 from megatrain_ray.io.chat_turns import MarkedText, TurnMarker
+from megatrain_ray.io.highest_id import HighestId
 from megatrain_ray.io.record_files import Place, RecordError, read_records
 from megatrain_ray.io.tokenizer import Tokenizer
+from megatrain_ray.io.tokens import Mask
 
 Truncation = Literal["turn", "drop"]
 TokenIds = NDArray[np.uint32]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +85,12 @@ def read_chats(
     Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, an id outside of the
     model's vocabulary, and at the end where there was nothing to learn.
     """
+    highest = HighestId(vocab_size)
     for source in sources:
         for place, record in read_records(source.file):
             tally.num_records += 1
             for chat in _encoded(record, source.layout, place, encoder, tally):
-                _check_ids(chat.ids, vocab_size, place)
+                highest.check(int(chat.ids.max(initial=0)), str(place))
                 length, fate = _length(chat, max_tokens, truncation)
                 if fate:
                     tally.note(fate, place)
@@ -135,11 +137,3 @@ def _check_text(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RecordError(f"half a character: {text[error.start]!r} is a surrogate without its pair") from None
-
-
-def _check_ids(ids: TokenIds, vocab_size: int, place: Place) -> None:
-    if (highest := int(ids.max(initial=0))) >= vocab_size:
-        raise ConfigError(
-            f"data.tokenizer: {place} has token id {highest}, but the model's vocab_size is {vocab_size}; use the "
-            f"model's own tokenizer, or a model of at least {highest + 1} entries"
-        )

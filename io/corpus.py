@@ -11,8 +11,16 @@ from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.token_cache import check_ids, read_meta
-from megatrain_ray.io.token_writer import ID_TYPES, LENGTH_TYPE, LENGTHS_NAME, TOKENS_NAME, id_bytes
-from megatrain_ray.io.tokens import TokenArray
+from megatrain_ray.io.token_writer import (
+    ID_TYPES,
+    LENGTH_TYPE,
+    LENGTHS_NAME,
+    MASK_NAME,
+    MASK_TYPE,
+    TOKENS_NAME,
+    id_bytes,
+)
+from megatrain_ray.io.tokens import Mask, TokenArray
 
 
 @dataclass(frozen=True)
@@ -28,13 +36,15 @@ class Fingerprint:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents one after the other. `name`: what data.path calls them."""
+    """Documents one after the other. `name`: what data.path calls them. `supervised`: which tokens are learned, for
+    sequences of chats, of which each is a document; None: all."""
 
     name: str
     tokens: TokenArray  # [num_tokens]
     document_lengths: NDArray[np.int64]  # [num_documents]
     fingerprint: Fingerprint
     end_of_document: int | None  # the id that stands between two documents; None: the tokenizer has none
+    supervised: Mask | None = None  # [num_tokens]
 
     @property
     def num_documents(self) -> int:
@@ -56,6 +66,7 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
         # Of ids as wide as the vocabulary needs, whatever is on the disk: what saves have recorded from the first on.
         fingerprint=Fingerprint(meta.num_tokens, meta.crc32[id_bytes(vocab_size)]),
         end_of_document=meta.end_of_document,
+        supervised=None if meta.num_supervised is None else _map(folder / MASK_NAME, MASK_TYPE, meta.num_tokens),
     )
 
 

@@ -94,4 +94,5 @@ def _in_turn(turns: Sequence[int], rows: Sequence[Rows | None]) -> Rows:
     return Rows(
         np.concatenate([part.ids for part in given])[order],
         np.concatenate([part.documents for part in given])[order],
+        np.concatenate([part.supervised for part in given])[order],
     )

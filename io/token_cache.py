@@ -6,8 +6,7 @@ import hashlib
 import json
 import shutil
 import time
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,9 +14,18 @@ from typing import Any, Literal, Protocol
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.disk_errors import explained
 from megatrain_ray.io.durable import wait_for_lock
+from megatrain_ray.io.highest_id import HighestId
 from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
 from megatrain_ray.io.records import Skips, TextBlock, read_texts
-from megatrain_ray.io.token_writer import ID_TYPES, LENGTH_TYPE, LENGTHS_NAME, TOKENS_NAME, TokenWriter, id_bytes
+from megatrain_ray.io.token_writer import (
+    ID_TYPES,
+    LENGTH_TYPE,
+    LENGTHS_NAME,
+    MASK_NAME,
+    TOKENS_NAME,
+    TokenWriter,
+    id_bytes,
+)
 from megatrain_ray.io.tokenizer import load_tokenizer, tokenizer_files
 
 VERSION = 1
@@ -39,7 +47,10 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class TokenMeta:
-    """What meta.json says of the two files beside it. `crc32`: by bytes of an id, of all tokens, then all lengths."""
+    """What meta.json says of the files beside it. `crc32`: by bytes of an id, of all tokens, lengths and the mask.
+
+    `report`: what became of records of chats, in lines. `num_supervised`: None where there is no mask.
+    """
 
     itemsize: int
     num_tokens: int
@@ -51,6 +62,18 @@ class TokenMeta:
     highest_file: str
     end_of_document: int | None
     crc32: dict[int, int]
+    num_supervised: int | None = None
+    report: tuple[str, ...] = ()
+
+
+class Recipe(Protocol):
+    """What a folder of tokens comes from."""
+
+    def provenance(self) -> dict[str, Any]:
+        """All that decides the tokens, for JSON. Raises ConfigError where a file cannot be read."""
+
+    def write(self, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
+        """Makes the files. `advance`: as a watcher's. Raises ConfigError, OSError."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +86,24 @@ class TokenRecipe:
     bad_records: Literal["error", "skip"]
 
     def provenance(self) -> dict[str, Any]:
-        """Raises ConfigError where a file cannot be read."""
-        try:
-            tokenizer = [[f.name, hashlib.sha256(f.read_bytes()).hexdigest()] for f in tokenizer_files(self.tokenizer)]
-            return {
-                "version": VERSION,
-                "files": [_identity(file) for file in self.files],
-                "tokenizer": tokenizer or self.tokenizer,
-                "text_field": self.text_field,
-                "bad_records": self.bad_records,
-            }
-        except OSError as error:
-            raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from None
+        inputs = provenance_of(self.files, self.tokenizer)
+        return {**inputs, "text_field": self.text_field, "bad_records": self.bad_records}
+
+    def write(self, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
+        return _Making(self, vocab_size, advance).write(folder)
+
+
+def provenance_of(files: Sequence[Path], tokenizer: str) -> dict[str, Any]:
+    """What all recipes have. Raises ConfigError where a file cannot be read."""
+    try:
+        hashes = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in tokenizer_files(tokenizer)]
+        return {
+            "version": VERSION,
+            "files": [_identity(file) for file in files],
+            "tokenizer": hashes or tokenizer,
+        }
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from None
 
 
 def key_of(provenance: dict[str, Any]) -> str:
@@ -87,21 +116,26 @@ def read_meta(folder: Path) -> TokenMeta | None:
     try:
         tree = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["tokens"]
         crc32 = {int(itemsize): crc for itemsize, crc in tree["crc32"].items()}
-        meta = TokenMeta(**tree | {"crc32": crc32, "places": tuple(tree["places"])})
-        sizes = [(folder / name).stat().st_size for name in (TOKENS_NAME, LENGTHS_NAME)]
+        lines = {"places": tuple(tree["places"]), "report": tuple(tree.get("report", ()))}
+        meta = TokenMeta(**tree | lines | {"crc32": crc32})
+        expected = {
+            TOKENS_NAME: meta.num_tokens * meta.itemsize,
+            LENGTHS_NAME: meta.num_documents * LENGTH_TYPE.itemsize,
+            **({} if meta.num_supervised is None else {MASK_NAME: meta.num_tokens}),
+        }
+        whole = all((folder / name).stat().st_size == size for name, size in expected.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    expected = [meta.num_tokens * meta.itemsize, meta.num_documents * LENGTH_TYPE.itemsize]
-    return meta if sizes == expected and meta.itemsize in ID_TYPES else None
+    return meta if whole and meta.itemsize in ID_TYPES else None
 
 
-def find_tokens(recipe: TokenRecipe, root: Path) -> Path | None:
+def find_tokens(recipe: Recipe, root: Path) -> Path | None:
     """The complete folder of a recipe in `root`, if there is one. Raises ConfigError as make_tokens."""
     folder = root / key_of(recipe.provenance())
     return folder if read_meta(folder) else None
 
 
-def make_tokens(recipe: TokenRecipe, root: Path, vocab_size: int, watcher: Watcher) -> Path:
+def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -> Path:
     """The complete folder of a recipe in `root`, made where it is missing; by one process, for which others wait.
 
     Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError where the disk fails.
@@ -115,7 +149,7 @@ def make_tokens(recipe: TokenRecipe, root: Path, vocab_size: int, watcher: Watch
             remove_abandoned(root)
             with complete_or_absent(folder) as partial:
                 start = time.monotonic()
-                meta = _Making(recipe, vocab_size, watcher).write(partial)
+                meta = recipe.write(partial, vocab_size, watcher.advance)
                 tree = {"provenance": provenance, "tokens": asdict(meta)}
                 (partial / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
                 if recipe.provenance() != provenance:
@@ -126,20 +160,18 @@ def make_tokens(recipe: TokenRecipe, root: Path, vocab_size: int, watcher: Watch
 
 def check_ids(meta: TokenMeta, vocab_size: int) -> None:
     """Raises ConfigError for an id that the model does not have."""
-    _check_id(meta.highest_id, meta.highest_file, vocab_size)
+    HighestId(vocab_size).check(meta.highest_id, meta.highest_file)
 
 
 class _Making:
     """Files to ids, with nothing in memory but what is under way."""
 
-    def __init__(self, recipe: TokenRecipe, vocab_size: int, watcher: Watcher) -> None:
+    def __init__(self, recipe: TokenRecipe, vocab_size: int, advance: Callable[[int, int], None]) -> None:
         self._recipe = recipe
-        self._vocab_size = vocab_size
-        self._watcher = watcher
+        self._advance = advance
         self._skips = Skips(recipe.bad_records)
-        self._first_documents: list[int] = []  # of each file that has been begun
         self._total_bytes = sum(file.stat().st_size for file in recipe.files)
-        self._highest = (-1, "")
+        self._highest = HighestId(vocab_size)
 
     def write(self, folder: Path) -> TokenMeta:
         tokenizer = load_tokenizer(self._recipe.tokenizer)
@@ -155,8 +187,8 @@ class _Making:
             num_empty=self._skips.num_empty,
             num_bad=self._skips.num_bad,
             places=tuple(self._skips.places),
-            highest_id=self._highest[0],
-            highest_file=self._highest[1],
+            highest_id=self._highest.id,
+            highest_file=self._highest.file,
             end_of_document=tokenizer.end_of_document,
             crc32=writer.crc32,
         )
@@ -164,26 +196,15 @@ class _Making:
     def _texts(self) -> Iterator[TextBlock]:
         done_bytes = num_documents = 0
         for file in self._recipe.files:
-            self._first_documents.append(num_documents)
+            self._highest.begin(file, num_documents)
             for block in read_texts(file, self._recipe.text_field, self._skips):
                 num_documents += block.ends
                 yield block._replace(read_bytes=done_bytes + block.read_bytes)
             done_bytes += file.stat().st_size
 
     def _seen(self, highest: int, document: int, read_bytes: int) -> None:
-        if highest > self._highest[0]:
-            file = self._recipe.files[bisect_right(self._first_documents, document) - 1]
-            self._highest = (highest, str(file))
-            _check_id(highest, str(file), self._vocab_size)
-        self._watcher.advance(read_bytes, self._total_bytes)
-
-
-def _check_id(highest: int, file: str, vocab_size: int) -> None:
-    if highest >= vocab_size:
-        raise ConfigError(
-            f"data.tokenizer: {file} has token id {highest}, but the model's vocab_size is {vocab_size}; use the "
-            f"model's own tokenizer, or a model of at least {highest + 1} entries"
-        )
+        self._highest.see(highest, document)
+        self._advance(read_bytes, self._total_bytes)
 
 
 def _identity(file: Path) -> list[Any]:

@@ -1,9 +1,10 @@
-"""Token ids on their way to the disk: two files, and what is to be known of them."""
+"""Token ids on their way to the disk: two files, or three with a mask, and what is to be known of them."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +15,9 @@ from megatrain_ray.io.tokens import TokenBlock
 
 TOKENS_NAME = "tokens.bin"
 LENGTHS_NAME = "lengths.bin"
+MASK_NAME = "supervised.bin"
 LENGTH_TYPE = np.dtype("<i8")
+MASK_TYPE = np.dtype("?")
 READ_BYTES = 1 << 20
 CHUNK_TOKENS = 1 << 18  # written at a time
 EMPTY_TOKENS = 16  # what a block takes in memory beside its ids, counted as these
@@ -28,12 +31,24 @@ def id_bytes(num_ids: int) -> int:
 
 
 class TokenWriter:
-    """Writes documents one after the other. `crc32`: for ids of 2 and of 4 bytes, over all tokens, then all lengths."""
+    """Writes documents one after the other.
 
-    def __init__(self, folder: Path, itemsize: int, seen: Callable[[int, int, int], None]) -> None:
-        """`seen` is told of every chunk: its highest id, the number of the document that has it, bytes read so far."""
-        self._tokens = (folder / TOKENS_NAME).open("wb")
-        self._lengths = (folder / LENGTHS_NAME).open("w+b")
+    `crc32`: for ids of 2 and of 4 bytes, over all tokens, then all lengths, then the mask where there is one.
+    """
+
+    def __init__(
+        self, folder: Path, itemsize: int, seen: Callable[[int, int, int], None], *, masked: bool = False
+    ) -> None:
+        """`seen` is told of every chunk: its highest id, the number of the document that has it, bytes read so far.
+
+        `masked`: blocks come with `supervised`.
+        """
+        self._files = ExitStack()
+        self._tokens, self._lengths, *masks = (
+            self._files.enter_context((folder / name).open("w+b"))
+            for name in (TOKENS_NAME, LENGTHS_NAME, *([MASK_NAME] if masked else []))
+        )
+        self._mask = masks[0] if masks else None
         self._itemsize = itemsize
         self._seen = seen
         self._blocks: list[TokenBlock] = []
@@ -48,8 +63,7 @@ class TokenWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._tokens.close()
-        self._lengths.close()
+        self._files.close()
 
     def add(self, block: TokenBlock) -> None:
         """Raises OSError."""
@@ -59,11 +73,12 @@ class TokenWriter:
             self._write()
 
     def finish(self) -> None:
-        """Writes what waits and takes the lengths into the checksums. Raises OSError."""
+        """Writes what waits and takes lengths and mask into the checksums. Raises OSError."""
         self._write()
-        self._lengths.seek(0)
-        while data := self._lengths.read(READ_BYTES):
-            self.crc32 = {itemsize: zlib.crc32(data, crc) for itemsize, crc in self.crc32.items()}
+        for file in filter(None, (self._lengths, self._mask)):
+            file.seek(0)
+            while data := file.read(READ_BYTES):
+                self.crc32 = {itemsize: zlib.crc32(data, crc) for itemsize, crc in self.crc32.items()}
 
     def _write(self) -> None:
         if not self._blocks:
@@ -78,6 +93,9 @@ class TokenWriter:
         for itemsize, crc in self.crc32.items():
             self.crc32[itemsize] = zlib.crc32(ids.astype(ID_TYPES[itemsize]).data, crc)
         self._tokens.write(ids.astype(ID_TYPES[self._itemsize]).data)
+        if self._mask:
+            masks = [block.supervised for block in self._blocks if block.supervised is not None]
+            self._mask.write(np.concatenate(masks).astype(MASK_TYPE).data)
         self.num_tokens += ids.size
         self._write_lengths()
         self._blocks, self._num_waiting = [], 0

@@ -10,15 +10,19 @@ from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.corpus import Corpus
+from megatrain_ray.io.first_fit import first_fit
+from megatrain_ray.io.tokens import Mask
 
 PAD = 0  # any id would do: nothing supervised attends to a pad
 
 
 class Rows(NamedTuple):
-    """Windows side by side. `documents`: which document a token belongs to, -1 for a pad."""
+    """Windows side by side. `documents`: which document a token belongs to, -1 for a pad. `supervised`: whether it is
+    learned where it is a target."""
 
     ids: NDArray[np.int64]  # [rows, seq_len + 1]
     documents: NDArray[np.int64]  # [rows, seq_len + 1]
+    supervised: Mask  # [rows, seq_len + 1]
 
 
 class Windows(Protocol):
@@ -69,7 +73,8 @@ class SeparateWindows:
         columns = np.arange(self.seq_len + 1)
         real = columns < self.lengths[indices, None]
         at = np.minimum(self.starts[indices, None] + columns, self.corpus.tokens.size - 1)
-        return Rows(np.where(real, self.corpus.tokens[at].astype(np.int64), PAD), real.astype(np.int64) - 1)
+        ids = np.where(real, self.corpus.tokens[at].astype(np.int64), PAD)
+        return Rows(ids, real.astype(np.int64) - 1, _learned(self.corpus, at) & real)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,17 +114,66 @@ class PackedWindows:
         return Rows(
             np.where(real, np.where(is_end, self.end_of_document, ids), PAD),
             np.where(real, documents, -1),
+            real,
         )
 
 
+@dataclass(frozen=True, eq=False)
+class SequenceRows:
+    """Sequences of chats side by side in rows, none of them cut: each goes into the first row that has room."""
+
+    corpus: Corpus
+    sequences: NDArray[np.int64]  # [num_documents], row by row
+    firsts: NDArray[np.int64]  # [num_rows + 1], where each row's begin in `sequences`
+    offsets: NDArray[np.int64]  # [num_documents], of each sequence in the tokens of the corpus
+    seq_len: int
+
+    @staticmethod
+    def of(corpus: Corpus, seq_len: int) -> SequenceRows:
+        lengths = np.asarray(corpus.document_lengths)
+        rows = first_fit(lengths, seq_len + 1)
+        sequences = np.argsort(rows, kind="stable")
+        firsts = np.searchsorted(rows[sequences], np.arange(rows.max(initial=-1) + 2))
+        return SequenceRows(corpus, sequences, firsts, np.cumsum(lengths) - lengths, seq_len)
+
+    @property
+    def num_windows(self) -> int:
+        return self.firsts.size - 1
+
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        parts = [self.sequences[self.firsts[row] : self.firsts[row + 1]] for row in indices]
+        shape = (indices.size, self.seq_len + 1)
+        rows = Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, np.bool_))
+        for row, sequences in enumerate(parts):
+            end = 0
+            for sequence in sequences:
+                start, length = self.offsets[sequence], self.corpus.document_lengths[sequence]
+                there, here = slice(start, start + length), slice(end, end + length)
+                rows.ids[row, here] = self.corpus.tokens[there]
+                rows.documents[row, here] = sequence
+                rows.supervised[row, here] = _learned(self.corpus, there)
+                end += length
+        return rows
+
+
+def _learned(corpus: Corpus, at: NDArray[np.int64] | slice) -> Mask:
+    """Whether the tokens at these places are learned."""
+    if corpus.supervised is None:
+        return np.ones_like(corpus.tokens[at], np.bool_)
+    return corpus.supervised[at]
+
+
 def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int) -> Windows:
-    """The windows of a corpus. One document is cut in the same way with packing and without.
+    """The windows of a corpus. One document is cut in the same way with packing and without. Sequences of chats, of
+    at most seq_len + 1 tokens, stay whole.
 
     Raises ConfigError where there is no window, and where several documents are to be packed and the tokenizer has no
     end-of-document id or one outside the vocabulary.
     """
     windows: Windows
-    if packing and corpus.num_documents > 1:
+    if packing and corpus.num_documents > 1 and corpus.supervised is not None:
+        windows = SequenceRows.of(corpus, seq_len)
+    elif packing and corpus.num_documents > 1:
         windows = PackedWindows.of(corpus, seq_len, _end_of_document(corpus, vocab_size))
     else:
         windows = SeparateWindows.of(corpus, seq_len)

@@ -7,7 +7,6 @@ are refused by name (config_problems.py), never accepted and ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -21,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatrain_ray.config_problems import describe_problems
+from megatrain_ray.config_problems import describe_problems, disagreements
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.units import parse_size
 
@@ -50,6 +49,10 @@ def _sources(value: Any) -> Any:
     if not all(isinstance(source, str) and source for source in sources):
         raise ValueError(expected)
     return value if isinstance(value, str) else tuple(sources)
+
+
+def _names(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _weighted_path(source: dict[str, Any] | WeightedPath) -> WeightedPath:
@@ -105,14 +108,25 @@ class WeightedPath(Group):
 
 
 class DataConfig(Group):
-    kind: Annotated[Literal["pretrain", "sft"], _only("pretrain")] = "pretrain"
+    kind: Literal["pretrain", "sft"] = "pretrain"
     """Plain text, or chats of which the answers are learned."""
     path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(_sources)]
-    """Texts (.txt, .jsonl, .jsonl.zst, .parquet): a path, a glob, a folder, a list of these or of {path, weight}."""
+    """Texts (.txt, .jsonl, .jsonl.zst, .parquet) or chats (.json, .jsonl, .jsonl.zst, .parquet, dataset_info.json):
+    a path, a glob, a folder, a list of these or of {path, weight}."""
+    dataset: Annotated[Text | tuple[Text, ...], BeforeValidator(_names)] | None = None
+    """Names of chats in the dataset_info.json that data.path is."""
+    chat_format: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
+    """How records hold a chat; auto: recognised by their keys."""
+    chat_template: Text | None = None
+    """Jinja file that makes chats text. Unset: the tokenizer's own, else a plain one."""
+    chat_template_args: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking."""
+    truncation: Literal["turn", "drop"] = "turn"
+    """A chat of more than seq_len + 1 tokens is cut after an answer, or left out."""
     text_field: Text = "text"
     """Key of a JSON line, or column of a Parquet file, that holds the text."""
     bad_records: Literal["error", "skip"] = "error"
-    """Whether a line or row without a text ends the start, or is skipped and counted."""
+    """Whether a record without a text or chat ends the start, or is skipped and counted."""
     tokenizer: Text | None = None
     """Folder, hub id, or `bytes` (ids 0-255, 256 ends a document). Unset: model.path's own."""
     seq_len: Count
@@ -158,6 +172,11 @@ class OptimizationConfig(Group):
     """Format in which gradients summed over micro-batches leave the device."""
     deterministic: bool = False
     """Use kernels that give the same bits on every run."""
+
+    @property
+    def split_is_free(self) -> bool:
+        """Whether the plan may choose the micro-batches."""
+        return self.micro_batch_size is None and self.accumulate is None
 
 
 class HardwareConfig(Group):
@@ -215,7 +234,7 @@ class TrainConfig(Group):
             config = handler(value)
         except ValidationError as error:
             raise ConfigError(describe_problems(error, cls)) from None
-        if problems := list(_disagreements(config)):
+        if problems := list(disagreements(config)):
             raise ConfigError("\n".join(problems))
         return config
 
@@ -223,13 +242,13 @@ class TrainConfig(Group):
     def tokenizer(self) -> str:
         """data.tokenizer, or model.path's own."""
         name = self.data.tokenizer or self.model.path
-        assert name is not None  # _disagreements
+        assert name is not None  # disagreements
         return name
 
     def split(self) -> tuple[int, int]:
         """(micro_batch_size, accumulate) of one GPU. Micro-batches of 1 where batch_size alone is given."""
         train = self.train
-        if _split_is_free(train):
+        if train.split_is_free:
             return 1, (train.batch_size or 1) // self.hardware.num_gpus
         return train.micro_batch_size or 1, train.accumulate or 1
 
@@ -237,7 +256,7 @@ class TrainConfig(Group):
         """The same with split and tokenizer filled in; a split that is left open stays that of the `earlier` run."""
         micro_batch_size, accumulate = self.split()
         batch_size = micro_batch_size * accumulate * self.hardware.num_gpus
-        if earlier and _split_is_free(self.train) and earlier.resolve().train.batch_size == batch_size:
+        if earlier and self.train.split_is_free and earlier.resolve().train.batch_size == batch_size:
             micro_batch_size, accumulate = earlier.split()
         split = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "accumulate": accumulate}
         return self.model_copy(
@@ -246,43 +265,3 @@ class TrainConfig(Group):
                 "data": self.data.model_copy(update={"tokenizer": self.tokenizer}),
             }
         )
-
-
-def _split_is_free(train: OptimizationConfig) -> bool:
-    return train.micro_batch_size is None and train.accumulate is None
-
-
-def _disagreements(config: TrainConfig) -> Iterator[str]:
-    """Settings that are right alone and wrong together; each line says what to set instead."""
-    model, train = config.model, config.train
-    if model.path is not None and model.config is not None:
-        yield "model.path and model.config are both set: keep path to start from its weights, config for random ones"
-    if model.path is None and model.config is None:
-        yield "model.path or model.config is required: a folder with weights, or a shape to fill with random ones"
-    if model.config is not None and model.path is None and config.data.tokenizer is None:
-        yield "data.tokenizer is required with model.config: a folder with a tokenizer.json, or bytes"
-    if train.min_lr > train.lr:
-        yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
-    if train.warmup_steps > train.steps:
-        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; set fewer"
-    yield from _batch_disagreements(config)
-
-
-def _batch_disagreements(config: TrainConfig) -> Iterator[str]:
-    train, num_gpus = config.train, config.hardware.num_gpus
-    if train.batch_size is None or _split_is_free(train):
-        return
-    micro_batch_size, accumulate = config.split()
-    product = micro_batch_size * accumulate * num_gpus
-    if product == train.batch_size:
-        return
-    factor, rest = divmod(train.batch_size, product)
-    remedy = f"train.batch_size: {product}"
-    if rest == 0 and train.accumulate is None:
-        remedy = f"train.accumulate: {factor}"
-    elif rest == 0 and train.micro_batch_size is None:
-        remedy = f"train.micro_batch_size: {factor}"
-    yield (
-        f"train.batch_size: {train.batch_size} disagrees with micro_batch_size × accumulate × num_gpus = "
-        f"{micro_batch_size} × {accumulate} × {num_gpus} = {product} (each 1 when unset); set {remedy}"
-    )

@@ -1,16 +1,25 @@
-"""What is wrong with a configuration, in one line a problem: the key, what was expected, what came, the nearest key."""
+"""What is wrong with a configuration, in one line a problem: the key, what was expected, what came, what to set."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+if TYPE_CHECKING:
+    from megatrain_ray.config import DataConfig, TrainConfig
+
 LATER_KEYS = frozenset({"data.eval_path", "eval_every", "spill"})
+
+# Keys of data that mean nothing for the other kind.
+KEYS_OF_KIND = {
+    "pretrain": ("text_field",),
+    "sft": ("dataset", "chat_format", "chat_template", "chat_template_args", "truncation"),
+}
 
 EXPECTED = {
     "bool_type": "true or false",
@@ -29,6 +38,50 @@ def describe_problems(error: ValidationError, root: type[BaseModel]) -> str:
     """All problems of a configuration that `root` refused, a line each."""
     problems = error.errors(include_url=False)
     return "\n".join(dict.fromkeys(line for problem in problems for line in _lines(problem, root)))
+
+
+def disagreements(config: TrainConfig) -> Iterator[str]:
+    """Settings that are right alone and wrong together; each line says what to set instead."""
+    model, train = config.model, config.train
+    if model.path is not None and model.config is not None:
+        yield "model.path and model.config are both set: keep path to start from its weights, config for random ones"
+    if model.path is None and model.config is None:
+        yield "model.path or model.config is required: a folder with weights, or a shape to fill with random ones"
+    if model.config is not None and model.path is None and config.data.tokenizer is None:
+        yield "data.tokenizer is required with model.config: a folder with a tokenizer.json, or bytes"
+    if train.min_lr > train.lr:
+        yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
+    if train.warmup_steps > train.steps:
+        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; set fewer"
+    yield from _kind_disagreements(config.data)
+    yield from _batch_disagreements(config)
+
+
+def _kind_disagreements(data: DataConfig) -> Iterator[str]:
+    for kind, keys in KEYS_OF_KIND.items():
+        for key in keys if kind != data.kind else ():
+            if getattr(data, key) != type(data).model_fields[key].default:
+                yield f"data.{key}: goes with data.kind: {kind}, and data.kind is {data.kind}; leave the key out"
+
+
+def _batch_disagreements(config: TrainConfig) -> Iterator[str]:
+    train, num_gpus = config.train, config.hardware.num_gpus
+    if train.batch_size is None or train.split_is_free:
+        return
+    micro_batch_size, accumulate = config.split()
+    product = micro_batch_size * accumulate * num_gpus
+    if product == train.batch_size:
+        return
+    factor, rest = divmod(train.batch_size, product)
+    remedy = f"train.batch_size: {product}"
+    if rest == 0 and train.accumulate is None:
+        remedy = f"train.accumulate: {factor}"
+    elif rest == 0 and train.micro_batch_size is None:
+        remedy = f"train.micro_batch_size: {factor}"
+    yield (
+        f"train.batch_size: {train.batch_size} disagrees with micro_batch_size × accumulate × num_gpus = "
+        f"{micro_batch_size} × {accumulate} × {num_gpus} = {product} (each 1 when unset); set {remedy}"
+    )
 
 
 def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batches import Batch, BatchStream, Stream
 from megatrain_ray.io.corpus import open_corpus
 from megatrain_ray.io.mixture import MixedStream
-from megatrain_ray.io.windows import PackedWindows, Windows, cut
+from megatrain_ray.io.windows import PackedWindows, SequenceRows, Windows, cut
 
 REMEMBERED_STEPS = 64  # positions kept: more than steps can be ahead of a save
 
@@ -54,6 +54,11 @@ def _refuse_packed(windows: Windows) -> None:
             f"data.packing: true with {windows.corpus.num_documents} documents (data.path: {windows.corpus.name}): "
             "attention within a document comes with a later version; set data.packing: false, which cuts each document "
             "alone, or give one document"
+        )
+    if isinstance(windows, SequenceRows):
+        raise ConfigError(
+            f"data.packing: true with {windows.corpus.num_documents} chats (data.path: {windows.corpus.name}): "
+            "attention within a chat comes with a later version; set data.packing: false, which gives each a row alone"
         )
 
 

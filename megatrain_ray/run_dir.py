@@ -6,7 +6,7 @@ model.json     the model's configuration and shapes, which a resume must have to
 processes.json while the run is up, and after a death
 metrics.jsonl  a row an update, in order of steps
 saves/step_N/  weights and optimizer state after N updates
-tokenizer/     the tokenizer's files, which an export carries on
+tokenizer/     the tokenizer's files and the chat template, which an export carries on
 logs/          driver.log: starts, saves, failures with their tracebacks
 lock           held while the run is in use
 """
@@ -26,6 +26,7 @@ from megatrain_ray.atomic_file import temporary_of, write_atomically
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import dump_config, load_config, resume_diff
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat_template import TEMPLATE_NAME, load_chat_template
 from megatrain_ray.io.disk_errors import explained
 from megatrain_ray.io.durable import sync
 from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
@@ -63,7 +64,7 @@ class RunFiles:
         return self.path / "tokenizer"
 
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """The tokenizer that the run was started with; none where that was `bytes`."""
+        """The tokenizer that the run was started with; with `bytes` only the chat template, if there is one."""
         return tuple(sorted(self.tokenizer.iterdir())) if self.tokenizer.is_dir() else ()
 
     @property
@@ -133,11 +134,27 @@ class RunDir(RunFiles):
         write_atomically(self.config_file, dump_config(self.config))
 
     def keep_tokenizer(self) -> None:
-        """Copies the tokenizer's files into the folder, once. Raises MegatrainError."""
-        if self.config.tokenizer != "bytes" and not self.tokenizer.exists():
+        """Copies the tokenizer's files into the folder, once, with the chat template that the run uses.
+
+        Raises ConfigError, MegatrainError.
+        """
+        if self.tokenizer.exists():
+            return
+        files, template = tokenizer_files(self.config.tokenizer), self._chat_template()
+        if files or template is not None:
             with complete_or_absent(self.tokenizer) as folder:
-                for file in tokenizer_files(self.config.tokenizer):
+                for file in files:
                     shutil.copy(file, folder)
+                if template is not None:
+                    (folder / TEMPLATE_NAME).write_text(template, encoding="utf-8")
+
+    def _chat_template(self) -> str | None:
+        """The source of one that is not the tokenizer's own: what is exported must be prompted with it."""
+        data = self.config.data
+        if data.kind != "sft":
+            return None
+        template = load_chat_template(self.config.tokenizer, data.chat_template, data.chat_template_args)
+        return None if template.is_own else template.source
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row of metrics; non-finite numbers become null. Raises MegatrainError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,8 +14,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from megatrain_ray.config import DataConfig
 from megatrain_ray.data_worker import sources_of
+from megatrain_ray.io.chat_cache import ChatRecipe
+from megatrain_ray.io.chat_sources import find_chats
+from megatrain_ray.io.chat_template import load_chat_template
 from megatrain_ray.io.documents import find_documents
-from megatrain_ray.io.token_cache import TokenMeta, TokenRecipe, find_tokens, make_tokens
+from megatrain_ray.io.token_cache import Recipe, TokenMeta, TokenRecipe, find_tokens, make_tokens
 from megatrain_ray.logs import say
 from megatrain_ray.units import format_count
 
@@ -23,16 +26,26 @@ from megatrain_ray.units import format_count
 def tokenize(data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path) -> tuple[Path, ...]:
     """The folder of tokens of each source, made where it is missing: in the user's cache, or else in `run_dir`.
 
-    Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError where the disk fails.
+    Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError where the disk fails.
     """
-    recipes = {
-        name: TokenRecipe(find_documents(path), tokenizer, data.text_field, data.bad_records)
-        for name, path in sources_of(data).items()
-    }
+    recipes = {name: _recipe(path, data, tokenizer) for name, path in sources_of(data).items()}
     return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
 
 
-def _folder_of(name: str, recipe: TokenRecipe, vocab_size: int, run_dir: Path) -> Path:
+def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
+    if data.kind == "pretrain":
+        return TokenRecipe(find_documents(path), tokenizer, data.text_field, data.bad_records)
+    return ChatRecipe(
+        find_chats(path, data.dataset, data.chat_format),
+        tokenizer,
+        load_chat_template(tokenizer, data.chat_template, data.chat_template_args),
+        data.truncation,
+        data.seq_len,
+        data.bad_records,
+    )
+
+
+def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Path:
     with suppress(RuntimeError):  # no home
         if found := find_tokens(recipe, _cache()):  # in one that cannot be written to, perhaps
             return found
@@ -82,9 +95,12 @@ class Reports:
     def end(self, meta: TokenMeta, seconds: float) -> None:
         rate = format_count(meta.num_tokens / max(seconds, 1e-3))
         say(
-            f"tokenized {self._name}: {meta.num_documents} documents, {meta.num_tokens} tokens in {seconds:.1f} s, "
-            f"{rate} tokens/s"
+            f"tokenized {self._name}: {meta.num_documents} {'sequences' if meta.report else 'documents'}, "
+            f"{meta.num_tokens} tokens in {seconds:.1f} s, {rate} tokens/s"
         )
+        if meta.report:
+            say("\n".join(meta.report))
+            return
         if meta.num_empty:
             say(f"skipped {meta.num_empty} empty texts of {self._name}")
         if meta.num_bad:

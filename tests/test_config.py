@@ -26,6 +26,11 @@ def test_defaults_are_those_of_the_table() -> None:
         "data": {
             "kind": "pretrain",
             "path": "text.txt",
+            "dataset": None,
+            "chat_format": "auto",
+            "chat_template": None,
+            "chat_template_args": {},
+            "truncation": "turn",
             "text_field": "text",
             "bad_records": "error",
             "tokenizer": None,
@@ -145,7 +150,6 @@ def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("data__kind", "sft"),
         ("data__eval_path", "x"),
         ("data__eval_path", None),
         ("eval_every", 0),
@@ -194,6 +198,9 @@ def test_all_problems_come_in_one_message() -> None:
         (RANDOM_MODEL, "data.tokenizer is required with model.config"),
         ({"train__min_lr": 1.0}, "train.min_lr: 1.0 is more than train.lr: 0.0001"),
         ({"train__warmup_steps": 5}, "train.warmup_steps: 5 is more than train.steps: 4"),
+        ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft, and data.kind is pretrain; leave the key"),
+        ({"data__chat_template_args": {"a": 1}}, "data.chat_template_args: goes with data.kind: sft"),
+        ({"data__kind": "sft", "data__text_field": "body"}, "data.text_field: goes with data.kind: pretrain, and"),
     ],
 )
 def test_settings_that_disagree(changes: dict[str, Any], message: str) -> None:
@@ -244,6 +251,14 @@ def test_a_resume_keeps_a_split_that_is_left_open() -> None:
     assert config(train__batch_size=6).resolve(earlier).split() == (2, 3)
     assert config(train__batch_size=4).resolve(earlier).split() == (1, 4)
     assert config(train__micro_batch_size=3, train__accumulate=2).resolve(earlier).split() == (3, 2)
+
+
+def test_keys_of_chats() -> None:
+    data = {"data__kind": "sft", "data__dataset": ["a", "b"], "data__chat_template_args": {"enable_thinking": False}}
+    assert config(**data, data__text_field="text").data.dataset == ("a", "b")
+    assert config(**data | {"data__dataset": "a"}).data.chat_template_args == {"enable_thinking": False}
+    assert refusal(**data, data__chat_format="parquet").startswith("data.chat_format: expected 'auto', 'alpaca'")
+    assert refusal(**data | {"data__dataset": [1]}).startswith("data.dataset")
 
 
 def test_it_may_be_built_from_its_groups() -> None:

@@ -52,7 +52,7 @@ def test_windows_are_the_whole_strides_of_each_document(sizes: list[int], seq_le
         expected += strides or [p for p in parts[:1] if len(p) > 1]
     windows = windows_of(documents, seq_len, packing=False)
     rows = windows.rows(np.arange(windows.num_windows))
-    assert [ids[there >= 0].tolist() for ids, there in zip(*rows, strict=True)] == expected
+    assert [ids[there >= 0].tolist() for ids, there in zip(rows.ids, rows.documents, strict=True)] == expected
     assert pairs(whole(windows)) == [pair for part in expected for pair in pairwise(part)]
 
 
@@ -109,7 +109,7 @@ def test_packed_windows_are_the_strides_of_the_joined_documents(sizes: list[int]
     rows = windows.rows(np.arange(windows.num_windows))
     strides = [joined[i : i + seq_len + 1] for i in range(0, len(joined), seq_len + 1)]
     kept = [stride for stride in strides if len(stride) == seq_len + 1] or strides[:1]
-    assert [ids[there >= 0].tolist() for ids, there in zip(*rows, strict=True)] == kept
+    assert [ids[there >= 0].tolist() for ids, there in zip(rows.ids, rows.documents, strict=True)] == kept
     assert rows.documents[rows.documents >= 0].tolist() == owners[: sum(map(len, kept))]
 
 
