@@ -39,6 +39,11 @@ FIXED_DATE = {
     "%d": "26", "%m": "07", "%Y": "2024", "%y": "24", "%b": "Jul", "%B": "July", "%a": "Fri", "%A": "Friday",
     "%H": "12", "%I": "12", "%M": "00", "%S": "00", "%p": "PM", "%j": "208", "%-d": "26", "%-m": "7",
 }  # fmt: skip
+# What render_jinja_template and its template get from here.
+OWN_VARIABLES = {
+    "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
+    "continue_final_message", "add_generation_prompt",
+}  # fmt: skip
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as Transformers looks for it
 
 
@@ -93,8 +98,14 @@ def load_chat_template(
 ) -> ChatTemplate:
     """The template of `data.chat_template`, else of the tokenizer's folder, else the plain one.
 
-    `arguments`: variables of the template, such as enable_thinking. Raises ConfigError for files that are broken.
+    `arguments`: variables of the template, such as enable_thinking. Raises ConfigError for files that are broken, and
+    for arguments that are not the user's to give.
     """
+    if own := OWN_VARIABLES & (arguments or {}).keys():
+        raise ConfigError(
+            f"data.chat_template_args: {min(own)} is what the program gives a template itself; expected a variable of "
+            "your template, such as enable_thinking"
+        )
     folder = None if tokenizer == "bytes" else Path(tokenizer)
     variables = {**(special_tokens(folder) if folder else {}), **(arguments or {})}
     if file is not None:

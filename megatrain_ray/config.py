@@ -52,6 +52,9 @@ def _sources(value: Any) -> Any:
 
 
 def _names(value: Any) -> Any:
+    names = value if isinstance(value, (list, tuple)) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"expected a name or a list of names, got {value!r}")
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -113,7 +116,7 @@ class DataConfig(Group):
     path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(_sources)]
     """Texts (.txt, .jsonl, .jsonl.zst, .parquet) or chats (.json, .jsonl, .jsonl.zst, .parquet, dataset_info.json):
     a path, a glob, a folder, a list of these or of {path, weight}."""
-    dataset: Annotated[Text | tuple[Text, ...], BeforeValidator(_names)] | None = None
+    dataset: Annotated[str | tuple[str, ...], BeforeValidator(_names)] | None = None
     """Names of chats in the dataset_info.json that data.path is."""
     chat_format: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
     """How records hold a chat; auto: recognised by their keys."""

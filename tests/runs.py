@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import yaml
 from torch import Tensor
 
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.weights import WeightFolder
 from tests.reference import Recipe, Result, train_reference
 from tests.tiny import TEXT, text_batches
@@ -76,8 +77,11 @@ def plan_of(run_dir: Path) -> Plan:
     return Plan.from_json((run_dir / "plan.json").read_text())
 
 
-def reference_of(run_dir: Path, tree: Mapping[str, Any]) -> Result:
-    """The reference under the run's settings and, as its plan says, with its threads and loss chunks."""
+def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch] | None = None) -> Result:
+    """The reference under the run's settings and, as its plan says, with its threads and loss chunks.
+
+    `batches`: those of the run; None: of the shipped text.
+    """
     plan, train = plan_of(run_dir), tree["train"]
     recipe = Recipe(
         steps=train["steps"],
@@ -90,8 +94,9 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any]) -> Result:
         loss_chunk_tokens=plan.loss_chunk_tokens,
         num_threads=plan.num_compute_threads,
     )
-    drawn = text_batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
-    return train_reference(Path(tree["model"]["path"]), drawn, recipe)
+    if batches is None:
+        batches = text_batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
+    return train_reference(Path(tree["model"]["path"]), batches, recipe)
 
 
 def exported_masters(run_dir: Path, out: Path) -> dict[str, Tensor]:
@@ -102,9 +107,11 @@ def exported_masters(run_dir: Path, out: Path) -> dict[str, Tensor]:
     return {name: folder.read(name, 0, torch.Size(folder.shape(name)).numel()) for name in folder.names}
 
 
-def assert_equals_reference(run_dir: Path, tree: Mapping[str, Any], out: Path) -> None:
-    """Bit-equal losses, norms and final masters."""
-    theirs = reference_of(run_dir, tree)
+def assert_equals_reference(
+    run_dir: Path, tree: Mapping[str, Any], out: Path, batches: Iterable[Batch] | None = None
+) -> None:
+    """Bit-equal losses, norms and final masters. `batches`: as for reference_of."""
+    theirs = reference_of(run_dir, tree, batches)
     assert losses(run_dir) == theirs.losses
     assert [row["grad_norm"] for row in rows(run_dir)] == theirs.grad_norms
     assert [row["lr"] for row in rows(run_dir)] == theirs.learning_rates

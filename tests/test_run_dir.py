@@ -18,6 +18,7 @@ import pytest
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.io.chat_template import PLAIN_TEMPLATE
 from megatrain_ray.io.partial_folder import complete_or_absent
 from megatrain_ray.run_dir import RunDir, RunFiles
 from megatrain_ray.run_lock import hold_lock
@@ -64,6 +65,34 @@ def test_a_run_is_its_resolved_configuration_and_its_plan(tmp_path: Path) -> Non
     assert (stored.train.batch_size, stored.train.micro_batch_size, stored.train.accumulate) == (6, 1, 6)
     assert stored.data.tokenizer == "model"
     assert content(folder)["plan.json"] == "{}\n"
+
+
+def kept(folder: Path, **data: Any) -> dict[str, str]:
+    """What the run keeps of its tokenizer."""
+    with RunDir.open(in_folder(folder, **{f"data__{key}": value for key, value in data.items()})) as run:
+        run.begin("{}", 0)
+        run.keep_tokenizer()
+        run.keep_tokenizer()
+    return content(folder / "tokenizer")
+
+
+def test_the_tokenizer_is_kept_with_the_template_that_chats_were_written_with(tmp_path: Path) -> None:
+    own, base, file = tmp_path / "own", tmp_path / "base", tmp_path / "other.jinja"
+    for folder in (own, base):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text("{}")
+    (own / "chat_template.jinja").write_text("own")
+    file.write_text("other")
+    its_own = {"tokenizer.json": "{}", "chat_template.jinja": "own"}
+    assert kept(tmp_path / "1", kind="sft", tokenizer=str(own)) == its_own
+    assert kept(tmp_path / "2", kind="sft", tokenizer=str(own), chat_template=str(file)) == its_own | {
+        "chat_template.jinja": "other"
+    }
+    plain = kept(tmp_path / "3", kind="sft", tokenizer=str(base))
+    assert plain == {"tokenizer.json": "{}", "chat_template.jinja": PLAIN_TEMPLATE}
+    assert kept(tmp_path / "4", kind="sft", tokenizer="bytes") == {"chat_template.jinja": PLAIN_TEMPLATE}
+    assert kept(tmp_path / "5", tokenizer=str(base)) == {"tokenizer.json": "{}"}
+    assert kept(tmp_path / "6", tokenizer="bytes") == {}
 
 
 def test_a_resume_has_the_runs_split_and_its_own_other_settings(tmp_path: Path) -> None:
