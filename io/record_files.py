@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import zstandard
+import pyarrow
+import pyarrow.parquet
 
 from megatrain_ray.errors import ConfigError
 
@@ -54,18 +56,33 @@ def read_records(file: Path) -> Iterator[tuple[Place, Any]]:
     try:
         if name.endswith(".parquet"):
             yield from _parquet(file)
-        elif name.endswith(".jsonl.zst"):
-            with file.open("rb") as raw:
-                yield from _decoded_lines(file, _lines(_decompressed(file, raw)), raw)
-        elif name.endswith(".jsonl"):
-            with file.open("rb") as raw:
-                yield from _decoded_lines(file, raw, raw)
+        elif name.endswith((".jsonl", ".jsonl.zst")):
+            with open_lines(file) as (raw, lines):
+                yield from _decoded_lines(file, lines, raw)
         elif name.endswith(".json"):
             yield from _json(file)
         else:
             raise ConfigError(f"data.path: {file}: expected a file of records ({', '.join(SUFFIXES)}), got this name")
     except OSError as error:
+        if error.errno is None:  # Arrow's word for damage
+            what = str(error).partition("\n")[0].rstrip(".")
+            raise ConfigError(f"data.path: {file} is cut off or is damaged: {what}; copy the file again") from None
         raise ConfigError(f"data.path: cannot read {file}: {error.strerror or error}") from None
+
+
+@contextmanager
+def open_lines(file: Path) -> Iterator[tuple[Any, IO[bytes]]]:
+    """The file as it lies on the disk, which tells how far it has been read, and its lines; .zst is decompressed.
+
+    Raises OSError, also where what is compressed ends too early or is damaged; that one has no number.
+    """
+    if not file.name.lower().endswith(".zst"):
+        with file.open("rb", buffering=CHUNK_BYTES) as plain:
+            yield plain, plain
+        return
+    # Arrow's stream raises for a frame that ends too early; that of the zstandard package ends silently.
+    with pyarrow.OSFile(str(file)) as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
+        yield raw, io.BufferedReader(stream, CHUNK_BYTES)
 
 
 def _json(file: Path) -> Iterator[tuple[Place, Any]]:
@@ -82,7 +99,7 @@ def _json(file: Path) -> Iterator[tuple[Place, Any]]:
         yield Place(file, "record", number, len(content) * number // len(records)), record
 
 
-def _decoded_lines(file: Path, lines: Iterable[bytes], raw: IO[bytes]) -> Iterator[tuple[Place, Any]]:
+def _decoded_lines(file: Path, lines: Iterable[bytes], raw: Any) -> Iterator[tuple[Place, Any]]:
     for number, line in enumerate(lines, 1):
         text = (line.removeprefix(BOM) if number == 1 else line).rstrip()
         if text:
@@ -101,35 +118,7 @@ def _decoded(text: bytes) -> Any:
         return RecordError(f"not valid JSON: {error}")
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    yield rest
-
-
-def _decompressed(file: Path, compressed: IO[bytes]) -> Iterator[bytes]:
-    """All frames of a file. The library's own reader takes a file that is cut off for one that ends there."""
-    decompressor = zstandard.ZstdDecompressor()
-    frame = None
-    try:
-        while chunk := compressed.read(CHUNK_BYTES):
-            while chunk:
-                frame = frame or decompressor.decompressobj()
-                yield frame.decompress(chunk)
-                chunk = frame.unused_data
-                frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise ConfigError(f"data.path: {file} is damaged: {error}") from None
-    if frame:
-        raise ConfigError(f"data.path: {file} is cut off: its last zstandard frame has no end; copy the file again")
-
-
 def _parquet(file: Path) -> Iterator[tuple[Place, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
     number, size = 0, file.stat().st_size
     try:
         with pyarrow.parquet.ParquetFile(file) as table:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import codecs
-import io
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.documents import JSONL_ZST, PARQUET, TEXT, format_of
+from megatrain_ray.io.documents import PARQUET, TEXT, format_of
+from megatrain_ray.io.record_files import BOM, ROWS, open_lines
 
 BLOCK_BYTES = 1 << 20  # read at a time
-ROWS = 256  # of Parquet, decoded at a time
 NUM_PLACES = 5  # of skipped records, remembered
 
 
@@ -101,11 +100,9 @@ def _decoded(decoder: codecs.IncrementalDecoder, data: bytes, file: Path, end: i
 
 def _read_lines(file: Path, text_field: str, skips: Skips) -> Iterator[TextBlock]:
     number = 0
-    with ExitStack() as stack:
-        stack.enter_context(_readable(file, lambda: f"line {number + 1}"))
-        raw, lines = _open_lines(file, stack)
+    with _readable(file, lambda: f"line {number + 1}"), open_lines(file) as (raw, lines):
         for number, line in enumerate(lines, 1):
-            record = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
+            record = (line.removeprefix(BOM) if number == 1 else line).rstrip()
             if not record:
                 continue
             try:
@@ -117,17 +114,6 @@ def _read_lines(file: Path, text_field: str, skips: Skips) -> Iterator[TextBlock
                 yield TextBlock(text, True, raw.tell())
             else:
                 skips.empty()
-
-
-def _open_lines(file: Path, stack: ExitStack) -> tuple[Any, IO[bytes]]:
-    """The file as it lies on the disk, and its lines."""
-    if format_of(file) != JSONL_ZST:
-        plain = stack.enter_context(file.open("rb", buffering=BLOCK_BYTES))
-        return plain, plain
-    raw = stack.enter_context(pyarrow.OSFile(str(file)))
-    # Arrow's stream raises for a frame that ends too early; that of the zstandard package ends silently.
-    stream = stack.enter_context(pyarrow.CompressedInputStream(raw, "zstd"))
-    return raw, io.BufferedReader(stream, BLOCK_BYTES)
 
 
 def _text_of(line: bytes, text_field: str) -> str:
