@@ -170,6 +170,21 @@ def test_it_says_once_what_became_of_the_records(
     assert told() == []
 
 
+def test_sources_with_weights_and_a_named_data_set(
+    recipe: ChatRecipe, tmp_path: Path, told: Callable[[], list[str]]
+) -> None:
+    files = [str(source.file) for source in recipe.sources]
+    weighted = data_of(recipe, path=[{"path": file, "weight": 1} for file in files], packing=False)
+    batch = open_stream(weighted, tokens_of(weighted, tmp_path), 257, 2).next_batch()
+    assert [bytes(ids[:2].tolist()) for ids in batch.input_ids] == [b"q:", b"q:"]
+    assert batch.num_supervised == 3 + 5
+    (tmp_path / "c.json").write_text('[{"question": "Q", "answer": "A"}]')
+    columns = {"prompt": "question", "response": "answer"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": {"file_name": "c.json", "columns": columns}}))
+    named = data_of(recipe, path=str(tmp_path / "dataset_info.json"), dataset="mine")
+    assert open_corpus("mine", *tokens_of(named, tmp_path), 257).tokens.tolist() == list(b"Q:A#")
+
+
 def test_chats_in_a_row_are_refused_until_attention_can_tell_them_apart(
     recipe: ChatRecipe, tmp_path: Path, told: Callable[[], list[str]]
 ) -> None:
