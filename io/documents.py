@@ -1,60 +1,67 @@
-"""Text files as documents: a .txt file is one document."""
+"""Which files `data.path` means, and which formats there are."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
 
+TEXT, JSONL, JSONL_ZST, PARQUET = ".txt", ".jsonl", ".jsonl.zst", ".parquet"
+SUFFIXES = (TEXT, JSONL, JSONL_ZST, PARQUET)
+
+
+def format_of(file: Path) -> str | None:
+    """The one of SUFFIXES that a file's name ends with, in small or capital letters."""
+    return next((suffix for suffix in SUFFIXES if file.name.lower().endswith(suffix)), None)
+
 
 def find_documents(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """The files of `data.path`: a path, a glob, or a list of these. In the order given; a glob's matches are sorted.
+    """The files of `data.path`: a path, a glob, a folder, or a list of these.
 
-    Raises ConfigError for a path that is missing, a folder or no .txt file, a glob without match, and an empty list.
+    In the order given. What a glob or a folder holds is sorted by path and named once; of a folder these are the files
+    of a known format at any depth, those whose names begin with a dot and what is in such folders left out.
+
+    Raises ConfigError for what is missing, a file of another format, a folder or glob that yields nothing, and an
+    empty list.
     """
     patterns = [path] if isinstance(path, str) else list(path)
     if not patterns:
-        raise ConfigError("data.path: expected at least one .txt file, got an empty list")
-    files = [file for pattern in patterns for file in _expand(pattern)]
-    for file in files:
-        _check_format(file)
-    return tuple(files)
-
-
-def read_document(file: Path) -> str:
-    """The text of a file, line ends untouched. Raises ConfigError where it cannot be read or is not UTF-8."""
-    try:
-        return file.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"data.path: cannot read {file}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"data.path: {file} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}; "
-            "convert the file to UTF-8"
-        ) from None
+        raise ConfigError("data.path: expected at least one file, got an empty list")
+    return tuple(file for pattern in patterns for file in _expand(pattern))
 
 
 def _expand(pattern: str) -> list[Path]:
     if Path(pattern).exists():
-        return [Path(pattern)]
+        return list(_files(Path(pattern)))
     if not glob.has_magic(pattern):
         raise ConfigError(f"data.path: no such file: {pattern} (relative paths start at {Path.cwd()})")
-    matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob refuses absolute patterns
+    matches = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 - Path.glob refuses absolute ones
     if not matches:
         raise ConfigError(f"data.path: no file matches {pattern} (relative paths start at {Path.cwd()})")
-    return [Path(match) for match in matches]
+    return sorted({file for match in matches for file in _files(match)})
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        _check_format(path)
+        yield path
+        return
+    inside = sorted(file for file in path.rglob("*") if format_of(file) and not _is_hidden(file.relative_to(path)))
+    files = [file for file in inside if file.is_file()]
+    if not files:
+        raise ConfigError(f"data.path: the folder {path} holds no file of a known format ({', '.join(SUFFIXES)})")
+    yield from files
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _check_format(file: Path) -> None:
-    if file.is_dir():
+    if format_of(file) is None:
         raise ConfigError(
-            f"data.path: {file} is a folder; folders come with a later version: name its files, "
-            f"for example {file / '*.txt'}"
-        )
-    if file.suffix != ".txt":
-        raise ConfigError(
-            f"data.path: {file} is no .txt file; other formats ({file.suffix or 'no suffix'}) come with a later "
-            "version: convert it to plain UTF-8 text"
+            f"data.path: {file} is of no known format ({file.suffix or 'no suffix'}); expected one of "
+            f"{', '.join(SUFFIXES)}: convert it, or rename it if it is one of these"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -29,3 +31,33 @@ def take_lock(path: Path) -> int:
         os.close(lock)
         raise
     return lock
+
+
+@contextmanager
+def wait_for_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds the lock of a file, which is made for the block and gone after it. Calls `waiting` before it waits.
+
+    Raises OSError.
+    """
+    while True:
+        try:
+            lock = take_lock(path)
+        except BlockingIOError:
+            waiting()
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_current(lock, path):
+            break
+        os.close(lock)  # its holder removed the file before we had it
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _is_current(lock: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except FileNotFoundError:
+        return False

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.records import TextBlock
+from megatrain_ray.io.text_pieces import Joiner, Piece, cut_texts
+from megatrain_ray.io.tokens import TokenArray, TokenBlock
 
-TokenArray = NDArray[np.unsignedinteger[Any]]
-
+BATCH_CHARS = 4 << 20  # encoded at a time; an encoded character takes some 30 bytes until its ids are taken
 
 # What AutoTokenizer reads beside tokenizer.json.
 FILE_NAMES = (
@@ -25,15 +29,33 @@ FILE_NAMES = (
 
 
 class Tokenizer(Protocol):
+    @property
+    def num_ids(self) -> int:
+        """Every id is less."""
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The id that stands between two documents, None where the tokenizer names none."""
+
     def encode(self, text: str) -> TokenArray:
         """The ids of a text, 1-D. No special tokens are added."""
 
+    def encode_all(self, blocks: Iterable[TextBlock]) -> Iterator[TokenBlock]:
+        """The ids of documents in their order, each as `encode` gives them for its whole text, on all cores."""
+
 
 class ByteTokenizer:
-    """One id a byte of UTF-8, 0-255. Id 256 is kept free for the end of a document."""
+    """One id a byte of UTF-8, 0-255. Id 256 is the end of a document."""
+
+    num_ids = 256
+    end_of_document = 256
 
     def encode(self, text: str) -> TokenArray:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def encode_all(self, blocks: Iterable[TextBlock]) -> Iterator[TokenBlock]:
+        for block in blocks:
+            yield TokenBlock(self.encode(block.text), block.ends, block.read_bytes)
 
 
 class FolderTokenizer:
@@ -44,9 +66,57 @@ class FolderTokenizer:
         self._tokenizer = _read(folder)
         self._tokenizer.no_truncation()  # a stored limit would cut a document short, and silently
         self._tokenizer.no_padding()
+        self._end_of_sequence = _end_of_sequence(folder)
+
+    @property
+    def num_ids(self) -> int:
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The eos token that the folder's tokenizer_config.json or special_tokens_map.json names."""
+        token = self._end_of_sequence
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> TokenArray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+        return np.array(self._encode(text).ids, np.uint32)
+
+    def encode_all(self, blocks: Iterable[TextBlock]) -> Iterator[TokenBlock]:
+        joiner = Joiner(self._encode)
+        for piece, encoding in self._encode_pieces(cut_texts(blocks)):
+            if piece.is_whole:
+                yield TokenBlock(np.array(encoding.ids, np.uint32), True, piece.read_bytes)
+            else:
+                yield from joiner.add(piece, encoding)
+
+    def _encode(self, text: str) -> Any:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Any]]:
+        """A batch is encoded, by threads that need no Python, while the next is read and the one before looked at."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer") as pool:
+            under_way: tuple[list[Piece], Future[Any]] | None = None
+            for batch in _batches(pieces):
+                texts = [piece.text for piece in batch]
+                started = batch, pool.submit(self._tokenizer.encode_batch, texts, add_special_tokens=False)
+                if under_way:
+                    yield from zip(under_way[0], under_way[1].result(), strict=True)
+                under_way = started
+            if under_way:
+                yield from zip(under_way[0], under_way[1].result(), strict=True)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    num_chars = 0
+    for piece in pieces:
+        batch.append(piece)
+        num_chars += len(piece.text)
+        if num_chars >= BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -72,3 +142,18 @@ def tokenizer_files(name: str) -> tuple[Path, ...]:
     """The files that make up a tokenizer; none for `bytes`, and none where its folder is gone."""
     paths = () if name == "bytes" else tuple(Path(name) / file for file in FILE_NAMES)
     return tuple(path for path in paths if path.is_file())
+
+
+def _end_of_sequence(folder: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = folder / name
+        try:
+            token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"data.tokenizer: cannot read {file}: {error}") from None
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            return text
+    return None

@@ -2,105 +2,145 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.documents import find_documents, read_document
-from megatrain_ray.io.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from megatrain_ray.io.corpus import Corpus
+
+PAD = 0  # any id would do: nothing supervised attends to a pad
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """Tells one tokenised data set, cut into its documents, from another."""
+class Rows(NamedTuple):
+    """Windows side by side. `documents`: which document a token belongs to, -1 for a pad."""
 
-    num_tokens: int
-    crc32: int
+    ids: NDArray[np.int64]  # [rows, seq_len + 1]
+    documents: NDArray[np.int64]  # [rows, seq_len + 1]
 
-    def __str__(self) -> str:
-        return f"{self.num_tokens} tokens with checksum {self.crc32:08x}"
+
+class Windows(Protocol):
+    """A corpus cut into windows."""
+
+    @property
+    def corpus(self) -> Corpus: ...
+
+    @property
+    def num_windows(self) -> int: ...
+
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        """The windows of these indices; short ones are padded."""
 
 
 @dataclass(frozen=True, eq=False)
-class TokenWindows:
-    """The tokens of all documents, one after the other (uint16 or uint32), and where windows lie in them."""
+class SeparateWindows:
+    """Each document cut alone, with a stride of seq_len + 1. `documents` of rows only tells pads apart.
 
-    tokens: TokenArray  # [num_tokens]
-    starts: NDArray[np.int64]  # [num_windows]
+    A document's last short window is dropped unless it is the document's only one; one token alone has no target.
+    """
+
+    corpus: Corpus
+    starts: NDArray[np.int64]  # [num_windows], in the tokens of the corpus
     lengths: NDArray[np.int64]  # [num_windows], seq_len + 1 but for the only window of a short document
-    document_lengths: NDArray[np.int64]
     seq_len: int
+
+    @staticmethod
+    def of(corpus: Corpus, seq_len: int) -> SeparateWindows:
+        width = seq_len + 1
+        lengths = np.asarray(corpus.document_lengths)
+        offsets = np.cumsum(lengths) - lengths
+        full = lengths // width
+        counts = np.where(full > 0, full, lengths > 1)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return SeparateWindows(
+            corpus,
+            starts=np.repeat(offsets, counts) + within * width,
+            lengths=np.repeat(np.minimum(lengths, width), counts),
+            seq_len=seq_len,
+        )
 
     @property
     def num_windows(self) -> int:
         return self.starts.size
 
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.size
-
-    @cached_property
-    def fingerprint(self) -> Fingerprint:
-        return Fingerprint(self.num_tokens, zlib.crc32(self.document_lengths.data, zlib.crc32(self.tokens.data)))
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        columns = np.arange(self.seq_len + 1)
+        real = columns < self.lengths[indices, None]
+        at = np.minimum(self.starts[indices, None] + columns, self.corpus.tokens.size - 1)
+        return Rows(np.where(real, self.corpus.tokens[at].astype(np.int64), PAD), real.astype(np.int64) - 1)
 
 
-def load_windows(
-    path: str | Sequence[str], tokenizer: str, *, seq_len: int, packing: bool, vocab_size: int
-) -> TokenWindows:
-    """Reads, tokenises and cuts the documents of `data.path`.
-
-    Raises ConfigError for input that cannot be read or holds no window, an id outside the model's vocabulary, and
-    several documents with packing.
+@dataclass(frozen=True, eq=False)
+class PackedWindows:
+    """Documents joined by the end-of-document id and cut with a stride of seq_len + 1; the rest at the end is dropped
+    unless it is all there is. An end belongs to the document before it; the last document has none.
     """
-    files = find_documents(path)
-    if packing and len(files) > 1:
-        raise ConfigError(
-            f"data.packing: true with {len(files)} documents (data.path: {files[0]} and others): attention within a "
-            "document comes with a later version; set data.packing: false, which cuts each document alone, or give "
-            "one file"
+
+    corpus: Corpus
+    starts: NDArray[np.int64]  # [num_documents], in the joined tokens
+    end_of_document: int
+    seq_len: int
+
+    @staticmethod
+    def of(corpus: Corpus, seq_len: int, end_of_document: int) -> PackedWindows:
+        lengths = np.asarray(corpus.document_lengths)
+        starts = np.cumsum(lengths) - lengths + np.arange(lengths.size)
+        return PackedWindows(corpus, starts, end_of_document, seq_len)
+
+    @property
+    def num_joined(self) -> int:
+        return self.corpus.tokens.size + self.corpus.num_documents - 1
+
+    @property
+    def num_windows(self) -> int:
+        whole = self.num_joined // (self.seq_len + 1)
+        return max(whole, int(self.num_joined > 1)) if self.corpus.tokens.size else 0
+
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        at = indices[:, None] * (self.seq_len + 1) + np.arange(self.seq_len + 1)
+        real = at < self.num_joined
+        at = np.minimum(at, self.num_joined - 1)
+        documents = np.searchsorted(self.starts, at, side="right") - 1
+        is_end = at - self.starts[documents] == self.corpus.document_lengths[documents]
+        # Each document before has put one end between itself and the next.
+        ids = self.corpus.tokens[np.minimum(at - documents, self.corpus.tokens.size - 1)].astype(np.int64)
+        return Rows(
+            np.where(real, np.where(is_end, self.end_of_document, ids), PAD),
+            np.where(real, documents, -1),
         )
-    encoder = load_tokenizer(tokenizer)
-    windows = cut([_encode(file, encoder, vocab_size) for file in files], seq_len)
+
+
+def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int) -> Windows:
+    """The windows of a corpus. One document is cut in the same way with packing and without.
+
+    Raises ConfigError where there is no window, and where several documents are to be packed and the tokenizer has no
+    end-of-document id or one outside the vocabulary.
+    """
+    windows: Windows
+    if packing and corpus.num_documents > 1:
+        windows = PackedWindows.of(corpus, seq_len, _end_of_document(corpus, vocab_size))
+    else:
+        windows = SeparateWindows.of(corpus, seq_len)
     if not windows.num_windows:
         raise ConfigError(
-            f"data.path: nothing to learn in {', '.join(map(str, files))}: a window needs 2 tokens, got "
-            f"{windows.num_tokens} in {len(files)} document(s)"
+            f"data.path: nothing to learn in {corpus.name}: a window needs 2 tokens, got {corpus.tokens.size} in "
+            f"{corpus.num_documents} document(s)"
         )
     return windows
 
 
-def cut(documents: Sequence[TokenArray], seq_len: int) -> TokenWindows:
-    """Cuts each document alone, with a stride of seq_len + 1.
-
-    A document's last short window is dropped unless it is the document's only one; one token alone has no target.
-    """
-    width = seq_len + 1
-    lengths = np.array([d.size for d in documents], np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    full = lengths // width
-    counts = np.where(full > 0, full, lengths > 1)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return TokenWindows(
-        tokens=np.concatenate(documents),
-        starts=np.repeat(offsets, counts) + within * width,
-        lengths=np.repeat(np.minimum(lengths, width), counts),
-        document_lengths=lengths,
-        seq_len=seq_len,
-    )
-
-
-def _encode(file: Path, tokenizer: Tokenizer, vocab_size: int) -> TokenArray:
-    ids = tokenizer.encode(read_document(file))
-    highest = int(ids.max(initial=0))
-    if highest >= vocab_size:
+def _end_of_document(corpus: Corpus, vocab_size: int) -> int:
+    end = corpus.end_of_document
+    if end is None:
         raise ConfigError(
-            f"data.tokenizer: {file} has token id {highest}, but the model's vocab_size is {vocab_size}; use the "
-            f"model's own tokenizer, or a model of at least {highest + 1} entries"
+            "data.tokenizer: its tokenizer_config.json and special_tokens_map.json name no eos_token that its "
+            "tokenizer.json has, and documents are joined by that; add one, or set data.packing: false"
         )
-    return ids.astype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    if end >= vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: the end of a document has id {end}, but the model's vocab_size is {vocab_size}; use a "
+            f"model of at least {end + 1} entries, or set data.packing: false"
+        )
+    return end

@@ -6,6 +6,7 @@ are refused by name (config_problems.py), never accepted and ignored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -37,15 +38,30 @@ def _only(allowed: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _sources(value: Any) -> str | tuple[str, ...]:
+def _sources(value: Any) -> Any:
     sources = [value] if isinstance(value, str) else value
+    expected = f"expected a path, a glob, a list of these, or a list of {{path, weight}}; got {value!r}"
     if not isinstance(sources, (list, tuple)) or not sources:
-        raise ValueError(f"expected a path, a glob, or a list of these; got {value!r}")
-    if any(isinstance(source, dict) for source in sources):
-        raise ValueError("weighted sources ({path, weight}) come with a later version; list plain paths")
+        raise ValueError(expected)
+    if all(isinstance(source, (dict, WeightedPath)) for source in sources):
+        return tuple(_weighted_path(source) for source in sources)
+    if any(isinstance(source, (dict, WeightedPath)) for source in sources):
+        raise ValueError("some sources have a weight and some none; give each as {path, weight}, or none")
     if not all(isinstance(source, str) and source for source in sources):
-        raise ValueError(f"expected a path, a glob, or a list of these; got {value!r}")
+        raise ValueError(expected)
     return value if isinstance(value, str) else tuple(sources)
+
+
+def _weighted_path(source: dict[str, Any] | WeightedPath) -> WeightedPath:
+    if isinstance(source, WeightedPath):
+        return source
+    path, weight = source.get("path"), source.get("weight")
+    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if weight is None or set(source) != {"path", "weight"} or not isinstance(path, str) or not path or not number:
+        raise ValueError(f"expected {{path: a path or a glob, weight: a number}}, got {source!r}")
+    if not (weight > 0 and math.isfinite(weight)):
+        raise ValueError(f"the weight of {path} is {weight}; expected a number more than 0")
+    return WeightedPath(path=path, weight=weight)
 
 
 def _model_settings(value: Any) -> dict[str, Any] | str:
@@ -81,11 +97,22 @@ class ModelConfig(Group):
     """Whether code that comes with a model may run."""
 
 
+class WeightedPath(Group):
+    path: Text
+    """A path, a glob or a folder."""
+    weight: Annotated[float, Field(gt=0)]
+    """Its share of the windows, in proportion to the other weights."""
+
+
 class DataConfig(Group):
     kind: Annotated[Literal["pretrain", "sft"], _only("pretrain")] = "pretrain"
     """Plain text, or chats of which the answers are learned."""
-    path: Annotated[str | tuple[str, ...], BeforeValidator(_sources)]
-    """Text files: a path, a glob, or a list of these."""
+    path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(_sources)]
+    """Texts (.txt, .jsonl, .jsonl.zst, .parquet): a path, a glob, a folder, a list of these or of {path, weight}."""
+    text_field: Text = "text"
+    """Key of a JSON line, or column of a Parquet file, that holds the text."""
+    bad_records: Literal["error", "skip"] = "error"
+    """Whether a line or row without a text ends the start, or is skipped and counted."""
     tokenizer: Text | None = None
     """Folder, hub id, or `bytes` (ids 0-255, 256 ends a document). Unset: model.path's own."""
     seq_len: Count

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-LATER_KEYS = frozenset({"data.eval_path", "data.text_field", "eval_every", "log", "spill"})
+LATER_KEYS = frozenset({"data.eval_path", "eval_every", "log", "spill"})
 
 EXPECTED = {
     "bool_type": "true or false",

@@ -1,33 +1,71 @@
-"""The process that reads, tokenises and draws batches, with the position after each of them."""
+"""The process that draws batches from tokenised data, with the position after each of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatrain_ray.config import DataConfig
-from megatrain_ray.io.batches import Batch, BatchStream
-from megatrain_ray.io.windows import TokenWindows, load_windows
+from megatrain_ray.config import DataConfig, WeightedPath
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batches import Batch, BatchStream, Stream
+from megatrain_ray.io.corpus import open_corpus
+from megatrain_ray.io.mixture import MixedStream
+from megatrain_ray.io.windows import PackedWindows, Windows, cut
 
 REMEMBERED_STEPS = 64  # positions kept: more than steps can be ahead of a save
 
 
-def open_windows(data: DataConfig, tokenizer: str, vocab_size: int) -> TokenWindows:
-    """The windows of `data.path`. Raises ConfigError for anything wrong with files, tokenizer or ids."""
-    return load_windows(data.path, tokenizer, seq_len=data.seq_len, packing=data.packing, vocab_size=vocab_size)
+def sources_of(data: DataConfig) -> dict[str, str | tuple[str, ...]]:
+    """What data.path holds for each source, by the name it has in messages; one source where there are no weights."""
+    weighted = [source for source in data.path if isinstance(source, WeightedPath)]
+    if weighted:
+        return {f"data.path[{index}], {source.path}": source.path for index, source in enumerate(weighted)}
+    plain = data.path if isinstance(data.path, str) else tuple(map(str, data.path))
+    return {plain if isinstance(plain, str) else ", ".join(plain): plain}
+
+
+def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int) -> Stream:
+    """Batches of data.path, from the folders of tokens of its sources. Raises ConfigError for what is wrong with them.
+
+    Several documents in a row are refused here and nowhere else: everything below can do it.
+    """
+    sources = [
+        cut(
+            open_corpus(name, folder, vocab_size),
+            seq_len=data.seq_len,
+            packing=data.packing,
+            vocab_size=vocab_size,
+        )
+        for name, folder in zip(sources_of(data), tokens, strict=True)
+    ]
+    for windows in sources:
+        _refuse_packed(windows)
+    weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]
+    if weights:
+        return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+    return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+
+
+def _refuse_packed(windows: Windows) -> None:
+    if isinstance(windows, PackedWindows):
+        raise ConfigError(
+            f"data.packing: true with {windows.corpus.num_documents} documents (data.path: {windows.corpus.name}): "
+            "attention within a document comes with a later version; set data.packing: false, which cuts each document "
+            "alone, or give one document"
+        )
 
 
 class DataWorker:
     """Plain class behind the data actor: batches in the order of steps."""
 
     def __init__(
-        self, data: DataConfig, tokenizer: str, vocab_size: int, batch_size: int, step: int,
+        self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
         position: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
-        """Continues after `step` updates at `position`; None: from the start."""
-        windows = open_windows(data, tokenizer, vocab_size)
-        self._stream = BatchStream(windows, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+        """Continues after `step` updates at `position`; None: from the start. `tokens`: as for open_stream."""
+        self._stream = open_stream(data, tokens, vocab_size, batch_size)
         if position is not None:
             self._stream.seek(position)
         self._step = step

@@ -25,7 +25,7 @@ from megatrain_ray.engine.step import MicroBatch, StepInput, World
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
-from megatrain_ray.io.batches import IGNORED, Batch
+from megatrain_ray.io.batches import Batch
 from megatrain_ray.planning import FlopCount, Prepared
 
 # With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
@@ -165,8 +165,7 @@ class GpuWorker:
     def _row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
         now = time.perf_counter()
         step_s, self._clock = now - self._clock, now
-        lengths = (batch.targets != IGNORED).sum(1)
-        flops = self._flops.per_step(batch.num_tokens, int((lengths * lengths).sum()))
+        flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
         exposed_s = dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s}
         exposed_s["python"] = max(0.0, step_s - data_s - report.step_s)
         named = {"bad_parameter": report.bad_parameter} if report.skipped else {}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -49,9 +51,12 @@ class Session:
     """The driver's loop: steps, saves, and what is to be done when something dies."""
 
     def __init__(
-        self, prepared: Prepared, run: RunDir, interrupts: Interrupts, daemons: Daemons, manifest: Manifest | None
-    ) -> None:
+        self, prepared: Prepared, tokens: Sequence[Path], run: RunDir, interrupts: Interrupts, daemons: Daemons,
+        manifest: Manifest | None,
+    ) -> None:  # fmt: skip
+        """`tokens`: folders of the data's sources. `manifest`: of the save to go on from."""
         self._prepared = prepared
+        self._tokens = tokens
         self._run = run
         self._interrupts = interrupts
         self._daemons = daemons
@@ -211,7 +216,7 @@ class Session:
         config, plan = self._prepared.config, self._prepared.plan
         return {
             "data": config.data,
-            "tokenizer": config.tokenizer,
+            "tokens": self._tokens,
             "vocab_size": self._prepared.structure.vocab_size,
             "batch_size": plan.micro_batch_size * plan.num_micro_batches,
             "step": self._completed,

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from megatrain_ray.cluster import Daemons, cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
-from megatrain_ray.data_worker import open_windows
+from megatrain_ray.data_worker import open_stream
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.interrupts import Interrupts
-from megatrain_ray.io.batches import BatchStream
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.logs import log_to, say
@@ -21,8 +20,11 @@ from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
 from megatrain_ray.session import Session
+from megatrain_ray.tokenizing import tokenize
 
 log = logging.getLogger(__name__)
+
+Tokens = tuple[Path, ...]  # the folders of the data's sources
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,28 @@ class Trainer:
             prepared = prepare(run.config)
             if run.holds_run:
                 check_model(run.path, prepared.source.config, prepared.structure)
-            _check_inputs(prepared, manifest)
-            return _run(prepared, run, manifest, interrupts)
+            tokens = _check_inputs(prepared, run.path, manifest)
+            return _run(prepared, tokens, run, manifest, interrupts)
 
 
-def _check_inputs(prepared: Prepared, manifest: Manifest | None) -> None:
-    """Everything that can be wrong with files, before anything is written or started. Raises ConfigError."""
+def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) -> Tokens:
+    """Everything that can be wrong with files, before the run is written or started. The tokens of the data's sources.
+
+    Raises ConfigError.
+    """
     config = prepared.config
     prepared.source.check_weights(prepared.structure)
-    windows = open_windows(config.data, config.tokenizer, prepared.structure.vocab_size)
+    vocab_size = prepared.structure.vocab_size
+    tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
+    stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
     if manifest is not None:
-        BatchStream(windows, batch_size=1, shuffle=False, seed=0).seek(manifest.data)
+        stream.seek(manifest.data)
+    return tokens
 
 
-def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts: Interrupts) -> TrainSummary:
+def _run(
+    prepared: Prepared, tokens: Tokens, run: RunDir, manifest: Manifest | None, interrupts: Interrupts
+) -> TrainSummary:
     left = run.clean()
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
@@ -83,21 +93,22 @@ def _run(prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts:
     try:
         with cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons:
             interrupts.listen()
-            return _train(prepared, run, manifest, interrupts, daemons)
+            return _train(prepared, tokens, run, manifest, interrupts, daemons)
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved
 
 
 def _train(
-    prepared: Prepared, run: RunDir, manifest: Manifest | None, interrupts: Interrupts, daemons: Daemons
-) -> TrainSummary:
+    prepared: Prepared, tokens: Tokens, run: RunDir, manifest: Manifest | None, interrupts: Interrupts,
+    daemons: Daemons,
+) -> TrainSummary:  # fmt: skip
     """Once more from an earlier save whenever one turns out to be damaged."""
     while True:
         step = manifest.step if manifest else 0
         log.info("step %d of %d, %s", step, run.config.train.steps, prepared.plan.device)
         try:
-            return TrainSummary(*Session(prepared, run, interrupts, daemons, manifest).train(), run.path)
+            return TrainSummary(*Session(prepared, tokens, run, interrupts, daemons, manifest).train(), run.path)
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
         await_end(run.path)  # the memory of two crews would not fit

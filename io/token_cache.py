@@ -1,0 +1,190 @@
+"""Documents tokenised once: a folder of ids and document lengths per data source, found again by what went into it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.durable import wait_for_lock
+from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
+from megatrain_ray.io.records import Skips, TextBlock, read_texts
+from megatrain_ray.io.token_writer import ID_TYPES, LENGTH_TYPE, LENGTHS_NAME, TOKENS_NAME, TokenWriter, id_bytes
+from megatrain_ray.io.tokenizer import load_tokenizer, tokenizer_files
+
+VERSION = 1
+META_NAME = "meta.json"
+
+
+class Watcher(Protocol):
+    """Is told how tokenising goes."""
+
+    def wait(self, folder: Path) -> None:
+        """Another process makes this folder."""
+
+    def advance(self, read_bytes: int, total_bytes: int) -> None:
+        """This much of the files has been read, and what came of it written."""
+
+    def end(self, meta: TokenMeta, seconds: float) -> None:
+        """The folder is complete."""
+
+
+@dataclass(frozen=True)
+class TokenMeta:
+    """What meta.json says of the two files beside it. `crc32`: by bytes of an id, of all tokens, then all lengths."""
+
+    itemsize: int
+    num_tokens: int
+    num_documents: int
+    num_empty: int
+    num_bad: int
+    places: tuple[str, ...]
+    highest_id: int
+    highest_file: str
+    end_of_document: int | None
+    crc32: dict[int, int]
+
+
+@dataclass(frozen=True)
+class TokenRecipe:
+    """What tokens come from: the files in their order, the tokenizer, how records are read."""
+
+    files: tuple[Path, ...]
+    tokenizer: str
+    text_field: str
+    bad_records: Literal["error", "skip"]
+
+    def provenance(self) -> dict[str, Any]:
+        """Raises ConfigError where a file cannot be read."""
+        try:
+            tokenizer = [[f.name, hashlib.sha256(f.read_bytes()).hexdigest()] for f in tokenizer_files(self.tokenizer)]
+            return {
+                "version": VERSION,
+                "files": [_identity(file) for file in self.files],
+                "tokenizer": tokenizer or self.tokenizer,
+                "text_field": self.text_field,
+                "bad_records": self.bad_records,
+            }
+        except OSError as error:
+            raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from None
+
+
+def key_of(provenance: dict[str, Any]) -> str:
+    """The name of the folder that holds the tokens."""
+    return hashlib.sha256(json.dumps(provenance).encode()).hexdigest()[:32]
+
+
+def read_meta(folder: Path) -> TokenMeta | None:
+    """None where the folder is missing, of another version, or not what was written."""
+    try:
+        tree = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["tokens"]
+        crc32 = {int(itemsize): crc for itemsize, crc in tree["crc32"].items()}
+        meta = TokenMeta(**tree | {"crc32": crc32, "places": tuple(tree["places"])})
+        sizes = [(folder / name).stat().st_size for name in (TOKENS_NAME, LENGTHS_NAME)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    expected = [meta.num_tokens * meta.itemsize, meta.num_documents * LENGTH_TYPE.itemsize]
+    return meta if sizes == expected and meta.itemsize in ID_TYPES else None
+
+
+def find_tokens(recipe: TokenRecipe, root: Path) -> Path | None:
+    """The complete folder of a recipe in `root`, if there is one. Raises ConfigError as make_tokens."""
+    folder = root / key_of(recipe.provenance())
+    return folder if read_meta(folder) else None
+
+
+def make_tokens(recipe: TokenRecipe, root: Path, vocab_size: int, watcher: Watcher) -> Path:
+    """The complete folder of a recipe in `root`, made where it is missing; by one process, for which others wait.
+
+    Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError where the disk fails.
+    """
+    provenance = recipe.provenance()
+    folder = root / key_of(provenance)
+    with wait_for_lock(root / f"{folder.name}.lock", lambda: watcher.wait(folder)):
+        if read_meta(folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            remove_abandoned(root)
+            with complete_or_absent(folder) as partial:
+                start = time.monotonic()
+                meta = _Making(recipe, vocab_size, watcher).write(partial)
+                tree = {"provenance": provenance, "tokens": asdict(meta)}
+                (partial / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+                if recipe.provenance() != provenance:
+                    raise ConfigError("data.path: files changed while they were read; start again when they are done")
+            watcher.end(meta, time.monotonic() - start)
+    return folder
+
+
+def check_ids(meta: TokenMeta, vocab_size: int) -> None:
+    """Raises ConfigError for an id that the model does not have."""
+    _check_id(meta.highest_id, meta.highest_file, vocab_size)
+
+
+class _Making:
+    """Files to ids, with nothing in memory but what is under way."""
+
+    def __init__(self, recipe: TokenRecipe, vocab_size: int, watcher: Watcher) -> None:
+        self._recipe = recipe
+        self._vocab_size = vocab_size
+        self._watcher = watcher
+        self._skips = Skips(recipe.bad_records)
+        self._first_documents: list[int] = []  # of each file that has been begun
+        self._total_bytes = sum(file.stat().st_size for file in recipe.files)
+        self._highest = (-1, "")
+
+    def write(self, folder: Path) -> TokenMeta:
+        tokenizer = load_tokenizer(self._recipe.tokenizer)
+        itemsize = id_bytes(tokenizer.num_ids)
+        with TokenWriter(folder, itemsize, self._seen) as writer:
+            for block in tokenizer.encode_all(self._texts()):
+                writer.add(block)
+            writer.finish()
+        return TokenMeta(
+            itemsize=itemsize,
+            num_tokens=writer.num_tokens,
+            num_documents=writer.num_documents,
+            num_empty=self._skips.num_empty,
+            num_bad=self._skips.num_bad,
+            places=tuple(self._skips.places),
+            highest_id=self._highest[0],
+            highest_file=self._highest[1],
+            end_of_document=tokenizer.end_of_document,
+            crc32=writer.crc32,
+        )
+
+    def _texts(self) -> Iterator[TextBlock]:
+        done_bytes = num_documents = 0
+        for file in self._recipe.files:
+            self._first_documents.append(num_documents)
+            for block in read_texts(file, self._recipe.text_field, self._skips):
+                num_documents += block.ends
+                yield block._replace(read_bytes=done_bytes + block.read_bytes)
+            done_bytes += file.stat().st_size
+
+    def _seen(self, highest: int, document: int, read_bytes: int) -> None:
+        if highest > self._highest[0]:
+            file = self._recipe.files[bisect_right(self._first_documents, document) - 1]
+            self._highest = (highest, str(file))
+            _check_id(highest, str(file), self._vocab_size)
+        self._watcher.advance(read_bytes, self._total_bytes)
+
+
+def _check_id(highest: int, file: str, vocab_size: int) -> None:
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: {file} has token id {highest}, but the model's vocab_size is {vocab_size}; use the "
+            f"model's own tokenizer, or a model of at least {highest + 1} entries"
+        )
+
+
+def _identity(file: Path) -> list[Any]:
+    real = file.resolve()
+    stats = real.stat()
+    return [str(real), stats.st_size, stats.st_mtime_ns]

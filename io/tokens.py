@@ -1,0 +1,18 @@
+"""Token ids as they pass from tokenizer to cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+
+
+class TokenBlock(NamedTuple):
+    """Ids of a document or of a part of one. `ends`: the document's last. `read_bytes`: as in TextBlock."""
+
+    ids: TokenArray
+    ends: bool
+    read_bytes: int

@@ -1,0 +1,101 @@
+"""The driver's part of the data: every source tokenised, before anything is started, where a later run finds it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from megatrain_ray.config import DataConfig
+from megatrain_ray.data_worker import sources_of
+from megatrain_ray.io.documents import find_documents
+from megatrain_ray.io.token_cache import TokenMeta, TokenRecipe, find_tokens, make_tokens
+from megatrain_ray.logs import say
+from megatrain_ray.units import format_count
+
+
+def tokenize(data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path) -> tuple[Path, ...]:
+    """The folder of tokens of each source, made where it is missing: in the user's cache, or else in `run_dir`.
+
+    Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError where the disk fails.
+    """
+    recipes = {
+        name: TokenRecipe(find_documents(path), tokenizer, data.text_field, data.bad_records)
+        for name, path in sources_of(data).items()
+    }
+    return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
+
+
+def _folder_of(name: str, recipe: TokenRecipe, vocab_size: int, run_dir: Path) -> Path:
+    with suppress(RuntimeError):  # no home
+        if found := find_tokens(recipe, _cache()):  # in one that cannot be written to, perhaps
+            return found
+    with _root(run_dir) as root, _reports(name) as reports:
+        return make_tokens(recipe, root, vocab_size, reports)
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "megatrain-ray" / "tokens"
+
+
+@contextmanager
+def _root(run_dir: Path) -> Iterator[Path]:
+    """The cache, or a folder in `run_dir` where that cannot be written to; an empty one goes again."""
+    try:
+        root = _cache()
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except (OSError, RuntimeError) as error:
+        root = run_dir / "tokens"
+        say(f"tokens are kept in {root}: the user's cache cannot be written to ({error}); XDG_CACHE_HOME moves it")
+        root.mkdir(exist_ok=True)
+    try:
+        yield root
+    finally:
+        with suppress(OSError):
+            root.rmdir()
+
+
+class Reports:
+    """A bar on a terminal while files are read, a line at the end."""
+
+    def __init__(self, name: str, bar: Progress) -> None:
+        self._name = name
+        self._bar = bar
+        self._task = bar.add_task("tokenizing", start=False)
+
+    def wait(self, folder: Path) -> None:
+        say(f"waiting for another process that makes the tokens of {self._name} in {folder}")
+
+    def advance(self, read_bytes: int, total_bytes: int) -> None:
+        self._bar.start_task(self._task)
+        self._bar.update(self._task, completed=read_bytes, total=total_bytes)
+
+    def end(self, meta: TokenMeta, seconds: float) -> None:
+        rate = format_count(meta.num_tokens / max(seconds, 1e-3))
+        say(
+            f"tokenized {self._name}: {meta.num_documents} documents, {meta.num_tokens} tokens in {seconds:.1f} s, "
+            f"{rate} tokens/s"
+        )
+        if meta.num_empty:
+            say(f"skipped {meta.num_empty} empty texts of {self._name}")
+        if meta.num_bad:
+            more = f"\n  and {meta.num_bad - len(meta.places)} more" if meta.num_bad > len(meta.places) else ""
+            places = "".join(f"\n  {place}" for place in meta.places)
+            say(f"skipped {meta.num_bad} records of {self._name} that hold no text:{places}{more}")
+
+
+@contextmanager
+def _reports(name: str) -> Iterator[Reports]:
+    columns = (TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield Reports(name, bar)
