@@ -30,6 +30,7 @@ from megatrain_ray.engine.step import MicroBatch, StepInput, World
 from megatrain_ray.gpu_worker import make_device
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.tokenizing import tokenize
 
 
 class Recorder:
@@ -122,7 +123,9 @@ def main() -> None:
     layers = frozenset(index % len(flats) for index in chosen)
     names = frozenset(s.name for index in layers for s in flats[index].owned)
     batch_size = prepared.plan.micro_batch_size * prepared.plan.num_micro_batches
-    batch = DataWorker(config.data, config.tokenizer, prepared.structure.vocab_size, batch_size, 0, None).batch(1)
+    vocab_size = prepared.structure.vocab_size
+    tokens = tokenize(config.data, config.tokenizer, vocab_size, Path(config.run_dir))
+    batch = DataWorker(config.data, tokens, vocab_size, batch_size, 0, None).batch(1)
     torch.manual_seed(0)
     dtype = prepared.plan.precision.working_dtype
     with no_init_weights():  # which takes minutes on the host; buffers are made there, as the engine makes them

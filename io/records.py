@@ -106,8 +106,8 @@ def _read_lines(file: Path, text_field: str, skips: Skips) -> Iterator[TextBlock
         stack.enter_context(_readable(file, lambda: f"line {number + 1}"))
         raw, lines = _open_lines(file, stack)
         for number, line in enumerate(lines, 1):
-            record = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if not record.strip():
+            record = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
+            if not record:
                 continue
             try:
                 text = _text_of(record, text_field)

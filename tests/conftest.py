@@ -18,6 +18,12 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 END_S = 5.0  # a thread that has been told to end does so within
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tokens are made again in each run of the tests, and the user's cache stays as it is."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """The address of a cluster that this process started; a run given it as RAY_ADDRESS starts none of its own."""

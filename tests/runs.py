@@ -15,11 +15,9 @@ import yaml
 from torch import Tensor
 
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.io.batches import Batch, BatchStream
 from megatrain_ray.io.weights import WeightFolder
-from megatrain_ray.io.windows import load_windows
 from tests.reference import Recipe, Result, train_reference
-from tests.tiny import TEXT, VOCAB_SIZE
+from tests.tiny import TEXT, text_batches
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 240
@@ -78,12 +76,6 @@ def plan_of(run_dir: Path) -> Plan:
     return Plan.from_json((run_dir / "plan.json").read_text())
 
 
-def batches(num_steps: int, batch_size: int, seq_len: int, *, seed: int = 0) -> list[Batch]:
-    windows = load_windows(str(TEXT), "bytes", seq_len=seq_len, packing=True, vocab_size=VOCAB_SIZE)
-    stream = BatchStream(windows, batch_size=batch_size, shuffle=True, seed=seed)
-    return [stream.next_batch() for _ in range(num_steps)]
-
-
 def reference_of(run_dir: Path, tree: Mapping[str, Any]) -> Result:
     """The reference under the run's settings and, as its plan says, with its threads and loss chunks."""
     plan, train = plan_of(run_dir), tree["train"]
@@ -98,7 +90,7 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any]) -> Result:
         loss_chunk_tokens=plan.loss_chunk_tokens,
         num_threads=plan.num_compute_threads,
     )
-    drawn = batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
+    drawn = text_batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
     return train_reference(Path(tree["model"]["path"]), drawn, recipe)
 
 

@@ -51,6 +51,22 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
     ),
     "truncated weights": (lambda f, t: truncate(f / "model.safetensors"), 2, "model.safetensors is damaged"),
     "empty data": (lambda f, t: t["data"].update(path=write(f / "empty.txt", "")), 2, "nothing to learn in"),
+    "bad JSON": (
+        lambda f, t: t["data"].update(path=write(f / "a.jsonl", '{"text": "x"}\n{"text"\n')),
+        2,
+        "a.jsonl, line 2: bad JSON: Expecting ':' delimiter at column 8; mend it, or set data.bad_records: skip",
+    ),
+    "a file cut short": (
+        lambda f, t: t["data"].update(path=write(f / "a.parquet", "PAR1"), bad_records="skip"),
+        2,
+        "a.parquet at row 1: ",
+    ),
+    "no known format": (lambda f, t: t["data"].update(path=write(f / "a.csv", "x")), 2, "a.csv is of no known format"),
+    "documents to pack": (
+        lambda f, t: t["data"].update(path=write(f / "a.jsonl", '{"text": "x"}\n{"text": "y"}\n')),
+        2,
+        "set data.packing: false",
+    ),
     "too long": (lambda f, t: t["data"].update(seq_len=1000), 2, "data.seq_len: 1000 is more than the model's 256"),
     "id beyond the vocabulary": (
         lambda f, t: t.update(model={"config": SHAPE}),

@@ -26,6 +26,8 @@ def test_defaults_are_those_of_the_table() -> None:
         "data": {
             "kind": "pretrain",
             "path": "text.txt",
+            "text_field": "text",
+            "bad_records": "error",
             "tokenizer": None,
             "seq_len": 8,
             "packing": True,
@@ -91,7 +93,8 @@ def test_it_cannot_be_changed_and_survives_pickling() -> None:
         ({"train": MISSING}, "train: required. The updates: train.steps at least."),
         ({"model__config": 3}, "model.config: expected a mapping of the model's settings, or the path of a "
                                "config.json; got 3"),
-        ({"data__path": []}, "data.path: expected a path, a glob, or a list of these; got []"),
+        ({"data__path": []}, "data.path: expected a path, a glob, a list of these, or a list of "
+                               "{path, weight}; got []"),
     ],
 )  # fmt: skip
 def test_a_wrong_type_names_key_expected_and_got(changes: dict[str, Any], message: str) -> None:
@@ -144,8 +147,6 @@ def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str)
         ("data__kind", "sft"),
         ("data__eval_path", "x"),
         ("data__eval_path", None),
-        ("data__text_field", "text"),
-        ("data__path", [{"path": "x", "weight": 1.0}]),
         ("eval_every", 0),
         ("spill", None),
         ("spill__path", "x"),
@@ -159,6 +160,22 @@ def test_what_a_later_version_brings_is_refused_in_one_line(key: str, value: Any
     assert message.startswith(key.replace("__", ".") + ": ")
     assert "later version" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([{"path": "a"}], "expected {path: a path or a glob, weight: a number}, got {'path': 'a'}"),
+        ([{"path": "a", "weight": True}], "expected {path: a path or a glob, weight: a number}, got {'path': 'a', "),
+        ([{"path": "a", "weight": 1, "share": 2}], "expected {path: a path or a glob, weight: a number}, got {"),
+        ([{"path": "a", "weight": 0}], "the weight of a is 0; expected a number more than 0"),
+        ([{"path": "a", "weight": float("inf")}], "the weight of a is inf; expected a number more than 0"),
+        (["a", {"path": "b", "weight": 1}], "some sources have a weight and some none"),
+        ({"path": "a", "weight": 1}, "expected a path, a glob, a list of these, or a list of {path, weight}; got {"),
+    ],
+)
+def test_weighted_sources_that_are_none(path: Any, message: str) -> None:
+    assert refusal(data__path=path).startswith(f"data.path: {message}")
 
 
 def test_all_problems_come_in_one_message() -> None:

@@ -105,7 +105,7 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
         train__eps=1e-8,
         train__clip=None,
         hardware__ram_limit="1.5GiB",
-        data__path=["ä b.txt", "true"],
+        data__path=[{"path": "ä b.txt", "weight": 1}, {"path": "true", "weight": 0.7}],
         data__tokenizer="bytes",
         model__path=MISSING,
         model__config={"id2label": {0: "x"}, "rope": None, "sizes": [1, 2.5]},

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatrain_ray.config import DataConfig
-from megatrain_ray.data_worker import REMEMBERED_STEPS, DataWorker
+from megatrain_ray.data_worker import REMEMBERED_STEPS, DataWorker, open_stream
+from megatrain_ray.errors import ConfigError
+from tests.texts import tokens_of, write
 from tests.tiny import TEXT, VOCAB_SIZE, tiny_batches
 
 DATA = DataConfig(path=str(TEXT), tokenizer="bytes", seq_len=32)
 
 
-def worker(step: int = 0, position: Mapping[str, Any] | None = None) -> DataWorker:
-    return DataWorker(DATA, "bytes", VOCAB_SIZE, 4, step, position)
+@pytest.fixture
+def tokens(tmp_path: Path) -> tuple[Path, ...]:
+    return tokens_of(DATA, tmp_path)
 
 
-def test_batches_are_those_of_the_stream() -> None:
-    ours = worker()
+def worker(tokens: tuple[Path, ...], step: int = 0, position: Mapping[str, Any] | None = None) -> DataWorker:
+    return DataWorker(DATA, tokens, VOCAB_SIZE, 4, step, position)
+
+
+def test_batches_are_those_of_the_stream(tokens: tuple[Path, ...]) -> None:
+    ours = worker(tokens)
     for step, batch in enumerate(tiny_batches(3), 1):
         assert torch.equal(ours.batch(step).input_ids, batch.input_ids)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_steps_out_of_order_are_refused_and_draw_nothing(wrong: int) -> None:
-    ours = worker()
+def test_steps_out_of_order_are_refused_and_draw_nothing(tokens: tuple[Path, ...], wrong: int) -> None:
+    ours = worker(tokens)
     ours.batch(1)
     position = ours.position(1)
     with pytest.raises(ValueError, match=f"step {wrong} asked for, the next is 2"):
@@ -36,9 +44,9 @@ def test_steps_out_of_order_are_refused_and_draw_nothing(wrong: int) -> None:
     assert torch.equal(ours.batch(2).input_ids, tiny_batches(2)[1].input_ids)
 
 
-def test_positions_of_steps_behind_are_remembered() -> None:
+def test_positions_of_steps_behind_are_remembered(tokens: tuple[Path, ...]) -> None:
     """A save of step n asks for n's position when later batches are drawn already."""
-    ours, seen = worker(), {}
+    ours, seen = worker(tokens), {}
     for step in range(1, REMEMBERED_STEPS + 3):
         ours.batch(step)
         seen[step] = ours.position(step)
@@ -50,14 +58,42 @@ def test_positions_of_steps_behind_are_remembered() -> None:
         ours.position(last - REMEMBERED_STEPS)
 
 
-def test_it_continues_at_a_position() -> None:
-    ours = worker()
+def test_it_continues_at_a_position(tokens: tuple[Path, ...]) -> None:
+    ours = worker(tokens)
     for step in (1, 2):
         ours.batch(step)
-    again = worker(2, ours.position(2))
+    again = worker(tokens, 2, ours.position(2))
     assert again.position(2) == ours.position(2)
     with pytest.raises(ValueError, match="the next is 3"):
         again.batch(1)
     for step in (3, 4):
         assert torch.equal(again.batch(step).input_ids, ours.batch(step).input_ids)
         assert again.position(step) == ours.position(step)
+
+
+def test_weighted_sources_come_in_their_shares_and_go_on_anywhere(tmp_path: Path) -> None:
+    write(tmp_path, a="a" * 90, b_jsonl='{"text": "bbbbbb"}\n' * 9)
+    sources = [{"path": str(tmp_path / "a.txt"), "weight": 3}, {"path": str(tmp_path / "*.jsonl"), "weight": 1}]
+    data = DataConfig.model_validate({"path": sources, "tokenizer": "bytes", "seq_len": 5, "packing": False})
+    tokens = tokens_of(data, tmp_path)
+    ours = DataWorker(data, tokens, VOCAB_SIZE, 7, 0, None)
+    drawn = torch.cat([ours.batch(step).input_ids for step in range(1, 9)])
+    assert int((drawn[:, 0] == ord("b")).sum()) == 7 * 8 // 4
+    again = DataWorker(data, tokens, VOCAB_SIZE, 7, 3, ours.position(3))
+    assert torch.equal(torch.cat([again.batch(step).input_ids for step in range(4, 9)]), drawn[21:])
+    assert [set(position) for position in ours.position(8)["sources"]] == [
+        {"epoch", "cursor", "num_tokens", "crc32"}
+    ] * 2
+
+
+def test_several_documents_in_a_row_are_refused_until_attention_can_tell_them_apart(tmp_path: Path) -> None:
+    data = DataConfig(path=write(tmp_path, a="abcdef", b="abcdef"), tokenizer="bytes", seq_len=4)
+    with pytest.raises(ConfigError, match=r"packing: true with 2 documents .*set data\.packing: false"):
+        open_stream(data, tokens_of(data, tmp_path), VOCAB_SIZE, 1)
+    alone = data.model_copy(update={"packing": False})
+    assert open_stream(alone, tokens_of(alone, tmp_path), VOCAB_SIZE, 1).next_batch().segments is None
+
+
+def test_tokens_that_are_gone_are_named(tokens: tuple[Path, ...], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the tokens of .*tinyshakespeare.txt are not in .*elsewhere"):
+        worker((tmp_path / "elsewhere",))

@@ -23,6 +23,7 @@ from megatrain_ray.io.batches import Batch
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.shard_worker import ShardWorker
 from tests.runs import config
+from tests.texts import tokens_of
 from tests.tiny import VOCAB_SIZE, build_tiny
 
 MACHINE = Machine(device="cpu", num_cpus=1, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
@@ -52,7 +53,8 @@ def handles(ready: Prepared) -> Iterator[Handles]:
 
 def batches(ready: Prepared) -> DataWorker:
     data = ready.config.data
-    return DataWorker(data, "bytes", VOCAB_SIZE, ready.plan.micro_batch_size * ready.plan.num_micro_batches, 0, None)
+    tokens = tokens_of(data, Path(ready.config.run_dir))
+    return DataWorker(data, tokens, VOCAB_SIZE, ready.plan.micro_batch_size * ready.plan.num_micro_batches, 0, None)
 
 
 async def run(ready: Prepared, handles: Handles, calls: Sequence[int], *, poison: bool = False) -> list[dict[str, Any]]:

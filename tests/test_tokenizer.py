@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.records import TextBlock
 from megatrain_ray.io.tokenizer import load_tokenizer
-from megatrain_ray.io.windows import load_windows
 
 WORDS = {"<s>": 0, "</s>": 1, "to": 2, "be": 3, "or": 4, "not": 5}
 
@@ -36,13 +37,44 @@ def test_a_folder_tokenizer_gives_the_whole_text_and_nothing_else(folder: Path) 
     assert load_tokenizer(str(folder)).encode("to be or not to be").tolist() == [2, 3, 4, 5, 2, 3]
 
 
-def test_ids_of_a_folder_tokenizer_are_checked_against_the_model(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("to be or not to be")
-    path, name = str(tmp_path / "a.txt"), str(folder)
-    with pytest.raises(ConfigError, match="token id 5, but the model's vocab_size is 5"):
-        load_windows(path, name, seq_len=2, packing=True, vocab_size=5)
-    windows = load_windows(path, name, seq_len=2, packing=True, vocab_size=6)
-    assert (windows.num_tokens, windows.num_windows) == (6, 2)
+def test_many_documents_are_encoded_each_as_if_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain_ray.io.tokenizer.BATCH_CHARS", 20)
+    tokenizer = load_tokenizer(str(folder))
+    texts = ["to be", "or", "not to be " * 40_000, "be", "  ", "or not"]
+    blocks = [
+        TextBlock(text[at : at + 1000], at + 1000 >= len(text), 0) for text in texts for at in range(0, len(text), 1000)
+    ]
+    documents: list[list[int]] = [[]]
+    for block in tokenizer.encode_all(blocks):
+        documents[-1] += block.ids.tolist()
+        if block.ends:
+            documents.append([])
+    assert documents == [*(tokenizer.encode(text).tolist() for text in texts), []]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("tokenizer_config.json", {"eos_token": "</s>"}, 1),
+        ("tokenizer_config.json", {"eos_token": {"content": "</s>", "lstrip": False}}, 1),
+        ("special_tokens_map.json", {"eos_token": "</s>"}, 1),
+        ("tokenizer_config.json", {"eos_token": "<gone>"}, None),
+        ("tokenizer_config.json", {"eos_token": None}, None),
+        ("other.json", {"eos_token": "</s>"}, None),
+    ],
+)
+def test_the_end_of_a_document_is_the_eos_token_of_the_folder(
+    folder: Path, file: str, content: object, expected: int | None
+) -> None:
+    (folder / file).write_text(json.dumps(content))
+    assert load_tokenizer(str(folder)).end_of_document == expected
+    assert load_tokenizer(str(folder)).num_ids == 6
+
+
+def test_a_broken_tokenizer_config_is_named(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer_config\.json"):
+        load_tokenizer(str(folder))
 
 
 def test_a_missing_folder_and_a_missing_or_broken_file_are_refused_by_name(tmp_path: Path) -> None:

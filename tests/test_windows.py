@@ -1,9 +1,8 @@
-"""Documents, windows and batches: what is cut, what is refused, and that a position means the same for ever."""
+"""Documents to windows: cut alone and packed."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,191 +11,162 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batches import BatchStream, permutation
-from megatrain_ray.io.documents import find_documents
-from megatrain_ray.io.splitmix import splitmix64, splitmix64_chain
-from megatrain_ray.io.windows import TokenWindows, cut, load_windows
+from megatrain_ray.io.batches import IGNORED, Batch, assemble
+from megatrain_ray.io.segments import positions_of
+from megatrain_ray.io.windows import PackedWindows, SeparateWindows, Windows, cut
+from tests.texts import END, corpus_of
+
+DOCUMENTS = st.lists(st.integers(0, 23), min_size=1, max_size=9).filter(lambda sizes: sum(sizes) > 1)
 
 
-def write(folder: Path, **texts: str | bytes) -> str:
-    for name, text in texts.items():
-        (folder / f"{name}.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
-    return str(folder / "*.txt")
+def numbered(sizes: list[int]) -> list[list[int]]:
+    """Documents in which no token stands twice."""
+    return [[1000 + 100 * index + at for at in range(size)] for index, size in enumerate(sizes)]
 
 
-def load(path: str | list[str], seq_len: int = 4, packing: bool = False, vocab_size: int = 257) -> TokenWindows:
-    return load_windows(path, "bytes", seq_len=seq_len, packing=packing, vocab_size=vocab_size)
+def windows_of(documents: list[list[int]], seq_len: int, *, packing: bool) -> Windows:
+    return cut(corpus_of(*documents), seq_len=seq_len, packing=packing, vocab_size=1 << 16)
 
 
-def stream(windows: TokenWindows, batch_size: int = 2, shuffle: bool = True, seed: int = 0) -> BatchStream:
-    return BatchStream(windows, batch_size=batch_size, shuffle=shuffle, seed=seed)
+def whole(windows: Windows) -> Batch:
+    return assemble(windows.rows(np.arange(windows.num_windows)))
 
 
-def numbered(num_windows: int, seq_len: int = 1) -> TokenWindows:
-    """Window i starts with token i * (seq_len + 1)."""
-    return cut([np.arange(num_windows * (seq_len + 1), dtype=np.uint32)], seq_len)
+def pairs(batch: Batch) -> list[tuple[int, int]]:
+    """(input, target) of all supervised tokens."""
+    there = batch.targets != IGNORED
+    return list(zip(batch.input_ids[there].tolist(), batch.targets[there].tolist(), strict=True))
 
 
-def drawn(stream: BatchStream, batches: int) -> list[int]:
-    return [int(row[0]) // 2 for _ in range(batches) for row in stream.next_batch().input_ids]
-
-
-# --- documents ---
-
-
-def test_paths_globs_and_lists_give_files_in_a_stable_order(tmp_path: Path) -> None:
-    pattern = write(tmp_path, b="b", a="a", c="c")
-    names = [f.name for f in find_documents([str(tmp_path / "c.txt"), pattern])]
-    assert names == ["c.txt", "a.txt", "b.txt", "c.txt"]
-
-
-def test_a_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:
-    write(tmp_path, **{"part[1]": "x"})
-    assert find_documents(str(tmp_path / "part[1].txt")) == (tmp_path / "part[1].txt",)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nothing.txt", "no such file: .*nothing.txt"),
-        ("no*.txt", "no file matches .*no\\*.txt"),
-        ("data.jsonl", "data.jsonl is no .txt file.*later version"),
-        ("data.parquet", "data.parquet is no .txt file.*later version"),
-        (".", "is a folder; folders come with a later version"),
-        ("bad.txt", "bad.txt is not UTF-8: byte 0xff at offset 2"),
-        ("empty.txt", "nothing to learn in .*empty.txt: a window needs 2 tokens, got 0"),
-        ("one.txt", "nothing to learn in .*one.txt: a window needs 2 tokens, got 1"),
-    ],
-)
-def test_input_that_cannot_be_used_is_refused_by_name(tmp_path: Path, name: str, message: str) -> None:
-    write(tmp_path, bad=b"ab\xffcd", empty="", one="x")
-    for other in ("data.jsonl", "data.parquet"):
-        (tmp_path / other).write_text("{}")
-    with pytest.raises(ConfigError, match=message):
-        load(str(tmp_path / name))
-
-
-def test_an_empty_list_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected at least one"):
-        find_documents([])
-
-
-def test_an_id_outside_the_vocabulary_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    path = write(tmp_path, doc="aaz")
-    with pytest.raises(ConfigError, match=r"doc\.txt has token id 122, but the model's vocab_size is 122"):
-        load(path, vocab_size=122)
-    assert load(path, vocab_size=123).num_tokens == 3
-
-
-def test_several_documents_with_packing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"set data\.packing: false"):
-        load(write(tmp_path, a="abcdef", b="abcdef"), packing=True)
-
-
-def test_line_ends_and_every_utf8_byte_arrive_as_written(tmp_path: Path) -> None:
-    text = "a\r\nb\rcé€\U0001f600\0"
-    assert (
-        load(write(tmp_path, doc=text)).tokens.tobytes()
-        == np.frombuffer(text.encode(), np.uint8).astype("u2").tobytes()
-    )
-
-
-# --- windows ---
+# --- each document alone ---
 
 
 @settings(deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 23), min_size=1, max_size=6), st.integers(1, 7))
+@given(DOCUMENTS.filter(lambda sizes: max(sizes) > 1), st.integers(1, 7))
 def test_windows_are_the_whole_strides_of_each_document(sizes: list[int], seq_len: int) -> None:
-    documents = [np.arange(size, dtype=np.uint16) + 100 * i for i, size in enumerate(sizes)]
-    windows = cut(documents, seq_len)
+    documents = numbered(sizes)
     expected = []
     for document in documents:
-        parts = [document[i : i + seq_len + 1].tolist() for i in range(0, document.size, seq_len + 1)]
-        whole = [p for p in parts if len(p) == seq_len + 1]
-        expected += whole or [p for p in parts[:1] if len(p) > 1]
-    got = [windows.tokens[s : s + n].tolist() for s, n in zip(windows.starts, windows.lengths, strict=True)]
-    assert got == expected
+        parts = [document[i : i + seq_len + 1] for i in range(0, len(document), seq_len + 1)]
+        strides = [p for p in parts if len(p) == seq_len + 1]
+        expected += strides or [p for p in parts[:1] if len(p) > 1]
+    windows = windows_of(documents, seq_len, packing=False)
+    rows = windows.rows(np.arange(windows.num_windows))
+    assert [ids[there >= 0].tolist() for ids, there in zip(*rows, strict=True)] == expected
+    assert pairs(whole(windows)) == [pair for part in expected for pair in pairwise(part)]
 
 
-def test_a_short_window_is_padded_and_its_pads_never_count(tmp_path: Path) -> None:
-    windows = load(write(tmp_path, a="abcdeFGH", b="xyz"))
-    batch = stream(windows, shuffle=False).next_batch()
+def test_a_short_window_is_padded_and_its_pads_never_count() -> None:
+    batch = whole(cut(corpus_of(b"abcdeFGH", b"xyz"), seq_len=4, packing=False, vocab_size=257))
     a, b, c, d, e, x, y, z = b"abcdexyz"
     assert batch.input_ids.tolist() == [[a, b, c, d], [x, y, z, 0]]
     assert batch.targets.tolist() == [[b, c, d, e], [y, z, -100, -100]]
-    assert (batch.num_supervised, batch.num_tokens) == (6, 7)
+    assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (6, 7, 16 + 9)
     assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
+    assert batch.segments is None
 
 
-def test_tokens_are_kept_in_two_bytes_where_the_vocabulary_allows_it(tmp_path: Path) -> None:
-    path = write(tmp_path, doc="abcdef")
-    assert load(path, vocab_size=65536).tokens.itemsize == 2
-    assert load(path, vocab_size=65537).tokens.itemsize == 4
+# --- packed ---
 
 
-# --- order and position ---
+def test_packed_documents_are_told_apart() -> None:
+    batch = whole(cut(corpus_of(b"abc", b"d", b"efghijkl"), seq_len=6, packing=True, vocab_size=257))
+    a, b, c, d, _, f, g, h, i, j, k = b"abcdefghijk"
+    assert batch.input_ids.tolist() == [[a, b, c, END, d, END], [f, g, h, i, j, k]]
+    assert batch.targets.tolist() == [[b, c, END, -100, END, -100], [g, h, i, j, k, ord("l")]]
+    assert batch.segments is not None
+    assert batch.segments.dtype == torch.int32
+    assert batch.segments.tolist() == [[0, 0, 0, 0, 1, 1], [0] * 6]
+    assert positions_of(batch.segments).tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
+    assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (10, 12, 16 + 4 + 36)
 
 
-def test_the_hash_and_the_order_are_fixed_for_ever() -> None:
-    assert splitmix64(0) == 0xE220A8397B1DCDAF  # the published first output of the generator seeded with 0
-    assert splitmix64(np.arange(9, dtype=np.uint64)).tolist() == [splitmix64(i) for i in range(9)]
-    assert permutation(10, 0, 0).tolist() == [0, 9, 1, 6, 3, 5, 4, 2, 8, 7]
-    assert permutation(10, 7, 3).tolist() == [2, 9, 1, 7, 6, 3, 8, 4, 0, 5]
+def test_a_short_packed_window_is_padded() -> None:
+    batch = whole(cut(corpus_of(b"a", b"bc"), seq_len=6, packing=True, vocab_size=257))
+    a, b, c = b"abc"
+    assert batch.input_ids.tolist() == [[a, END, b, c, 0, 0]]
+    assert batch.targets.tolist() == [[END, -100, c, -100, -100, -100]]
+    assert batch.segments is not None
+    assert batch.segments.tolist() == [[0, 0, 1, 1, -1, -1]]
+    assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (2, 4, 8)
 
 
-def test_an_epoch_holds_every_window_once_and_epochs_and_seeds_differ() -> None:
-    orders = [tuple(permutation(1000, seed, epoch)) for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]]
-    assert len(set(orders)) == 4
-    assert all(sorted(order) == list(range(1000)) for order in orders)
-    assert splitmix64_chain(0, 1) != splitmix64_chain(1, 0)
-
-
-def test_a_batch_may_span_epochs() -> None:
-    order = [*permutation(3, 5, 0), *permutation(3, 5, 1), *permutation(3, 5, 2)]
-    whole = stream(numbered(3), batch_size=8, seed=5)
-    assert drawn(whole, 1) == order[:8]
-    assert (whole.position["epoch"], whole.position["cursor"]) == (2, 2)
-    assert drawn(stream(numbered(3), batch_size=2, seed=5), 4) == order[:8]
-
-
-def test_without_shuffle_windows_come_as_they_lie() -> None:
-    assert drawn(stream(numbered(3), batch_size=4, shuffle=False), 2) == [0, 1, 2, 0, 1, 2, 0, 1]
+def test_a_batch_whose_rows_hold_one_document_each_has_no_segments() -> None:
+    windows = cut(corpus_of(b"abcdef", b"ghijkl"), seq_len=2, packing=True, vocab_size=257)
+    batch = assemble(windows.rows(np.array([0, 1, 3])))
+    assert batch.segments is None
+    crossing = assemble(windows.rows(np.array([0, 2])))
+    assert crossing.segments is not None
+    assert crossing.segments.tolist() == [[0, 0], [0, 1]]
 
 
 @settings(deadline=None, derandomize=True)
-@given(st.integers(0, 12), st.integers(1, 5))
-def test_a_position_survives_json_and_continues_exactly(before: int, batch_size: int) -> None:
-    first = stream(numbered(7), batch_size, seed=3)
-    drawn(first, before)
-    second = stream(numbered(7), batch_size, seed=3)
-    second.seek(json.loads(json.dumps(first.position)))
-    assert second.position == first.position
-    assert drawn(second, 4) == drawn(first, 4)
+@given(DOCUMENTS, st.integers(1, 30))
+def test_packed_windows_are_the_strides_of_the_joined_documents(sizes: list[int], seq_len: int) -> None:
+    joined = [token for document in numbered(sizes) for token in [*document, END]][:-1]
+    owners = [index for index, size in enumerate(sizes) for _ in range(size + 1)][:-1]
+    windows = PackedWindows.of(corpus_of(*numbered(sizes)), seq_len, END)
+    rows = windows.rows(np.arange(windows.num_windows))
+    strides = [joined[i : i + seq_len + 1] for i in range(0, len(joined), seq_len + 1)]
+    kept = [stride for stride in strides if len(stride) == seq_len + 1] or strides[:1]
+    assert [ids[there >= 0].tolist() for ids, there in zip(*rows, strict=True)] == kept
+    assert rows.documents[rows.documents >= 0].tolist() == owners[: sum(map(len, kept))]
 
 
-def test_going_back_to_an_earlier_position_repeats_the_batches() -> None:
-    it = stream(numbered(7), seed=3)
-    start = it.position
-    first = drawn(it, 9)
-    it.seek(start)
-    assert drawn(it, 9) == first
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 8), min_size=2, max_size=30))
+def test_packed_and_unpacked_targets_are_equal_for_documents_within_a_window(sizes: list[int]) -> None:
+    """Of documents that no cut goes through; each with its end, which alone it would not have."""
+    documents = numbered(sizes)
+    packed = PackedWindows.of(corpus_of(*documents), 16, END)
+    rows = packed.rows(np.arange(packed.num_windows))
+    batch = assemble(rows)
+    ended = [[*document, END] for document in documents[:-1]] + documents[-1:]
+    alone = {index: pairs(whole(windows_of([d], 16, packing=False))) for index, d in enumerate(ended) if len(d) > 1}
+    seen = 0
+    for row in range(packed.num_windows):
+        owners = rows.documents[row, :-1]
+        for index in set(owners[owners >= 0].tolist()):
+            if int((rows.documents[row] == index).sum()) == len(ended[index]) > 1:
+                there = torch.from_numpy(owners == index) & (batch.targets[row] != IGNORED)
+                ids, targets = batch.input_ids[row][there].tolist(), batch.targets[row][there].tolist()
+                assert list(zip(ids, targets, strict=True)) == alone[index]
+                seen += 1
+    assert seen >= packed.num_windows - 1 - sum(len(document) == 1 for document in ended)
 
 
-@pytest.mark.parametrize("other", [("abcdefghij", "abcdeX"), ("abcdefgh", "ijabcdef"), ("abcdefghijabcdef",)])
-def test_a_position_of_other_data_is_refused_naming_both(tmp_path: Path, other: tuple[str, ...]) -> None:
-    """Other text; the same text cut into documents elsewhere; the same text as one document."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder, texts in [(here, ("abcdefghij", "abcdef")), (there, other)]:
-        folder.mkdir()
-        write(folder, **{str(i): text for i, text in enumerate(texts)})
-    saved = stream(load(str(there / "*.txt"))).position
-    now = stream(load(str(here / "*.txt")))
-    with pytest.raises(ConfigError, match=f"16 tokens with checksum {saved['crc32']:08x}.*data.path holds 16") as e:
-        now.seek(saved)
-    assert f"{now.position['crc32']:08x}" in str(e.value)
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_positions_begin_again_with_every_segment(rows: list[list[int]]) -> None:
+    width = max(sum(lengths) for lengths in rows)
+    segments, expected = [], []
+    for lengths in rows:
+        pads = width - sum(lengths)
+        segments.append([s for s, n in enumerate(lengths) for _ in range(n)] + [-1] * pads)
+        expected.append([at for n in [*lengths, pads] for at in range(n)])
+    assert positions_of(torch.tensor(segments, dtype=torch.int32)).tolist() == expected
 
 
-def test_a_position_outside_of_the_epoch_is_refused() -> None:
-    it = stream(numbered(7))
-    with pytest.raises(ConfigError, match=r"cursor 7.* outside of the 7 windows"):
-        it.seek(it.position | {"cursor": 7})
+# --- what holds no window, or no end ---
+
+
+def test_one_document_is_cut_in_the_same_way_with_packing_and_without() -> None:
+    assert isinstance(windows_of([[1, 2, 3, 4]], 2, packing=True), SeparateWindows)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("documents", [[], [[]], [[7]], [[], []]])
+def test_what_holds_no_window_is_refused(documents: list[list[int]], packing: bool) -> None:
+    tokens = sum(map(len, documents))
+    with pytest.raises(ConfigError, match=f"nothing to learn in texts: a window needs 2 tokens, got {tokens} in "):
+        windows_of(documents, 4, packing=packing)
+
+
+def test_joining_needs_an_end_that_the_model_has() -> None:
+    two = [b"ab", b"cd"]
+    with pytest.raises(ConfigError, match=r"end of a document has id 256, but the model's vocab_size is 256"):
+        cut(corpus_of(*two), seq_len=4, packing=True, vocab_size=256)
+    with pytest.raises(ConfigError, match=r"name no eos_token that its tokenizer.json has"):
+        cut(corpus_of(*two, end_of_document=None), seq_len=4, packing=True, vocab_size=256)
+    for packing, documents in [(False, two), (True, two[:1])]:
+        cut(corpus_of(*documents, end_of_document=None), seq_len=4, packing=packing, vocab_size=256)

@@ -8,7 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray.io.batches import Batch, BatchStream
-from megatrain_ray.io.windows import load_windows
+from megatrain_ray.io.windows import cut
+from tests.texts import corpus_of
 
 TEXT = Path(__file__).parent.parent / "examples" / "data" / "tinyshakespeare.txt"
 VOCAB_SIZE = 257
@@ -47,6 +48,10 @@ def build_tiny(
 
 def tiny_batches(num_batches: int, batch_size: int = 4, seq_len: int = 32) -> list[Batch]:
     """The first batches of the shipped text, shuffled with seed 0, as bytes."""
-    windows = load_windows(str(TEXT), "bytes", seq_len=seq_len, packing=True, vocab_size=VOCAB_SIZE)
-    stream = BatchStream(windows, batch_size=batch_size, shuffle=True, seed=0)
+    return text_batches(num_batches, batch_size, seq_len)
+
+
+def text_batches(num_batches: int, batch_size: int, seq_len: int, *, seed: int = 0) -> list[Batch]:
+    windows = cut(corpus_of(TEXT.read_bytes()), seq_len=seq_len, packing=True, vocab_size=VOCAB_SIZE)
+    stream = BatchStream(windows, batch_size=batch_size, shuffle=True, seed=seed)
     return [stream.next_batch() for _ in range(num_batches)]
