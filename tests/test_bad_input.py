@@ -89,7 +89,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
     assert main(["train", str(path)]) == code
     shown = capsys.readouterr().err
     assert message in shown
-    assert shown.startswith("error: ")
+    assert sum(line.startswith("error: ") for line in shown.splitlines()) == 1
     assert "Traceback" not in shown
     assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
 
