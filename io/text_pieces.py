@@ -17,8 +17,8 @@ import numpy as np
 from megatrain_ray.io.records import TextBlock
 from megatrain_ray.io.tokens import TokenArray, TokenBlock
 
-PIECE_CHARS = 1 << 17  # between two cuts
-OVERLAP_CHARS = 1 << 10  # that a piece has beyond a cut, on either side
+PIECE_CHARS = 1 << 14  # between two cuts: a byte-level BPE took half the CPU time that it took with 1 << 17
+OVERLAP_CHARS = 1 << 9  # that a piece has beyond a cut, on either side
 COMPARED_CHARS = OVERLAP_CHARS // 2  # in which pieces must agree, on either side of a cut
 
 Encode = Callable[[str], Any]  # of one text, to a tokenizers.Encoding
