@@ -15,7 +15,9 @@ from megatrain_ray.io.tokens import TokenBlock
 TOKENS_NAME = "tokens.bin"
 LENGTHS_NAME = "lengths.bin"
 LENGTH_TYPE = np.dtype("<i8")
-CHUNK_TOKENS = 1 << 20  # written at a time
+READ_BYTES = 1 << 20
+CHUNK_TOKENS = 1 << 18  # written at a time
+EMPTY_TOKENS = 16  # what a block takes in memory beside its ids, counted as these
 
 ID_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
@@ -52,7 +54,7 @@ class TokenWriter:
     def add(self, block: TokenBlock) -> None:
         """Raises OSError."""
         self._blocks.append(block)
-        self._num_waiting += block.ids.size
+        self._num_waiting += block.ids.size + EMPTY_TOKENS
         if self._num_waiting >= CHUNK_TOKENS:
             self._write()
 
@@ -60,7 +62,7 @@ class TokenWriter:
         """Writes what waits and takes the lengths into the checksums. Raises OSError."""
         self._write()
         self._lengths.seek(0)
-        while data := self._lengths.read(CHUNK_TOKENS):
+        while data := self._lengths.read(READ_BYTES):
             self.crc32 = {itemsize: zlib.crc32(data, crc) for itemsize, crc in self.crc32.items()}
 
     def _write(self) -> None:

@@ -17,6 +17,7 @@ from megatrain_ray.io.text_pieces import Joiner, Piece, cut_texts
 from megatrain_ray.io.tokens import TokenArray, TokenBlock
 
 BATCH_CHARS = 4 << 20  # encoded at a time; an encoded character takes some 30 bytes until its ids are taken
+EMPTY_CHARS = 64  # what a text takes beside its characters, counted as these
 
 # What AutoTokenizer reads beside tokenizer.json.
 FILE_NAMES = (
@@ -111,7 +112,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     num_chars = 0
     for piece in pieces:
         batch.append(piece)
-        num_chars += len(piece.text)
+        num_chars += len(piece.text) + EMPTY_CHARS
         if num_chars >= BATCH_CHARS:
             yield batch
             batch, num_chars = [], 0

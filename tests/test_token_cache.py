@@ -177,7 +177,11 @@ def test_two_starts_do_the_work_once(recipe: TokenRecipe, root: Path) -> None:
     assert [path.name for path in root.iterdir()] == [folders[0].name]
 
 
-def test_an_id_outside_of_the_vocabulary_names_its_file(tmp_path: Path, root: Path) -> None:
+@pytest.mark.parametrize("chunk", [1, 1 << 18])
+def test_an_id_outside_of_the_vocabulary_names_its_file(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("megatrain_ray.io.token_writer.CHUNK_TOKENS", chunk)
     write(tmp_path, a="aaaa", b="", c="az", d="x")
     recipe = TokenRecipe(tuple(sorted(tmp_path.glob("*.txt"))), "bytes", "text", "error")
     message = r"c\.txt has token id 122, but the model's vocab_size is 122; .* at least 123 entries"
@@ -197,6 +201,7 @@ def test_the_writer_cuts_documents_anywhere(
     folder, seen = tmp_path_factory.mktemp("writer"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatrain_ray.io.token_writer.CHUNK_TOKENS", chunk)
+        patch.setattr("megatrain_ray.io.token_writer.EMPTY_TOKENS", 0)
         with TokenWriter(folder, 4, lambda *told: seen.append(told)) as writer:
             for blocks in documents:
                 sizes = blocks or [0]
