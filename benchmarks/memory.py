@@ -24,6 +24,7 @@ from megatrain_ray.crew import Crew
 from megatrain_ray.engine.plan import Tier
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.tokenizing import tokenize
 
 ROOT = Path(__file__).parent.parent
 NUM_LAYERS = (6, 20)
@@ -86,10 +87,11 @@ def run_step(crew: Crew, step: int) -> Mapping[str, Any]:
 
 
 def data_arguments(ready: Prepared) -> dict[str, Any]:
+    config, vocab_size = ready.config, ready.structure.vocab_size
     return {
-        "data": ready.config.data,
-        "tokenizer": "bytes",
-        "vocab_size": ready.structure.vocab_size,
+        "data": config.data,
+        "tokens": tokenize(config.data, config.tokenizer, vocab_size, Path(config.run_dir)),
+        "vocab_size": vocab_size,
         "batch_size": 1,
         "step": 0,
         "position": None,

@@ -21,6 +21,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.planning import Prepared, prepare
 from tests.runs import config
+from tests.texts import tokens_of
 
 SHAPES: dict[int, dict[str, int]] = {
     1_000_000: {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4},
@@ -39,7 +40,7 @@ def started(ready: Prepared) -> Iterator[Crew]:
     data = ready.config.data
     arguments = {
         "data": data,
-        "tokenizer": ready.config.tokenizer,
+        "tokens": tokens_of(data, Path(ready.config.run_dir)),
         "vocab_size": ready.structure.vocab_size,
         "batch_size": ready.plan.micro_batch_size * ready.plan.num_micro_batches,
         "step": 0,
