@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
@@ -33,26 +33,30 @@ def find_documents(path: str | Sequence[str]) -> tuple[Path, ...]:
 
 
 def _expand(pattern: str) -> list[Path]:
-    if Path(pattern).exists():
-        return list(_files(Path(pattern)))
+    path = Path(pattern)
+    if path.is_dir() and not _inside(path):
+        raise ConfigError(f"data.path: the folder {path} holds no file of a known format ({', '.join(SUFFIXES)})")
+    if path.exists():
+        return _files(path)
     if not glob.has_magic(pattern):
         raise ConfigError(f"data.path: no such file: {pattern} (relative paths start at {Path.cwd()})")
     matches = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 - Path.glob refuses absolute ones
-    if not matches:
-        raise ConfigError(f"data.path: no file matches {pattern} (relative paths start at {Path.cwd()})")
-    return sorted({file for match in matches for file in _files(match)})
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if not path.is_dir():
-        _check_format(path)
-        yield path
-        return
-    inside = sorted(file for file in path.rglob("*") if format_of(file) and not _is_hidden(file.relative_to(path)))
-    files = [file for file in inside if file.is_file()]
+    files = sorted({file for match in matches for file in _files(match)})
     if not files:
-        raise ConfigError(f"data.path: the folder {path} holds no file of a known format ({', '.join(SUFFIXES)})")
-    yield from files
+        raise ConfigError(f"data.path: no file matches {pattern} (relative paths start at {Path.cwd()})")
+    return files
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return _inside(path)
+    _check_format(path)
+    return [path]
+
+
+def _inside(folder: Path) -> list[Path]:
+    files = (file for file in folder.rglob("*") if format_of(file) and not _is_hidden(file.relative_to(folder)))
+    return sorted(file for file in files if file.is_file())
 
 
 def _is_hidden(path: Path) -> bool:

@@ -62,13 +62,12 @@ def read_texts(file: Path, text_field: str, skips: Skips) -> Iterator[TextBlock]
     A byte order mark at the start of a file is dropped; line ends stay as they are. Raises ConfigError naming file and
     line, row or offset for what cannot be read or ends too early, and for a bad record unless `skips` counts those.
     """
-    match format_of(file):
-        case suffix if suffix == TEXT:
-            yield from _read_plain(file, skips)
-        case suffix if suffix == PARQUET:
-            yield from _read_parquet(file, text_field, skips)
-        case _:
-            yield from _read_lines(file, text_field, skips)
+    suffix = format_of(file)
+    if suffix == TEXT:
+        return _read_plain(file, skips)
+    if suffix == PARQUET:
+        return _read_parquet(file, text_field, skips)
+    return _read_lines(file, text_field, skips)
 
 
 def _read_plain(file: Path, skips: Skips) -> Iterator[TextBlock]:

@@ -19,6 +19,7 @@ def names(folder: Path, *patterns: str) -> list[str]:
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / ".hidden").mkdir()
+    (tmp_path / "b" / "empty").mkdir()
     write(tmp_path, c="", a="")
     write(tmp_path / "b", x_jsonl="", README_md="")
     write(tmp_path / "b" / "deep", z_jsonl_zst="", y_PARQUET="")
@@ -32,6 +33,7 @@ def test_paths_globs_folders_and_lists_give_files_in_a_stable_order(tree: Path) 
     assert names(tree, "c.txt", "*.txt") == ["c.txt", "a.txt", "c.txt"]
     assert names(tree, ".") == ["a.txt", *deep, "b/x.jsonl", "c.txt"]
     assert names(tree, "b/deep", "a.txt") == [*deep, "a.txt"]
+    assert names(tree, "b/[de]*") == deep
     assert names(tree, "b/**/*.jsonl*", "[bc]*") == ["b/deep/z.jsonl.zst", "b/x.jsonl", *deep, "b/x.jsonl", "c.txt"]
 
 
@@ -47,6 +49,8 @@ def test_a_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:
         ("no*.txt", "no file matches .*no\\*.txt"),
         ("b/*", r"README.md is of no known format \(.md\); expected one of .txt, .jsonl, .jsonl.zst, .parquet"),
         (".hidden/none", "no such file"),
+        ("b/empty", "empty holds no file of a known format"),
+        ("b/emp*", r"no file matches .*b/emp\*"),
     ],
 )
 def test_what_is_not_there_or_of_no_known_format_is_refused_by_name(tree: Path, pattern: str, message: str) -> None:
