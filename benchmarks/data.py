@@ -113,6 +113,7 @@ def measure(folder: Path, file: str, tokenizer: str) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "tokens_per_s": round(corpus.tokens.size / seconds),
         "text_mb_per_s": round((folder / "one.txt").stat().st_size / seconds / 1e6, 2),
+        "cpu_s": round(cpu_s, 2),
         "cores": round(cpu_s / seconds, 2),
         "extra_mib": round(extra_bytes / 2**20),
         "batches_tokens_per_s": {
