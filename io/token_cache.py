@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.disk_errors import explained
 from megatrain_ray.io.durable import wait_for_lock
 from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
 from megatrain_ray.io.records import Skips, TextBlock, read_texts
@@ -107,7 +108,8 @@ def make_tokens(recipe: TokenRecipe, root: Path, vocab_size: int, watcher: Watch
     """
     provenance = recipe.provenance()
     folder = root / key_of(provenance)
-    with wait_for_lock(root / f"{folder.name}.lock", lambda: watcher.wait(folder)):
+    lock = root / f"{folder.name}.lock"
+    with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder)):
         if read_meta(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
             remove_abandoned(root)

@@ -141,6 +141,11 @@ def test_nothing_is_left_of_a_failure(recipe: TokenRecipe, root: Path, error: Ba
     assert list(root.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_locked_is_named(recipe: TokenRecipe, tmp_path: Path) -> None:
+    with pytest.raises(MegatrainError, match="cannot write .*/gone/[0-9a-f]{32}: No such file"):
+        make_tokens(recipe, tmp_path / "gone", 257, Watch())
+
+
 def test_files_that_change_while_they_are_read_are_noticed(recipe: TokenRecipe, root: Path) -> None:
     with pytest.raises(ConfigError, match="files changed while they were read"):
         make_tokens(recipe, root, 257, Watch(on_advance=lambda: os.utime(recipe.files[0], ns=(1, 1))))
