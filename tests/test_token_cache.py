@@ -142,7 +142,7 @@ def test_nothing_is_left_of_a_failure(recipe: TokenRecipe, root: Path, error: Ba
 
 
 def test_a_folder_that_cannot_be_locked_is_named(recipe: TokenRecipe, tmp_path: Path) -> None:
-    with pytest.raises(MegatrainError, match="cannot write .*/gone/[0-9a-f]{32}: No such file"):
+    with pytest.raises(MegatrainError, match=r"cannot write .*/gone/[0-9a-f]{32}: No such file"):
         make_tokens(recipe, tmp_path / "gone", 257, Watch())
 
 
