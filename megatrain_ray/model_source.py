@@ -67,7 +67,7 @@ class _Factory:
 
         values = {k: v for k, v in self.config.items() if k != "model_type"}
         config = AutoConfig.for_model(self.config["model_type"], **values)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def open_model(model: ModelConfig) -> ModelSource:
