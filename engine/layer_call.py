@@ -1,7 +1,8 @@
 """LayerCall: one call of a layer's module from inside the model's own forward.
 
-The call is cut out of autograd: the tensors that come in are detached, the ones that go out are leaves whose `.grad`
-collects what later consumers send back. Between calls the model's own operations ("glue") build ordinary small graphs.
+The call is cut out of autograd: the tensors that come in are detached, the ones that go out begin at leaves whose
+`.grad` collects what later consumers send back. Between calls the model's own operations ("glue") build ordinary small
+graphs.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class LayerCall:
         self.ports = list(ports.values())
         self._graph: _Graph | None = None
         self.leaves: list[torch.Tensor] = []
+        self.handed: list[torch.Tensor] = []  # what the model gets for each leaf
 
     def forward(
         self,
@@ -71,7 +73,7 @@ class LayerCall:
         parameters: Sequence[torch.Tensor],
         saving: AbstractContextManager[None] | None,
     ) -> Outcome:
-        """Runs the layer; leaves stand in place of the floating-point tensors of its outcome.
+        """Runs the layer; tensors that begin at leaves stand in place of the floating-point ones of its outcome.
 
         `function` returns the layer's result and recorded outputs. With `saving` (a saved-tensor context) the graph is
         kept for backward; with None only the arguments are.
@@ -84,8 +86,9 @@ class LayerCall:
         values, spec = tree_flatten(tuple(outcome))
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                values[i] = value.detach().requires_grad_(True)
-                self.leaves.append(values[i])
+                self.leaves.append(value.detach().requires_grad_(True))
+                values[i] = _Handed.apply(self.leaves[-1])  # type: ignore[no-untyped-call]
+                self.handed.append(values[i])
         return Outcome(*tree_unflatten(values, spec))
 
     def recompute(
@@ -152,6 +155,7 @@ class LayerCall:
         self._arguments = []
         self.ports = []
         self.leaves = []
+        self.handed = []
 
     def _build(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
@@ -173,6 +177,19 @@ class LayerCall:
         args, kwargs, fresh = self.stores.refilled(contents)
         result, recorded = function(*args, **kwargs)
         return Outcome(result, self.stores.added(contents, fresh), recorded)
+
+
+class _Handed(torch.autograd.Function):
+    """The same elements, one node behind: unlike a leaf or a view of one, the model may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        same: torch.Tensor = torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(leaf)  # type: ignore[call-overload]
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _floating(outcome: Outcome) -> list[torch.Tensor]:

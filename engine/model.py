@@ -39,7 +39,9 @@ class ModelStructure:
     parameter_order: tuple[str, ...]
     base: str  # path of the module that holds the layers and returns the final hidden state
     loss_modules: frozenset[str]  # of the head: called on the final hidden state, token chunk by token chunk
-    unused: tuple[str, ...]  # parameters that a text never reaches, a vision tower's for instance; they stay as they are
+    unused: tuple[
+        str, ...
+    ]  # parameters that a text never reaches, a vision tower's for instance; they stay as they are
     vocab_size: int
 
     def layout(self, num_fragments: int = 1) -> ModelLayout:

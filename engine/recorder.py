@@ -17,12 +17,12 @@ UNNEEDED = frozenset({"hidden_states", "attentions", "cross_attentions"})  # no 
 
 
 class Wanted(NamedTuple):
-    """The output `index` of every module of a class, or whose class or path has a name."""
+    """The output number `output` of every module of a class, or whose class or path has a name."""
 
     key: str
     target_class: type[nn.Module] | None
     class_name: str | None
-    index: int
+    output: int
     layer_name: str | None
 
 
@@ -32,14 +32,14 @@ class Recorder:
     def __init__(self, model: nn.Module, base: str, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """`base`: path of the module whose output the recordings become part of. `modules`: the layers', by path."""
         self._recorded: dict[str, list[torch.Tensor]] = {}
-        wanted = list(_wanted(model, base))
-        hooked: set[int] = set()
+        hooks = {want: self._hook(want) for want in _wanted(model, base)}
+        hooked: set[tuple[int, str]] = set()
         for path, module in modules:
             for name, inner in module.named_modules(prefix=path):
-                for want in wanted:
-                    if _matches(want, inner, name) and id(inner) not in hooked:
-                        hooked.add(id(inner))
-                        inner.register_forward_hook(self._hook(want))
+                for want, hook in hooks.items():
+                    if _matches(want, inner, name) and (id(inner), want.key) not in hooked:
+                        hooked.add((id(inner), want.key))
+                        inner.register_forward_hook(hook)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[torch.Tensor]]]:
         """What the function returns, and what inner modules did meanwhile, by key."""
@@ -49,7 +49,7 @@ class Recorder:
 
     def _hook(self, want: Wanted) -> Callable[..., None]:
         def hook(_: nn.Module, args: object, output: Any) -> None:
-            value = output[want.index] if isinstance(output, tuple) else output
+            value = output[want.output] if isinstance(output, tuple) else output
             if value is not None:
                 self._recorded.setdefault(want.key, []).append(value)
 

@@ -31,7 +31,7 @@ class Skeleton:
             if path not in structure.loss_modules:
                 _replace(model, path, LayerProxy(path, module))
         self._base = model.get_submodule(structure.base)
-        self._stand_in = _StandIn()
+        self._stand_in = _StandIn(self._base)
         _replace(model, structure.base, self._stand_in)
         self._model = model
         anchor = torch.empty(0, dtype=next(dtypes), device=device)
@@ -92,10 +92,17 @@ class _ZeroLoss:
 
 
 class _StandIn(nn.Module):
-    """Stands where the base model was and returns what it is told to."""
+    """Stands where the base model was and returns what it is told to; attributes that are read off it are the base's."""
 
     kind: type = tuple  # of the base model's own output
     _output: Any = None
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_base"] = base  # not a submodule: the model must not find it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
 
     @contextmanager
     def returning(self, output: Any) -> Iterator[None]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -98,6 +97,7 @@ class StepRunner:
             for path, module in skeleton.modules.items()
         }
         self._positions = {path: positions_of(module) for path, module in skeleton.modules.items()}
+        self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
         self.num_forwards = 0
         self.whereabouts = "between steps"  # read by other threads
 
@@ -213,6 +213,9 @@ class StepRunner:
             forward_pass.settle(call)
             if not call.has_graph:
                 self._recompute(call, layer, j, state)
+            if call.path not in self._closed:  # once is enough: it is a property of the layer
+                call.check_closed()
+                self._closed.add(call.path)
             with self._device.compute(Op("backward", layer, j)):
                 of_parameters = forward_pass.backward(call)
             for segment, gradient in zip(self._segments[call.path], of_parameters, strict=True):

@@ -20,10 +20,9 @@ class Stores:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._args = args
         self._kwargs = kwargs
+        places: list[tuple[Place, Any]] = [*enumerate(args), *kwargs.items()]
         self._containers: dict[Place, MutableMapping[Any, Any]] = {
-            place: value
-            for place, value in [*enumerate(args), *kwargs.items()]
-            if isinstance(value, dict | UserDict)
+            place: value for place, value in places if isinstance(value, dict | UserDict)
         }
 
     def contents(self) -> tuple[list[Any], dict[str, Any]]:

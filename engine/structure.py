@@ -38,7 +38,9 @@ def discover(
             trial = run_trial(model, torch.zeros(micro_batch_size, seq_len, dtype=torch.int64))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ConfigError(f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}") from error
+            raise ConfigError(
+                f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}"
+            ) from error
         return _Found(model, trial).result()
 
 
@@ -78,14 +80,16 @@ class _Found:
         sizes = {
             path: sum(p.numel() for p in module.parameters())
             for path, module in self._model.named_modules()
-            if isinstance(module, nn.ModuleList) and any(f"{path}.{name}" in called for name, _ in module.named_children())
+            if isinstance(module, nn.ModuleList)
+            and any(f"{path}.{name}" in called for name, _ in module.named_children())
         }
         if not sizes:
             raise ConfigError(
                 f"{self._name} has no list of layers (a ModuleList whose members run one after the other): only "
                 "decoder-only models that have one can be streamed"
             )
-        return max(sizes, key=lambda path: (sizes[path], -len(path)))
+        largest: str = max(sizes, key=lambda path: (sizes[path], -len(path)))
+        return largest
 
     def _find_base(self, list_path: str) -> Call:
         """The outermost module below the model that runs and holds the layer list: it returns the hidden states."""
@@ -126,7 +130,9 @@ class _Found:
         descend(self._model, "")
         return found
 
-    def _sorted(self, outer: Iterable[str], blocks: Sequence[Call], base: Call) -> tuple[list[str], list[str], list[str]]:
+    def _sorted(
+        self, outer: Iterable[str], blocks: Sequence[Call], base: Call
+    ) -> tuple[list[str], list[str], list[str]]:
         """Outer modules that run before the first layer, after the last, and of these the ones outside the base."""
         paths = set(outer)
         calls = [call for call in self._trial.calls if call.path in paths]

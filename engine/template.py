@@ -82,6 +82,7 @@ def structure(module: nn.Module) -> object:
         tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None),
         tuple((name, _describe(b)) for name, b in module._buffers.items()),
         _describe(own),
+        _describe([*module._forward_pre_hooks.values(), *module._forward_hooks.values()]),
         tuple((name, structure(child)) for name, child in module.named_children()),
     )
 
@@ -93,7 +94,7 @@ def _describe(value: object) -> object:
     if value is None or isinstance(value, str | int | float | bool | type | torch.dtype | torch.device):
         return (type(value), value)
     if isinstance(value, torch.Tensor):
-        raw = value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy() if value.numel() else b""
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return ("tensor", tuple(value.shape), value.dtype, hashlib.blake2b(raw).digest())
     if isinstance(value, Mapping):
         return ("mapping", tuple((str(k), _describe(v)) for k, v in value.items()))

@@ -75,11 +75,11 @@ def _entering(trial: Trial, path: str) -> Callable[..., None]:
     return hook
 
 
-class _Watched(TorchDispatchMode):
+class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down reads of parameters."""
 
     def __init__(self, trial: Trial, names: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._trial = trial
         self._names = names
 
@@ -92,7 +92,7 @@ class _Watched(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-class Answers(TorchDispatchMode):
+class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
     Whether all of something holds: yes; any other question about values: zero; which elements: all of them. So checks
@@ -100,7 +100,7 @@ class Answers(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alls: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(

@@ -1,8 +1,10 @@
-"""Tiny random models of many families: name → configuration. Whatever Transformers knows as a causal language model."""
+"""Tiny random models of many families: name → configuration. Run as a module it writes their table into docs/."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 VOCAB = 131
@@ -128,3 +130,29 @@ FAMILIES: dict[str, Family] = {
         ("model.vision_tower.", "model.multi_modal_projector."),
     ),
 }  # fmt: skip
+
+# Not bit-equal: family → the parameters whose gradient is summed in another order, by the first step.
+ROUNDED: dict[str, frozenset[str]] = {"Gemma 3n": frozenset({"model.embed_tokens.weight"})}
+
+BEGIN, END = "<!-- table begin -->\n", "<!-- table end -->\n"
+
+
+def table(in_bf16: Iterable[str]) -> str:
+    """The parity matrix in Markdown, as the tests check it."""
+    rows = ["| family | what only such a model needs | FP32 | BF16 |", "|---|---|---|---|"]
+    for name, of_family in FAMILIES.items():
+        fp32 = "last bits of " + ", ".join(f"`{p}`" for p in sorted(ROUNDED[name])) if name in ROUNDED else "bit-equal"
+        rows.append(f"| {name} | {of_family.shows} | {fp32} | {'bit-equal' if name in in_bf16 else 'not tested'} |")
+    return "\n".join(rows) + "\n"
+
+
+def write_docs(page: Path, in_bf16: Iterable[str]) -> None:
+    """Puts the table between the page's marks."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(before + BEGIN + table(in_bf16) + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    from tests.test_families import DOCS, IN_BF16
+
+    write_docs(DOCS, IN_BF16)

@@ -54,7 +54,6 @@ class Recipe:
     loss_chunk_tokens: int | None = None  # null: one chunk a micro-batch
     num_threads: int = 1
     device: str = "cpu"
-    frozen: tuple[str, ...] = ()  # prefixes of parameters that are left as they are
 
 
 @dataclass(frozen=True)
@@ -72,20 +71,33 @@ class Result:
     skipped: list[bool] = field(default_factory=list)
 
 
-def train_reference(folder: Path, batches: Iterable[Sequences], recipe: Recipe, start: Result | None = None) -> Result:
-    """Trains the model of `folder` on one batch an update; continues from `start` where one is given."""
+def train_reference(
+    folder: Path,
+    batches: Iterable[Sequences],
+    recipe: Recipe,
+    start: Result | None = None,
+    frozen: tuple[str, ...] = (),
+) -> Result:
+    """Trains the model of `folder` on one batch an update; continues from `start` where one is given.
+
+    `frozen`: prefixes of parameters that are left as they are.
+    """
     with _threads(recipe.num_threads):
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-        start = start or _beginning(folder, recipe)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(recipe.device).train()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # a view of the file, at any address: matrix products round by it
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+        start = start or _beginning(folder, recipe, model)
         masters = {name: nn.Parameter(master.clone()) for name, master in start.masters.items()}
         optimizer = _optimizer(masters, recipe, start)
         place = _Place(recipe.seed, start.step)
-        _seed_dropout(model, place, recipe)
+        _seed_dropout(model, place)
         losses, norms, rates, skipped = [], [], [], []
         for batch in batches:
             place.step += 1
-            _set_weights(_trained(model, recipe), masters)
+            _set_weights(_trained(model), masters)
             loss, gradients = _gradients(model, batch, recipe, place)
             for name, master in masters.items():
                 master.grad = gradients[name]
@@ -136,7 +148,7 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
             losses += _backward(model, inputs[j], targets[j], num_supervised, len(inputs))
         else:
             losses += _backward_in_chunks(model, inputs[j], targets[j], num_supervised, recipe.loss_chunk_tokens)
-        for name, parameter in _trained(model, recipe):
+        for name, parameter in _trained(model):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             sums[name] = gradient.float() if j == 0 else sums[name] + gradient.float()
     if recipe.grad_dtype == "bf16":
@@ -162,9 +174,7 @@ def _backward(
     return [part.item() for part in parts]
 
 
-def _backward_in_chunks(
-    model: Any, input_ids: Tensor, targets: Tensor, num_supervised: int, chunk: int
-) -> list[float]:
+def _backward_in_chunks(model: Any, input_ids: Tensor, targets: Tensor, num_supervised: int, chunk: int) -> list[float]:
     """The same with the head on some tokens at a time, of a model that is a body and a linear head.
 
     The head's gradient is summed in FP32 over the chunks and rounded once; backward through the body then adds to it
@@ -188,8 +198,8 @@ def _backward_in_chunks(
     return losses
 
 
-def _trained(model: Any, recipe: Recipe) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in model.named_parameters() if not name.startswith(recipe.frozen)]
+def _trained(model: Any) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 @dataclass
@@ -202,9 +212,9 @@ class _Place:
     layer: int = 0  # before the decoder layers, N + 1 after them
 
 
-def _seed_dropout(model: Any, place: _Place, recipe: Recipe) -> None:
+def _seed_dropout(model: Any, place: _Place) -> None:
     """Seeds before (call 0) and after (call 1) each decoder layer, and whatever else has parameters."""
-    trained = {id(p) for _, p in _trained(model, recipe)}
+    trained = {id(p) for _, p in _trained(model)}
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters() if id(p) in trained))
     inside = {id(m) for layer in layers for m in layer.modules()}
@@ -229,9 +239,9 @@ def _seed_dropout(model: Any, place: _Place, recipe: Recipe) -> None:
             module.register_forward_hook(lambda *_: seed(1))
 
 
-def _beginning(folder: Path, recipe: Recipe) -> Result:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(recipe.device)
-    masters = {name: parameter.detach() for name, parameter in _trained(model, recipe)}
+def _beginning(folder: Path, recipe: Recipe, model: Any) -> Result:
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(recipe.device)
+    masters = {name: whole.get_parameter(name).detach() for name, _ in _trained(model)}
     zeros = {name: torch.zeros_like(master) for name, master in masters.items()}
     return Result(0, 0, masters, zeros, zeros)
 

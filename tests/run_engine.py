@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatrain_ray.config import ModelConfig
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
@@ -31,7 +31,7 @@ from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import join
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.io.weights import WeightFolder
+from megatrain_ray.model_source import open_model
 from megatrain_ray.trace import CostModel, Record, Timeline, unit_cost
 from tests.reference import Recipe
 
@@ -76,12 +76,7 @@ class EngineResult:
 
 
 def folder_factory(folder: Path) -> ModelFactory:
-    config = AutoConfig.from_pretrained(folder)
-
-    def make(dtype: torch.dtype) -> Any:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-    return make
+    return open_model(ModelConfig(path=str(folder))).factory
 
 
 def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> tuple[ModelStructure, Plan]:
@@ -199,8 +194,9 @@ class HostState:
         ]
 
     def load(self, folder: Path) -> None:
+        source = open_model(ModelConfig(path=str(folder))).weights()
         for shard in self.shards:
-            shard.load(WeightFolder.open(folder))
+            shard.load(source)
 
     def whole(self, kind: str) -> Tensor:
         """One kind of all shards, every layer's padded flat at its start."""

@@ -150,7 +150,6 @@ def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str)
         ("spill", None),
         ("spill__path", "x"),
         ("log__tensorboard", True),
-        ("model__trust_remote_code", True),
         ("hardware__num_gpus", 2),
     ],
 )
