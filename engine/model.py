@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -56,6 +57,12 @@ class ModelStructure:
 
     def layer_of(self, path: str) -> int:
         return next(i for i, layer in enumerate(self.layers) if path in layer.modules)
+
+
+def kept_in_fp32(model: nn.Module, name: str) -> bool:
+    """Whether a transformers model wants this parameter or buffer in FP32 when the others are BF16."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(rf"(^|\.){re.escape(pattern)}($|\.)", name) for pattern in patterns)
 
 
 def build_empty(factory: ModelFactory, dtype: torch.dtype) -> nn.Module:

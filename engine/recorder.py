@@ -57,7 +57,7 @@ class Recorder:
 
 
 def _wanted(model: nn.Module, base: str) -> Iterator[Wanted]:
-    for path, module in model.get_submodule(base).named_modules(prefix=base):
+    for module in model.get_submodule(base).modules():
         specs = getattr(module, "_can_record_outputs", None)
         for key, several in (specs or {}).items():
             if key in UNNEEDED or not getattr(module.config, f"output_{key}", False):

@@ -92,7 +92,7 @@ class _ZeroLoss:
 
 
 class _StandIn(nn.Module):
-    """Stands where the base model was and returns what it is told to; attributes that are read off it are the base's."""
+    """Stands where the base model was and returns what it is told to; attributes read off it are the base's."""
 
     kind: type = tuple  # of the base model's own output
     _output: Any = None

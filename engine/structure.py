@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_ray.engine.layout import ParameterSpec
-from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure
+from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
 from megatrain_ray.engine.trial import Answers, Call, Trial, run_trial
 from megatrain_ray.errors import ConfigError
 
@@ -64,6 +64,7 @@ class _Found:
             self._spec("head", LayerKind.HEAD, head, owners),
         )
         self._check_reads(layers)
+        self._check_types(layers)
         structure = ModelStructure(
             layers=layers,
             parameter_order=tuple(owners[id(p)] for p in self._model.parameters() if id(p) in owners),
@@ -137,11 +138,10 @@ class _Found:
         paths = set(outer)
         calls = [call for call in self._trial.calls if call.path in paths]
         between = [call.path for call in calls if blocks[0].start < call.start < blocks[-1].stop]
-        if between or len(calls) != len(paths):
-            twice = [c.path for c in calls if sum(c.path == d.path for d in calls) > 1]
-            raise ConfigError(
-                f"{self._name} calls {(between or twice)[0]} {'between its layers' if between else 'twice'}; not supported"
-            )
+        twice = [call.path for call in calls if sum(call.path == other.path for other in calls) > 1]
+        if between or twice:
+            where = "between its layers" if between else "twice"
+            raise ConfigError(f"{self._name} calls {(between or twice)[0]} {where}; not supported")
         before = [call.path for call in calls if call.start < blocks[0].start]
         head = [call.path for call in calls if call.start > blocks[-1].stop]
         return before, head, [call.path for call in calls if call.start > base.stop]
@@ -175,6 +175,16 @@ class _Found:
                         f"{self._name}: parameter {parameter} belongs to no layer: it is read "
                         f"{'in ' + reader if reader else 'by the model itself'}; not supported yet"
                     )
+
+    def _check_types(self, layers: Sequence[LayerSpec]) -> None:
+        """Raises ConfigError where the model would keep a trained parameter in FP32 while the rest is BF16: what
+        streams is of one type."""
+        dtype = next(self._model.parameters()).dtype
+        for name in [p.name for layer in layers for p in layer.parameters]:
+            if dtype != torch.float32 and kept_in_fp32(self._model, name):
+                raise ConfigError(
+                    f"{self._name} keeps {name} in FP32 whatever the rest is: set train.precision: fp32 or tf32"
+                )
 
     def _activations(self, structure: ModelStructure) -> ActivationBytes:
         weights = {p.untyped_storage()._cdata for p in self._model.parameters()}

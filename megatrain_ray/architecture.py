@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatrain_ray.engine.model import kept_in_fp32
 from megatrain_ray.io.weights import WeightFolder
 
 
@@ -39,7 +39,7 @@ class Architecture:
 
         if self.code is not None:
             return AutoConfig.from_pretrained(self.code, trust_remote_code=True)
-        values = {k: v for k, v in self.settings.items() if k != "model_type"}
+        values = {k: _decoded(v) for k, v in self.settings.items() if k != "model_type"}
         return AutoConfig.for_model(self.settings["model_type"], **values)
 
     def refusal(self) -> str | None:
@@ -79,13 +79,20 @@ def is_known(model_type: object) -> bool:
     return model_type in CONFIG_MAPPING
 
 
+def _decoded(value: Any) -> Any:
+    """Numbers that JSON lacks, as Transformers writes them: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(inner) for key, inner in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _keep_in_fp32(model: nn.Module) -> None:
     """Buffers that a model wants in FP32 whatever its type: from_pretrained does so, from_config does not."""
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            full = f"{path}.{name}"
-            if buffer is not None and any(re.search(rf"(^|\.){re.escape(p)}($|\.)", full) for p in patterns):
+            if buffer is not None and kept_in_fp32(model, f"{path}.{name}"):
                 module._buffers[name] = buffer.float()
 
 
@@ -94,7 +101,7 @@ def _load_buffers(model: nn.Module, folder: WeightFolder) -> None:
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             full = f"{path}.{name}" if path else name
-            real = buffer is not None and not buffer.is_meta and not isinstance(buffer, FakeTensor)
-            if real and name not in module._non_persistent_buffers_set and full in folder.names:
-                if buffer.is_floating_point():
-                    buffer.copy_(folder.read(full, 0, buffer.numel()).view(buffer.shape))
+            if buffer is None or name in module._non_persistent_buffers_set or full not in folder.names:
+                continue
+            if buffer.is_floating_point() and not buffer.is_meta and not isinstance(buffer, FakeTensor):
+                buffer.copy_(folder.read(full, 0, buffer.numel()).view(buffer.shape))

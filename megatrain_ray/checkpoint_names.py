@@ -35,7 +35,7 @@ def checkpoint_names(model: nn.Module) -> WeightMap:
     for name, p in model.named_parameters():
         owners.setdefault(p.untyped_storage()._cdata, name)
     parameters = {name: model.get_parameter(name).detach() for name in owners.values()}
-    with _CopiesAreViews():
+    with _CopiesAreViews():  # type: ignore[no-untyped-call]
         written = revert_weight_conversion(model, dict(parameters))
     found: dict[str, list[CheckpointTensor]] = {}
     for name, tensor in written.items():

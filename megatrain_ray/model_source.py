@@ -50,7 +50,8 @@ class ModelSource:
 
     @property
     def max_positions(self) -> int | None:
-        return self.setting("max_position_embeddings")
+        positions: int | None = self.setting("max_position_embeddings")
+        return positions
 
     def check_weights(self, structure: ModelStructure) -> None:
         """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape."""
@@ -94,11 +95,13 @@ def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Pa
     if is_known(config.get("model_type")) or "auto_map" not in config:
         return None
     if place is None:
-        raise ConfigError("model.config: a model with code of its own (auto_map) needs its folder: give its config.json")
+        raise ConfigError(
+            "model.config: a model with code of its own (auto_map) needs its folder: give its config.json"
+        )
     if not trusted:
         raise ConfigError(
-            f"{place} is a {config.get('model_type')} model, which Transformers does not have: it comes with code of its "
-            "own. Read that code, then set model.trust_remote_code: true to let it run"
+            f"{place} is a {config.get('model_type')} model, which Transformers does not have: it comes with code of "
+            "its own. Read that code, then set model.trust_remote_code: true to let it run"
         )
     return place
 

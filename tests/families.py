@@ -54,7 +54,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma 3": family(
         "gemma3_text", "two rotary embeddings, alternating windows",
-        head_dim=8, sliding_window=8, query_pre_attn_scalar=8, layer_types=["sliding_attention"] * 2 + ["full_attention"],
+        head_dim=8, sliding_window=8, query_pre_attn_scalar=8,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"],
     ),
     "Phi-3": family("phi3", "fused projections"),
     "GPT-2": Family({"model_type": "gpt2", **GPT2_SIZES}, "learned positions, tied, dropout everywhere, Conv1D"),
@@ -69,7 +70,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Falcon, ALiBi": family("falcon", "ALiBi", alibi=True, new_decoder_architecture=False, multi_query=True),
     "MPT": Family(
-        {"model_type": "mpt", "vocab_size": VOCAB, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}, "ALiBi",
+        {"model_type": "mpt", "vocab_size": VOCAB, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64},
+        "ALiBi",
     ),
     "Mixtral": family(
         "mixtral", "experts, router loss", num_local_experts=8, num_experts_per_tok=2, output_router_logits=True,
@@ -85,7 +87,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepSeek-V3": family(
         "deepseek_v3", "latent attention, a dense first layer, shared experts, routing with a bias",
-        moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=2, topk_group=1,
+        moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=2,
+        topk_group=1,
         first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
         num_key_value_heads=4,
     ),
@@ -115,14 +118,16 @@ FAMILIES: dict[str, Family] = {
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     "Zamba2": family(
-        "zamba2", "one attention block shared by several layers", num_hidden_layers=4, mamba_d_state=8, mamba_headdim=16, n_mamba_heads=4,
+        "zamba2", "one attention block shared by several layers", num_hidden_layers=4, mamba_d_state=8,
+        mamba_headdim=16, n_mamba_heads=4,
         mamba_ngroups=1, chunk_size=8, num_mem_blocks=1, hybrid_layer_ids=[1, 3], use_mem_rope=True, adapter_rank=4,
         layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], num_key_value_heads=4,
     ),
     "Gemma 3, vision-language": Family(
         {"model_type": "gemma3",
          "text_config": {"model_type": "gemma3_text", **SIZES, "head_dim": 8, "sliding_window": 8,
-                         "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+                         "query_pre_attn_scalar": 8,
+                         "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
          "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128,
                            "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
          "mm_tokens_per_image": 4, "boi_token_index": 120, "eoi_token_index": 121, "image_token_index": 122},

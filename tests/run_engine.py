@@ -19,6 +19,7 @@ from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
+from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
@@ -31,7 +32,7 @@ from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import join
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.model_source import open_model
+from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.trace import CostModel, Record, Timeline, unit_cost
 from tests.reference import Recipe
 
@@ -75,8 +76,8 @@ class EngineResult:
         return [r.grad_norm for r in self.reports]
 
 
-def folder_factory(folder: Path) -> ModelFactory:
-    return open_model(ModelConfig(path=str(folder))).factory
+def folder_source(folder: Path, *, trust_remote_code: bool = False) -> ModelSource:
+    return open_model(ModelConfig(path=str(folder), trust_remote_code=trust_remote_code))
 
 
 def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> tuple[ModelStructure, Plan]:
@@ -110,14 +111,16 @@ def train_engine(
     *,
     cost: CostModel = unit_cost,
     make_device: Callable[[Timeline, int], Device] = lambda timeline, threads: CpuDevice(timeline, threads),
+    trust_remote_code: bool = False,
 ) -> EngineResult:
     """Trains the model of `folder` on one batch an update through the engine."""
     batches = list(batches)
-    factory = folder_factory(folder)
+    source = folder_source(folder, trust_remote_code=trust_remote_code)
+    factory = source.factory
     structure, plan = plan_for(factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
     layout = structure.layout(mode.num_fragments)
     state = HostState(layout, plan, recipe)
-    state.load(folder)
+    state.load(source.weights())
     result = EngineResult(plan)
 
     async def main() -> None:
@@ -193,8 +196,7 @@ class HostState:
             for s, t in zip(self.shard_layouts, self.tensors, strict=True)
         ]
 
-    def load(self, folder: Path) -> None:
-        source = open_model(ModelConfig(path=str(folder))).weights()
+    def load(self, source: WeightSource) -> None:
         for shard in self.shards:
             shard.load(source)
 
