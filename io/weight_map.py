@@ -25,6 +25,11 @@ class CheckpointTensor:
     offset: int
     stride: tuple[int, ...]
 
+    @staticmethod
+    def whole(name: str, shape: tuple[int, ...]) -> CheckpointTensor:
+        """A parameter that a checkpoint holds as it is."""
+        return CheckpointTensor(name, shape, 0, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))))
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -42,7 +47,7 @@ class CheckpointTensor:
     @property
     def is_contiguous(self) -> bool:
         """Whether it holds them in the parameter's own order."""
-        expected = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        expected = CheckpointTensor.whole(self.name, self.shape).stride
         return all(n == 1 or s == e for n, s, e in zip(self.shape, self.stride, expected, strict=True))
 
 

@@ -31,10 +31,8 @@ def checkpoint_names(model: nn.Module) -> WeightMap:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # Transformers 4 converts nothing
         return {}
-    owners: dict[int, str] = {}  # by storage: what is tied may be several parameters on the meta device
-    for name, p in model.named_parameters():
-        owners.setdefault(p.untyped_storage()._cdata, name)
-    parameters = {name: model.get_parameter(name).detach() for name in owners.values()}
+    parameters = {name: model.get_parameter(name).detach() for name in owned_parameters(model)}
+    owners = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
     with _CopiesAreViews():  # type: ignore[no-untyped-call]
         written = revert_weight_conversion(model, dict(parameters))
     found: dict[str, list[CheckpointTensor]] = {}
@@ -47,3 +45,11 @@ def checkpoint_names(model: nn.Module) -> WeightMap:
     for owner, tensors in converted.items():
         check_covered(owner, parameters[owner].numel(), tensors)
     return converted
+
+
+def owned_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters, tied ones once: by storage, since on the meta device they may be several objects."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        first.setdefault(parameter.untyped_storage()._cdata, name)
+    return list(first.values())
