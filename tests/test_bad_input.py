@@ -45,9 +45,14 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
         "builds no llama model",
     ),
     "other model": (
+        lambda f, t: t.update(model={"config": {"model_type": "t5"}}),
+        2,
+        "a t5 model cannot be trained: it is an encoder-decoder",
+    ),
+    "shape of another model": (
         lambda f, t: t.update(model={"config": SHAPE | {"model_type": "mistral"}}),
         2,
-        "expected one of llama, got 'mistral'",
+        "MistralForCausalLM cannot be traced: its forward on ids failed with",
     ),
     "truncated weights": (lambda f, t: truncate(f / "model.safetensors"), 2, "model.safetensors is damaged"),
     "empty data": (lambda f, t: t["data"].update(path=write(f / "empty.txt", "")), 2, "nothing to learn in"),
