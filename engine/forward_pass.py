@@ -93,6 +93,10 @@ class ForwardPass:
                 self.result[key] = tuple(values)
             self._recorded.clear()
 
+    def answer(self, result: Any) -> None:
+        """Brings a result in the place of the pending call, which is not made and has no backward."""
+        self._switch(result)
+
     def _switch(self, *values: Any) -> None:
         answer = self._greenlet.switch(*values)
         finished = self._greenlet.dead

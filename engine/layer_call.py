@@ -67,6 +67,11 @@ class LayerCall:
         self.leaves: list[torch.Tensor] = []
         self.handed: list[torch.Tensor] = []  # what the model gets for each leaf
 
+    @property
+    def arguments(self) -> Sequence[Any]:
+        """What it was given, containers flattened."""
+        return self._arguments
+
     def forward(
         self,
         function: Function,

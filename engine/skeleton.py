@@ -39,9 +39,11 @@ class Skeleton:
             if hasattr(module, "base_model_prefix"):
                 _anchor(module, anchor)
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        """The base model's output for [B, T] ids; to be run by a ForwardPass."""
-        output = self._base(input_ids=input_ids, use_cache=False)
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+        """The base model's output for [B, T] ids; to be run by a ForwardPass. `positions`: [B, T], of several documents
+        in a row, by which the model keeps them apart (packing.py)."""
+        packed = {} if positions is None else {"position_ids": positions}
+        output = self._base(input_ids=input_ids, use_cache=False, **packed)
         self._stand_in.kind = type(output)
         return output
 

@@ -20,6 +20,7 @@ from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layer_call import Function, LayerCall
 from megatrain_ray.engine.layout import ModelLayout, Segment
 from megatrain_ray.engine.loss import chunked_loss
+from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
@@ -39,14 +40,6 @@ class World:
     num_supervised: int
     rank: int = 0
     size: int = 1
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """input_ids and targets: int64 [B, T] in host memory; a target of -100 is not supervised."""
-
-    input_ids: torch.Tensor
-    targets: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -127,8 +120,11 @@ class StepRunner:
                 self._transfer(self._store.fetch(visit.layer))
 
     def _forward_pass(self, micro_batch: MicroBatch) -> ForwardPass:
-        input_ids = micro_batch.input_ids.to(self._device.torch_device)
-        return ForwardPass(lambda: self._skeleton.forward(input_ids))
+        device, positions = self._device.torch_device, micro_batch.positions
+        input_ids = micro_batch.input_ids.to(device)
+        if positions is not None:
+            positions = positions.to(device)
+        return ForwardPass(lambda: self._skeleton.forward(input_ids, positions))
 
     def _targets(self, step: StepInput) -> list[torch.Tensor]:
         """On the device before the first layer: a copy from pageable memory later would wait for the compute stage."""

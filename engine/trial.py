@@ -21,6 +21,7 @@ class Call:
     inputs: list[torch.Tensor]
     stop: int = -1
     saved: tuple[int, int] = (0, 0)
+    output: Any = None  # of fake tensors
 
 
 @dataclass
@@ -39,9 +40,10 @@ class Trial:
         self.calls.append(call)
         self._open.append(call)
 
-    def leave(self) -> None:
+    def leave(self, output: Any) -> None:
         self._clock += 1
         call = self._open.pop()
+        call.output = output
         call.stop = self._clock
         call.saved = (call.saved[0], len(self.saved))
 
@@ -61,7 +63,7 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor) -> Trial:
     trial = Trial()
     for path, module in model.named_modules():
         module.register_forward_pre_hook(_entering(trial, path), with_kwargs=True)
-        module.register_forward_hook(lambda *_: trial.leave())
+        module.register_forward_hook(lambda module, inputs, output: trial.leave(output))
     names = {id(p): name for name, p in model.named_parameters()}
     with torch.autograd.graph.saved_tensors_hooks(trial.save, lambda tensor: tensor), _Watched(trial, names):
         model(input_ids=input_ids, use_cache=False)

@@ -30,6 +30,10 @@ class Windows(Protocol):
     @property
     def num_windows(self) -> int: ...
 
+    @property
+    def joins_documents(self) -> bool:
+        """Whether a window may hold several."""
+
     def rows(self, indices: NDArray[np.int64]) -> Rows:
         """The windows of these indices; short ones are padded."""
 
@@ -65,6 +69,10 @@ class SeparateWindows:
     def num_windows(self) -> int:
         return self.starts.size
 
+    @property
+    def joins_documents(self) -> bool:
+        return False
+
     def rows(self, indices: NDArray[np.int64]) -> Rows:
         columns = np.arange(self.seq_len + 1)
         real = columns < self.lengths[indices, None]
@@ -88,6 +96,10 @@ class PackedWindows:
         lengths = np.asarray(corpus.document_lengths)
         starts = np.cumsum(lengths) - lengths + np.arange(lengths.size)
         return PackedWindows(corpus, starts, end_of_document, seq_len)
+
+    @property
+    def joins_documents(self) -> bool:
+        return True
 
     @property
     def num_joined(self) -> int:

@@ -36,5 +36,7 @@ def family_batches(num_batches: int, batch_size: int = 4, seq_len: int = 20) -> 
         ids = torch.randint(3, NUM_IDS, (batch_size, seq_len + 1), generator=generator)
         targets = ids[:, 1:].clone()
         targets[0, :5] = -100
-        batches.append(Batch(ids[:, :-1].contiguous(), targets, int((targets != -100).sum()), batch_size * seq_len))
+        supervised = int((targets != -100).sum())
+        tokens = batch_size * seq_len
+        batches.append(Batch(ids[:, :-1].contiguous(), targets, None, supervised, tokens, tokens * seq_len))
     return batches

@@ -32,6 +32,8 @@ class Sequences(Protocol):
     def input_ids(self) -> Tensor: ...
     @property
     def targets(self) -> Tensor: ...
+    @property
+    def segments(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,16 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     sums: Named = {}
     inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
     targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
+    packed = _positions(batch.segments, len(inputs), recipe)
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
         if recipe.loss_chunk_tokens is None:
-            losses += _backward(model, inputs[j], targets[j], num_supervised, len(inputs))
+            losses += _backward(model, inputs[j], targets[j], packed[j], num_supervised, len(inputs))
         else:
-            losses += _backward_in_chunks(model, inputs[j], targets[j], num_supervised, recipe.loss_chunk_tokens)
+            losses += _backward_in_chunks(
+                model, inputs[j], targets[j], packed[j], num_supervised, recipe.loss_chunk_tokens
+            )
         for name, parameter in _trained(model):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             sums[name] = gradient.float() if j == 0 else sums[name] + gradient.float()
@@ -156,14 +161,31 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     return sum(losses), sums
 
 
+def _positions(segments: Tensor | None, num_micro_batches: int, recipe: Recipe) -> list[dict[str, Tensor]]:
+    """What makes the model keep several documents in a row apart: positions that begin again. [B, T] a micro-batch."""
+    if segments is None:
+        return [{}] * num_micro_batches
+    positions = torch.zeros_like(segments, dtype=torch.int64)
+    for row, documents in enumerate(segments.tolist()):
+        for column in range(1, len(documents)):
+            if documents[column] == documents[column - 1]:
+                positions[row, column] = positions[row, column - 1] + 1
+    return [{"position_ids": part} for part in positions.to(recipe.device).split(recipe.micro_batch_size)]
+
+
 def _backward(
-    model: Any, input_ids: Tensor, targets: Tensor, num_supervised: int, num_micro_batches: int
+    model: Any,
+    input_ids: Tensor,
+    targets: Tensor,
+    packed: dict[str, Tensor],
+    num_supervised: int,
+    num_micro_batches: int,
 ) -> list[float]:
     """Gradients of one micro-batch into `.grad`; its share of the step's loss.
 
     A router's auxiliary loss is a mean, not a sum over tokens: each micro-batch has an equal share in the step's.
     """
-    output = model(input_ids=input_ids, use_cache=False)
+    output = model(input_ids=input_ids, use_cache=False, **packed)
     logits = output.logits.float().flatten(0, 1)
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum") / num_supervised
     parts = [loss]
@@ -174,13 +196,15 @@ def _backward(
     return [part.item() for part in parts]
 
 
-def _backward_in_chunks(model: Any, input_ids: Tensor, targets: Tensor, num_supervised: int, chunk: int) -> list[float]:
+def _backward_in_chunks(
+    model: Any, input_ids: Tensor, targets: Tensor, packed: dict[str, Tensor], num_supervised: int, chunk: int
+) -> list[float]:
     """The same with the head on some tokens at a time, of a model that is a body and a linear head.
 
     The head's gradient is summed in FP32 over the chunks and rounded once; backward through the body then adds to it
     what a tied embedding contributes.
     """
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    hidden = model.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     head = model.get_output_embeddings()
     losses, of_hidden = [], []
     of_head: Any = None

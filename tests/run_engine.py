@@ -22,12 +22,13 @@ from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lr_schedule import learning_rate
+from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.shard import AdamShard
-from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import join
@@ -153,10 +154,8 @@ def train_engine(
 
 
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
-    pairs = zip(
-        batch.input_ids.split(recipe.micro_batch_size), batch.targets.split(recipe.micro_batch_size), strict=True
-    )
-    return StepInput(step, tuple(MicroBatch(x, y) for x, y in pairs), World(batch.num_supervised), recipe.seed)
+    micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
+    return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed)
 
 
 def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:

@@ -16,8 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.local_host import LocalHost
+from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.template import Templates
 from megatrain_ray.engine.visits import LoopOrder
