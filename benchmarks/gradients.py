@@ -25,8 +25,9 @@ from megatrain_ray.config_file import load_config
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.local_host import LocalHost
+from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.shard import UpdateHeader
-from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.gpu_worker import make_device
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.planning import Prepared, prepare
@@ -45,12 +46,6 @@ class Recorder:
             self.gradients[layer] = gradient.clone()
 
 
-def micro_batches(prepared: Prepared, batch: Batch) -> tuple[MicroBatch, ...]:
-    size = prepared.plan.micro_batch_size
-    pairs = zip(torch.split(batch.input_ids, size), torch.split(batch.targets, size), strict=True)
-    return tuple(MicroBatch(x, y) for x, y in pairs)
-
-
 async def engine_gradients(
     prepared: Prepared, weights: dict[str, Tensor], batch: Batch, layers: frozenset[int]
 ) -> tuple[float, dict[str, Tensor]]:
@@ -64,7 +59,7 @@ async def engine_gradients(
     device = make_device(plan, deterministic=True)
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
     engine = Engine(prepared.source.factory, prepared.structure, plan, device, host, poison=True)
-    step = StepInput(1, micro_batches(prepared, batch), World(batch.num_supervised), 0)
+    step = StepInput(1, micro_batches_of(batch, prepared.plan.micro_batch_size), World(batch.num_supervised), 0)
     report = await engine.step(step, UpdateSettings(1e-4, 1, 1.0))
     await host.drain(1)
     await host.close()
@@ -85,7 +80,7 @@ def plain_gradients(
     sums: dict[str, Tensor] = {}
     total = 0.0
     with device.activate():
-        for mb in micro_batches(prepared, batch):
+        for mb in micro_batches_of(batch, prepared.plan.micro_batch_size):
             model.zero_grad(set_to_none=True)
             logits = model(mb.input_ids.to(device.torch_device), use_cache=False).logits.float()
             targets = mb.targets.to(device.torch_device).flatten()

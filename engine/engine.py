@@ -19,13 +19,14 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, MemoryStatistics
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.model import ModelFactory, ModelStructure, Skeleton, build_empty
+from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.offload import Departure, Fetch, GradientOffloader
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import step_residency
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.seams import GradSink, ParamSource
 from megatrain_ray.engine.shard import UpdateHeader
+from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.slots import SlotRing
 from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.streamer import LayerStreamer

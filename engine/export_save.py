@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatrain_ray.io.export import FILE_BYTES, ExportDtype, ExportTensor, write
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.pieces import Piece
 from megatrain_ray.io.save_reader import SaveReader
+from megatrain_ray.io.weight_map import CheckpointTensor, WeightMap
 
 READ_ELEMENTS = 8 << 20  # at most 64 MiB at once: working copy, residual and master
 
@@ -28,9 +28,12 @@ def export_save(
     dtype: ExportDtype | None = None,
     file_bytes: int = FILE_BYTES,
     copies: Sequence[Path] = (),
+    names: WeightMap | None = None,
+    rest: Sequence[ExportTensor] = (),
 ) -> None:
     """Writes `out_dir`; tied parameters once. `dtype` None: the working copy's. `file_bytes`: of one file at most.
-    `copies`: files that go with the model.
+    `copies`: files that go with the model. `names`: what a checkpoint calls parameters, and how it cuts them. `rest`:
+    tensors that are no part of the save.
 
     Raises ConfigError unless `out_dir` is new or empty, MegatrainError naming the blob when the save is damaged, and
     when writing fails. There is no `out_dir` then.
@@ -39,12 +42,15 @@ def export_save(
         values = _SavedValues(save_folder, manifest, runner)
         chosen = dtype or (ExportDtype.BF16 if values.is_split else ExportDtype.FP32)
         tensors = [
-            ExportTensor(p.name, p.shape, partial(values.chunks, layer.name, p.start, math.prod(p.shape), chosen))
+            ExportTensor(t.name, t.shape, partial(values.tensor, layer.name, p.start + t.offset, t, chosen))
             for layer in manifest.layers
             for p in layer.parameters
             if p.tied_to is None
+            for t in (names or {}).get(p.name) or [CheckpointTensor.whole(p.name, p.shape)]
         ]
-        write_model_folder(out_dir, tensors, chosen, manifest.model, manifest.generation_config, file_bytes, copies)
+        write_model_folder(
+            out_dir, [*tensors, *rest], chosen, manifest.model, manifest.generation_config, file_bytes, copies
+        )
 
 
 class _SavedValues:
@@ -54,6 +60,15 @@ class _SavedValues:
         self.is_split = "residual" in manifest.itemsize
         self._reader = SaveReader(FileStore(save_folder), manifest)
         self._runner = runner
+
+    def tensor(self, layer: str, start: int, tensor: CheckpointTensor, dtype: ExportDtype) -> Iterator[memoryview]:
+        """The bytes of a checkpoint's tensor whose elements lie in a layer from the logical position `start` on."""
+        if tensor.is_contiguous:
+            yield from self.chunks(layer, start, tensor.numel, dtype)
+            return
+        read = self._working if dtype is ExportDtype.BF16 else self._master
+        values = read(layer, start, start + tensor.numel)
+        yield _bytes_of(values.as_strided(tensor.shape, tensor.stride).contiguous().view(-1))
 
     def chunks(self, layer: str, start: int, size: int, dtype: ExportDtype) -> Iterator[memoryview]:
         """The bytes of `size` elements of a layer from the logical position `start` on."""

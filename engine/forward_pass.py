@@ -11,13 +11,13 @@ did something between two calls, wait at the glue's end until every later call h
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
-from megatrain_ray.engine.layer_call import LayerCall
+from megatrain_ray.engine.layer_call import LayerCall, Outcome
 from megatrain_ray.errors import MegatrainError
 
 
@@ -50,6 +50,13 @@ class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
         return self.parent.switch(call)
 
 
+class Handed(NamedTuple):
+    """An output's leaf, and the node behind what the model got for it."""
+
+    leaf: torch.Tensor
+    node: Any
+
+
 class ForwardPass:
     """One micro-batch: forward call by call, then backward call by call. Compute thread only."""
 
@@ -60,20 +67,35 @@ class ForwardPass:
         self.result: Any = None
         self.calls: list[LayerCall] = []
         self._owner: dict[int, int] = {}  # id(leaf) → call; the calls keep their leaves alive
+        self._handed: dict[int, Handed] = {}  # id(what the model got) → leaf; the calls keep these alive, too
         self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._recorded: dict[str, list[torch.Tensor]] = {}
 
     def start(self) -> None:
         """Runs to the first call."""
         self._switch()
 
-    def resume(self, outputs: Any) -> None:
-        """Brings the pending call's outputs and runs to the next one, or to the end."""
+    def resume(self, outcome: Outcome) -> None:
+        """Brings the pending call's outcome and runs to the next one, or to the end."""
         call = self.pending
         if call is None:
             raise RuntimeError("no call is pending")
         self.calls.append(call)
         self._owner.update({id(leaf): call.index for leaf in call.leaves})
-        self._switch(outputs)
+        for tensor, leaf in zip(call.handed, call.leaves, strict=True):
+            self._handed[id(tensor)] = Handed(leaf, tensor.grad_fn)
+        for key, values in outcome.recorded.items():
+            self._recorded.setdefault(key, []).extend(values)
+        call.stores.write(outcome.added)
+        self._switch(outcome.result)
+        if self.pending is None:
+            for key, values in self._recorded.items():
+                self.result[key] = tuple(values)
+            self._recorded.clear()
+
+    def answer(self, result: Any) -> None:
+        """Brings a result in the place of the pending call, which is not made and has no backward."""
+        self._switch(result)
 
     def _switch(self, *values: Any) -> None:
         answer = self._greenlet.switch(*values)
@@ -86,14 +108,29 @@ class ForwardPass:
         """Adds a gradient to a tensor of the forward: a call's output or glue computed from outputs."""
         if gradient is None or not tensor.requires_grad:
             return
+        before = self._pending(tensor)
+        self._put(tensor, gradient if before is None else before + gradient)
+
+    def _pending(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What was sent to the tensor so far."""
+        leaf = self._leaf(tensor)
+        if leaf is not None:
+            return leaf.grad
+        return self._waiting[id(tensor)][1] if id(tensor) in self._waiting else None
+
+    def _put(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        leaf = self._leaf(tensor)
+        if leaf is not None:
+            leaf.grad = gradient
+            return
         key = id(tensor)
-        if key in self._owner:
-            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
-        elif key in self._waiting:
-            _, before, latest = self._waiting[key]
-            self._waiting[key] = (tensor, before + gradient, latest)
-        else:
-            self._waiting[key] = (tensor, gradient, self._latest_call(tensor))
+        latest = self._waiting[key][2] if key in self._waiting else self._latest_call(tensor)
+        self._waiting[key] = (tensor, gradient, latest)
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The leaf whose elements the tensor is; None when it is glue, or was changed in place since."""
+        handed = self._handed.get(id(tensor))
+        return handed.leaf if handed is not None and handed.node is tensor.grad_fn else None
 
     def settle(self, call: LayerCall) -> None:
         """Runs the glue between this call and later ones backward: afterwards its leaves' gradients are complete."""
@@ -109,11 +146,12 @@ class ForwardPass:
         The call must be settled and have a graph. Its leaves and arguments are freed.
         """
         ports = call.ports
-        gradients, of_parameters = call.backward()
+        gradients, of_parameters = call.backward([self._pending(port.tensor) for port in ports])
         for port, gradient in zip(ports, gradients, strict=True):
-            self.send(port.tensor, gradient)
-        for leaf in call.leaves:
-            del self._owner[id(leaf)]
+            if gradient is not None:
+                self._put(port.tensor, gradient)
+        for tensor, leaf in zip(call.handed, call.leaves, strict=True):
+            del self._owner[id(leaf)], self._handed[id(tensor)]
         call.free()
         self.calls.remove(call)
         return of_parameters
@@ -121,6 +159,7 @@ class ForwardPass:
     def free(self) -> None:
         self.calls.clear()
         self._owner.clear()
+        self._handed.clear()
         self._waiting.clear()
         self.result = None
 

@@ -1,33 +1,50 @@
 """LayerCall: one call of a layer's module from inside the model's own forward.
 
-The call is cut out of autograd: the tensors that come in are detached, the ones that go out are leaves whose `.grad`
-collects what later consumers send back. Between calls the model's own operations ("glue") build ordinary small graphs.
+The call is cut out of autograd: the tensors that come in are detached, the ones that go out begin at leaves whose
+`.grad` collects what later consumers send back. Between calls the model's own operations ("glue") build ordinary small
+graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from megatrain_ray.engine.stores import Stores
+from megatrain_ray.errors import MegatrainError
+
+Function = Callable[..., tuple[Any, dict[str, list[torch.Tensor]]]]
+
 
 @dataclass(frozen=True)
 class Port:
-    """A tensor that entered a call and wants a gradient: position among the flattened arguments, and the tensor."""
+    """A tensor that entered a call and wants a gradient, and where it stands among the flattened arguments."""
 
-    position: int
     tensor: torch.Tensor
+    positions: list[int] = field(default_factory=list)
+
+
+class Outcome(NamedTuple):
+    """What a call brought: what the layer returned, what it added to containers it was given (Stores.added), and
+    recorded outputs of inner modules, by key."""
+
+    result: Any
+    added: list[dict[Any, Any]]
+    recorded: dict[str, list[torch.Tensor]]
 
 
 @dataclass
 class _Graph:
-    """A live graph of one call: from `inputs` and `parameters` to `outputs`."""
+    """A live graph of one call: from `inputs` and `parameters` to `outputs`. `entries` are the inputs as the layer saw
+    them, one node behind."""
 
     inputs: list[torch.Tensor]
+    entries: list[torch.Tensor]
     parameters: Sequence[torch.Tensor]
     outputs: list[torch.Tensor]
 
@@ -39,57 +56,65 @@ class LayerCall:
         """`index`: among the calls of its micro-batch. `path`: the module that was called."""
         self.index = index
         self.path = path
-        self._arguments, self._spec = tree_flatten((args, kwargs))
-        self.ports = [
-            Port(i, value)
-            for i, value in enumerate(self._arguments)
-            if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
+        self.stores = Stores(args, kwargs)
+        self._arguments, self._spec = tree_flatten(self.stores.contents())
+        ports: dict[int, Port] = {}
+        for i, value in enumerate(self._arguments):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                ports.setdefault(id(value), Port(value)).positions.append(i)
+        self.ports = list(ports.values())
         self._graph: _Graph | None = None
         self.leaves: list[torch.Tensor] = []
+        self.handed: list[torch.Tensor] = []  # what the model gets for each leaf
+
+    @property
+    def arguments(self) -> Sequence[Any]:
+        """What it was given, containers flattened."""
+        return self._arguments
 
     def forward(
         self,
-        function: Callable[..., Any],
+        function: Function,
         parameters: Sequence[torch.Tensor],
         saving: AbstractContextManager[None] | None,
-    ) -> Any:
-        """Runs the layer; returns what it returned, with leaves in place of its floating-point tensors.
+    ) -> Outcome:
+        """Runs the layer; tensors that begin at leaves stand in place of the floating-point ones of its outcome.
 
-        With `saving` (a saved-tensor context) the graph is kept for backward; with None only the arguments are.
+        `function` returns the layer's result and recorded outputs. With `saving` (a saved-tensor context) the graph is
+        kept for backward; with None only the arguments are.
         """
         if saving is None:
             with torch.no_grad():
-                result = self._call(function, [port.tensor for port in self.ports])
+                outcome = self._call(function, [port.tensor for port in self.ports])
         else:
-            inputs = self._detached()
-            with torch.enable_grad(), saving:
-                result = self._call(function, inputs)
-            self._graph = _Graph(inputs, parameters, _floating(result))
-        values, spec = tree_flatten(result)
+            outcome = self._build(function, parameters, saving)
+        values, spec = tree_flatten(tuple(outcome))
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                values[i] = value.detach().requires_grad_(True)
-                self.leaves.append(values[i])
-        return tree_unflatten(values, spec)
+                self.leaves.append(value.detach().requires_grad_(True))
+                values[i] = _Handed.apply(self.leaves[-1])  # type: ignore[no-untyped-call]
+                self.handed.append(values[i])
+        return Outcome(*tree_unflatten(values, spec))
 
     def recompute(
-        self,
-        function: Callable[..., Any],
-        parameters: Sequence[torch.Tensor],
-        saving: AbstractContextManager[None],
+        self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
     ) -> None:
         """Runs the layer again on its arguments and keeps the graph."""
-        inputs = self._detached()
-        with torch.enable_grad(), saving:
-            self._graph = _Graph(inputs, parameters, _floating(self._call(function, inputs)))
+        self._build(function, parameters, saving)
 
     @property
     def has_graph(self) -> bool:
         return self._graph is not None
 
-    def backward(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Gradients of the ports and of the parameters, each in order; None where nothing flowed."""
+    def backward(
+        self, pending: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the ports, `pending` (what later calls sent to them) included, and of the parameters, each in
+        order; None where nothing flowed.
+
+        What is pending goes in at the ports' entries, so that autograd adds this call's contributions to it one by
+        one, as in a graph of the whole model.
+        """
         graph = self._graph
         if graph is None:
             raise RuntimeError(f"backward of {self.path} without a graph")
@@ -98,6 +123,7 @@ class LayerCall:
             for output, leaf in zip(graph.outputs, self.leaves, strict=True)
             if output.requires_grad and leaf.grad is not None
         ]
+        pairs += [(entry, p) for entry, p in zip(graph.entries, pending, strict=True) if p is not None]
         sources = [*graph.inputs, *graph.parameters]
         grads: Sequence[torch.Tensor | None] = [None] * len(sources)
         if pairs and sources:
@@ -106,24 +132,70 @@ class LayerCall:
         num_inputs = len(graph.inputs)
         return list(grads[:num_inputs]), list(grads[num_inputs:])
 
+    def check_closed(self) -> None:
+        """Raises MegatrainError when the call's graph reaches a tensor that did not come in as an argument: its
+        gradient would be lost."""
+        graph = self._graph
+        if graph is None:
+            return
+        own = {id(tensor) for tensor in (*graph.inputs, *graph.parameters)}
+        stack = [output.grad_fn for output in graph.outputs]
+        seen = set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in own:
+                raise MegatrainError(
+                    f"{self.path} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and that it was not "
+                    "given as an argument: layers that exchange tensors behind the model's back cannot be streamed"
+                )
+            stack.extend(next_node for next_node, _ in node.next_functions)
+
     def free(self) -> None:
         """Lets go of graph, arguments and outputs."""
         self._graph = None
         self._arguments = []
         self.ports = []
         self.leaves = []
+        self.handed = []
 
-    def _detached(self) -> list[torch.Tensor]:
-        return [port.tensor.detach().requires_grad_(True) for port in self.ports]
+    def _build(
+        self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
+    ) -> Outcome:
+        inputs = [port.tensor.detach().requires_grad_(True) for port in self.ports]
+        with torch.enable_grad(), saving:
+            entries = [tensor.view_as(tensor) for tensor in inputs]
+            outcome = self._call(function, entries)
+        self._graph = _Graph(inputs, entries, parameters, _floating(outcome))
+        return outcome
 
-    def _call(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
+    def _call(self, function: Function, inputs: Sequence[torch.Tensor]) -> Outcome:
         values = list(self._arguments)
         for port, tensor in zip(self.ports, inputs, strict=True):
-            values[port.position] = tensor
+            for position in port.positions:
+                values[position] = tensor
         spec: TreeSpec = self._spec
-        args, kwargs = tree_unflatten(values, spec)
-        return function(*args, **kwargs)
+        contents = tree_unflatten(values, spec)
+        args, kwargs, fresh = self.stores.refilled(contents)
+        result, recorded = function(*args, **kwargs)
+        return Outcome(result, self.stores.added(contents, fresh), recorded)
 
 
-def _floating(result: Any) -> list[torch.Tensor]:
-    return [v for v in tree_flatten(result)[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
+class _Handed(torch.autograd.Function):
+    """The same elements, one node behind: unlike a leaf or a view of one, the model may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        same: torch.Tensor = torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(leaf)  # type: ignore[call-overload]
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _floating(outcome: Outcome) -> list[torch.Tensor]:
+    return [v for v in tree_flatten(tuple(outcome))[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]

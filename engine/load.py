@@ -10,7 +10,7 @@ from megatrain_ray.engine.initial import initial_values
 
 
 class WeightSource(Protocol):
-    """Implemented by `io.weights.WeightFolder` and by `RandomSource`."""
+    """Implemented by `io.weight_map.MappedWeights` and by `RandomSource`."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter `name`: 1-D, fp32."""

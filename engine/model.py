@@ -1,23 +1,17 @@
-"""A Hugging Face causal language model without weights: its structure, and a skeleton that runs with proxies.
-
-Structure is found, not looked up by name: the layer list is the module list that holds most parameters; a trial
-forward on fake tensors (no memory, no arithmetic) tells what is called before, after and how much each layer keeps.
-"""
+"""What the engine knows of a model: its layers in the order of a forward, and what each is made of."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from megatrain_ray.engine.forward_pass import LayerProxy
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
-from megatrain_ray.errors import ConfigError
 
 ModelFactory = Callable[[torch.dtype], nn.Module]
 
@@ -44,7 +38,11 @@ class ModelStructure:
 
     layers: tuple[LayerSpec, ...]
     parameter_order: tuple[str, ...]
+    base: str  # path of the module that holds the layers and returns the final hidden state
     loss_modules: frozenset[str]  # of the head: called on the final hidden state, token chunk by token chunk
+    unused: tuple[
+        str, ...
+    ]  # parameters that a text never reaches, a vision tower's for instance; they stay as they are
     vocab_size: int
 
     def layout(self, num_fragments: int = 1) -> ModelLayout:
@@ -61,85 +59,15 @@ class ModelStructure:
         return next(i for i, layer in enumerate(self.layers) if path in layer.modules)
 
 
+def kept_in_fp32(model: nn.Module, name: str) -> bool:
+    """Whether a transformers model wants this parameter or buffer in FP32 when the others are BF16."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(rf"(^|\.){re.escape(pattern)}($|\.)", name) for pattern in patterns)
+
+
 def build_empty(factory: ModelFactory, dtype: torch.dtype) -> nn.Module:
     """The model with parameters on the meta device and buffers (rotary frequencies) computed."""
     with init_empty_weights(include_buffers=False):
         model = factory(dtype)
     model.train()
     return model
-
-
-def find_blocks(model: nn.Module) -> str:
-    """Path of the layer list. Raises ConfigError when the model has none."""
-    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-    sizes: dict[str, int] = {path: sum(p.numel() for p in m.parameters()) for path, m in lists}
-    if not sizes:
-        raise ConfigError(f"{type(model).__name__} has no list of layers: only decoder-only models can be streamed")
-    return max(sizes, key=lambda path: (sizes[path], -len(path)))
-
-
-def find_outer_modules(model: nn.Module, blocks: str) -> tuple[str, ...]:
-    """The largest modules with parameters that neither hold the layer list nor are in it."""
-    found: list[str] = []
-
-    def descend(module: nn.Module, path: str) -> None:
-        own = [name for name, p in module._parameters.items() if p is not None]
-        if own:
-            raise ConfigError(
-                f"{type(model).__name__}: parameter {path}{own[0]} belongs to no layer; not supported yet"
-            )
-        for name, child in module.named_children():
-            child_path = f"{path}{name}"
-            if child_path == blocks:
-                continue
-            if blocks.startswith(child_path + "."):
-                descend(child, child_path + ".")
-            elif any(True for _ in child.parameters()):
-                found.append(child_path)
-
-    descend(model, "")
-    return tuple(found)
-
-
-class Skeleton:
-    """The model that runs a forward with proxies for its layers, and its head on chunks of hidden states."""
-
-    def __init__(self, model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
-        self.modules = {p: model.get_submodule(p) for layer in structure.layers for p in layer.modules}
-        prefix = str(model.base_model_prefix)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device)
-        for path, module in self.modules.items():
-            if path not in structure.loss_modules:
-                parent, _, name = path.rpartition(".")
-                setattr(model.get_submodule(parent), name, LayerProxy(path, module))
-        self._base = model.get_submodule(prefix)
-        self._hidden = _Hidden()
-        setattr(model, prefix, self._hidden)
-        self._model = model
-
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        """The base model's output for [B, T] ids; to be run by a ForwardPass."""
-        return self._base(input_ids=input_ids, use_cache=False)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, T, D] → [1, T, V] through the model's own head, whose parameters must be bound."""
-        self._hidden.state = hidden
-        try:
-            output = self._model(inputs_embeds=hidden, use_cache=False)
-        finally:
-            self._hidden.state = None
-        logits: torch.Tensor = output.logits
-        return logits
-
-
-class _Hidden(nn.Module):
-    """Stands where the base model was and returns the hidden state it is given."""
-
-    state: torch.Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast  # 2 s of imports that io/ users never need
-
-        return BaseModelOutputWithPast(last_hidden_state=self.state)

@@ -76,12 +76,12 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
 
 
 def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boundary: int) -> int:
-    """Logits of a chunk, the hidden state's gradient, the head's gradient sum, and one tied gradient for each
-    micro-batch whose embedding has not had its backward."""
+    """Logits of a chunk, the hidden state's gradient, the head's gradient sum, and one gradient of every tied weight
+    for each micro-batch whose owner of it has not had its backward."""
     head = layout.layers[-1]
     chunked = plan.loss_chunk_tokens < plan.micro_batch_size * plan.seq_len
     elements = sum(max(s.numel, _size(s.shape)) for s in head.segments)
-    tied = sum(_size(s.shape) for s in head.segments if s.tied_to)
+    tied = sum({s.tied_to: _size(s.shape) for layer in layout.layers for s in layer.segments if s.tied_to}.values())
     return (
         logits_bytes(structure, plan.precision, plan.loss_chunk_tokens)
         + 2 * boundary

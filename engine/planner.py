@@ -117,6 +117,12 @@ def needed_fragments(layout: ModelLayout, layer: int) -> tuple[FragmentId, ...]:
     return tuple(FragmentId(i, f) for i in owners for f in range(len(layout.layers[i].fragments)))
 
 
+def _blocks_together(structure: ModelStructure, layout: ModelLayout, layer: int) -> int:
+    """Blocks that must be on the device at once for a visit to the layer: itself and those it shares weights with."""
+    needed = {fragment.layer for fragment in needed_fragments(layout, layer)}
+    return sum(structure.layers[i].kind is LayerKind.BLOCK for i in needed)
+
+
 @dataclass(frozen=True)
 class _Builder:
     """Fills in a plan for one candidate."""
@@ -202,9 +208,10 @@ class _Builder:
         for layer, kind in zip(self.layout.layers, kinds, strict=True):
             for f, span in enumerate(layer.fragments if kind is LayerKind.BLOCK else ()):
                 largest[f] = max(largest.get(f, 0), span.size * item)
+        together = max(_blocks_together(self.structure, self.layout, i) for i in range(len(kinds)))
         blocks = [
             SlotSpec(group_of(LayerKind.BLOCK, f), num_bytes)
-            for _ in range(self.candidate.num_block_slots)
+            for _ in range(self.candidate.num_block_slots + together - 1)
             for f, num_bytes in largest.items()
         ]
         edges = [self.layout.layers[0].size * item, self.layout.layers[-1].size * item]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -17,15 +17,17 @@ from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.gradients import GradientStore
-from megatrain_ray.engine.layer_call import LayerCall
+from megatrain_ray.engine.layer_call import Function, LayerCall
 from megatrain_ray.engine.layout import ModelLayout, Segment
 from megatrain_ray.engine.loss import chunked_loss
-from megatrain_ray.engine.model import ModelStructure, Skeleton
+from megatrain_ray.engine.micro_batch import MicroBatch
+from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.residents import Residents
+from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.streamer import LayerStreamer
-from megatrain_ray.engine.template import Template, Templates
+from megatrain_ray.engine.template import Template, Templates, positions_of
 from megatrain_ray.engine.visits import Phase, Visit
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.trace import Op
@@ -38,14 +40,6 @@ class World:
     num_supervised: int
     rank: int = 0
     size: int = 1
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """input_ids and targets: int64 [B, T] in host memory; a target of -100 is not supervised."""
-
-    input_ids: torch.Tensor
-    targets: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -92,9 +86,11 @@ class StepRunner:
         self._segments = _segments_by_module(structure, layout)
         templates = Templates()
         self._templates = {
-            path: templates.get(module, [local for _, local in self._segments[path]])
+            path: templates.get(module, [segment.local for segment in self._segments[path]])
             for path, module in skeleton.modules.items()
         }
+        self._positions = {path: positions_of(module) for path, module in skeleton.modules.items()}
+        self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
         self.num_forwards = 0
         self.whereabouts = "between steps"  # read by other threads
 
@@ -124,8 +120,11 @@ class StepRunner:
                 self._transfer(self._store.fetch(visit.layer))
 
     def _forward_pass(self, micro_batch: MicroBatch) -> ForwardPass:
-        input_ids = micro_batch.input_ids.to(self._device.torch_device)
-        return ForwardPass(lambda: self._skeleton.forward(input_ids))
+        device, positions = self._device.torch_device, micro_batch.positions
+        input_ids = micro_batch.input_ids.to(device)
+        if positions is not None:
+            positions = positions.to(device)
+        return ForwardPass(lambda: self._skeleton.forward(input_ids, positions))
 
     def _targets(self, step: StepInput) -> list[torch.Tensor]:
         """On the device before the first layer: a copy from pageable memory later would wait for the compute stage."""
@@ -135,6 +134,7 @@ class StepRunner:
         forward_pass = state.passes[j]
         if visit.phase is Phase.BACKWARD:
             gradients = self._backward(visit.layer, j, state)
+            self._keep_tied(visit.layer, gradients, state.tied[j])
             self._store.add(visit.layer, gradients, first=j == 0)
             if not forward_pass.calls:
                 forward_pass.free()
@@ -146,7 +146,7 @@ class StepRunner:
         if visit.phase is Phase.HEAD:
             gradients = self._loss(j, state)
             gradients |= self._backward(visit.layer, j, state)
-            state.tied[j] = {name: g for name, g in gradients.items() if self._layout.owner[name] != visit.layer}
+            self._keep_tied(visit.layer, gradients, state.tied[j])
             self._store.add(visit.layer, gradients, first=j == 0)
 
     def _forward(self, layer: int, j: int, state: _StepState) -> None:
@@ -157,10 +157,10 @@ class StepRunner:
             with self._bound(call.path) as (function, parameters), self._device.compute(Op("forward", layer, j)):
                 self._seed(state.step, j, layer, 0)
                 saving = self._residents.saving() if keep else None
-                outputs = call.forward(function, parameters, saving)
+                outcome = call.forward(function, parameters, saving)
                 self.num_forwards += 1
             self._seed(state.step, j, layer, 1)
-            forward_pass.resume(outputs)
+            forward_pass.resume(outcome)
 
     def _loss(self, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Loss of one micro-batch; sends its gradient into the forward pass and returns that of the head."""
@@ -170,7 +170,7 @@ class StepRunner:
             named: list[tuple[Segment, torch.Tensor]] = []
             for path in sorted(self._structure.loss_modules):
                 _, parameters = stack.enter_context(self._bound(path))
-                named += [(s, p) for (s, _), p in zip(self._segments[path], parameters, strict=True)]
+                named += zip(self._segments[path], parameters, strict=True)
             stack.enter_context(self._residents.saving())
             stack.enter_context(self._device.compute(Op("loss", len(self._layout.layers) - 1, j)))
             result = chunked_loss(
@@ -181,16 +181,19 @@ class StepRunner:
                 chunk_tokens=self._plan.loss_chunk_tokens,
                 num_supervised=state.step.world.num_supervised,
             )
+            auxiliary = self._skeleton.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)
         state.losses += result.losses
-        auxiliary = getattr(forward_pass.result, "aux_loss", None)
         if auxiliary is not None:
-            # A mean over the micro-batches of the step: the term is no sum over tokens.
-            share = 1 / (len(state.passes) * state.step.world.size)
-            forward_pass.send(auxiliary, torch.full_like(auxiliary, share))
-            state.losses.append(auxiliary.detach() * share)
+            self._add_auxiliary(auxiliary, forward_pass, state)
         forward_pass.result = None
         return {s.tied_to or s.name: g for (s, _), g in zip(named, result.parameters, strict=True)}
+
+    def _add_auxiliary(self, auxiliary: torch.Tensor, forward_pass: ForwardPass, state: _StepState) -> None:
+        """A mean over the micro-batches of the step: the term is no sum over tokens."""
+        count = len(state.passes) * state.step.world.size
+        forward_pass.send(auxiliary, torch.full_like(auxiliary, 1 / count))
+        state.losses.append(auxiliary.detach() / count)
 
     def _final_hidden(self, forward_pass: ForwardPass) -> torch.Tensor:
         if forward_pass.pending is not None:
@@ -206,15 +209,28 @@ class StepRunner:
             forward_pass.settle(call)
             if not call.has_graph:
                 self._recompute(call, layer, j, state)
+            if call.path not in self._closed:  # once is enough: it is a property of the layer
+                call.check_closed()
+                self._closed.add(call.path)
             with self._device.compute(Op("backward", layer, j)):
                 of_parameters = forward_pass.backward(call)
-            names = [segment.name for segment, _ in self._segments[call.path]]
-            gradients.update(zip(names, of_parameters, strict=True))
-        tied = state.tied.get(j, {})
-        for name in [name for name in tied if self._layout.owner[name] == layer]:
-            # autograd's order within a micro-batch: the head's contribution is there first
-            gradients[name] = _add(tied.pop(name), gradients.get(name))
+            for segment, gradient in zip(self._segments[call.path], of_parameters, strict=True):
+                name = segment.tied_to or segment.name
+                gradients[name] = _add(gradients.get(name), gradient)
         return gradients
+
+    def _keep_tied(
+        self, layer: int, gradients: dict[str, torch.Tensor | None], tied: dict[str, torch.Tensor | None]
+    ) -> None:
+        """Puts aside what belongs to parameters of earlier layers, and adds what later layers put aside for this one's.
+
+        Autograd's order within a micro-batch: the latest use contributes first.
+        """
+        for name, gradient in gradients.items():
+            gradients[name] = _add(tied.pop(name, None), gradient)
+        own = {segment.name for segment in self._layout.layers[layer].owned}
+        tied |= {name: gradients[name] for name in gradients if name not in own}
+        gradients |= {name: tied.pop(name) for name in own & tied.keys()}
 
     def _recompute(self, call: LayerCall, layer: int, j: int, state: _StepState) -> None:
         with self._bound(call.path) as (function, parameters), self._device.compute(Op("recompute", layer, j)):
@@ -223,12 +239,12 @@ class StepRunner:
             self.num_forwards += 1
 
     @contextmanager
-    def _bound(self, path: str) -> Iterator[tuple[Callable[..., Any], list[torch.Tensor]]]:
+    def _bound(self, path: str) -> Iterator[tuple[Function, list[torch.Tensor]]]:
         layer = self._structure.layer_of(path)
         template: Template = self._templates[path]
-        parameters = [self._residents.parameter(layer, segment) for segment, _ in self._segments[path]]
-        with template.bound(parameters) as function:
-            yield function, parameters
+        parameters = [self._residents.parameter(layer, segment) for segment in self._segments[path]]
+        with template.bound(parameters, self._positions[path]) as module:
+            yield partial(self._skeleton.recorder.run, module), parameters
 
     def _layer_of(self, call: LayerCall) -> int:
         return self._structure.layer_of(call.path)
@@ -257,7 +273,7 @@ class _StepState:
         self.passes = passes
         self.targets = targets
         self.losses: list[torch.Tensor] = []
-        self.tied: dict[int, dict[str, torch.Tensor | None]] = {}
+        self.tied: list[dict[str, torch.Tensor | None]] = [{} for _ in passes]
 
 
 def _add(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
@@ -266,11 +282,10 @@ def _add(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
     return first + second
 
 
-def _segments_by_module(structure: ModelStructure, layout: ModelLayout) -> dict[str, list[tuple[Segment, str]]]:
-    """Module path → its parameters as (segment, name inside the module)."""
-    found: dict[str, list[tuple[Segment, str]]] = {}
+def _segments_by_module(structure: ModelStructure, layout: ModelLayout) -> dict[str, list[Segment]]:
+    """Module path → its parameters."""
+    found: dict[str, list[Segment]] = {}
     for spec, flat in zip(structure.layers, layout.layers, strict=True):
         for path in spec.modules:
-            prefix = path + "."
-            found[path] = [(s, s.name.removeprefix(prefix)) for s in flat.segments if s.name.startswith(prefix)]
+            found[path] = [s for s in flat.segments if s.name == f"{path}.{s.local}"]
     return found

@@ -1,25 +1,17 @@
-"""The trial forward: finds a model's structure and what its layers keep for backward, on fake tensors."""
+"""A model's structure, and what its layers keep for backward, found by a trial forward: never looked up by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.engine.layout import ParameterSpec
-from megatrain_ray.engine.model import (
-    LayerKind,
-    LayerSpec,
-    ModelFactory,
-    ModelStructure,
-    find_blocks,
-    find_outer_modules,
-)
+from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
+from megatrain_ray.engine.trial import Answers, Call, Trial, run_trial
 from megatrain_ray.errors import ConfigError
 
 
@@ -32,115 +24,187 @@ class ActivationBytes:
     kept: tuple[int, ...]
 
 
-@dataclass
-class _Trial:
-    """What the hooks of a trial forward see."""
-
-    order: list[str] = field(default_factory=list)
-    boundary: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
-    saved: list[torch.Tensor] = field(default_factory=list)
-    base_returned: int = -1
-
-    def enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.order.append(path)
-        self.saved.clear()
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        self.boundary[path] = _unique_bytes([t for t in inputs if t.requires_grad], set())
-        self._inputs = {t.untyped_storage()._cdata for t in inputs}
-
-    def leave(self, path: str, weights: set[int]) -> None:
-        self.kept[path] = _unique_bytes(self.saved, weights | self._inputs)
-        self.saved.clear()
-
-
-def _unique_bytes(tensors: Sequence[torch.Tensor], without: set[int]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(num_bytes for key, num_bytes in storages.items() if key not in without)
-
-
 def discover(
     factory: ModelFactory, dtype: torch.dtype, micro_batch_size: int, seq_len: int
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Runs one forward of [micro_batch_size, seq_len] ids on fake tensors.
 
-    Raises ConfigError, naming it, for a model whose layers are not called once each in their order.
+    Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run.
     """
-    with FakeTensorMode():
+    with FakeTensorMode(), Answers():
         model = factory(dtype)
         model.train()
-        blocks = find_blocks(model)
-        paths = [f"{blocks}.{name}" for name, _ in model.get_submodule(blocks).named_children()]
-        outer = find_outer_modules(model, blocks)
-        trial = _run(model, [*paths, *outer], torch.zeros(micro_batch_size, seq_len, dtype=torch.int64))
-    layers = _layers(model, paths, trial)
-    order = tuple(name for name, _ in model.named_parameters())
-    head_calls = trial.order[trial.base_returned :]
-    structure = ModelStructure(layers, order, frozenset(head_calls), _vocab_size(model))
-    kept = tuple(sum(trial.kept[p] for p in layer.modules if p not in head_calls) for layer in layers)
-    return structure, ActivationBytes(tuple(trial.boundary[layer.modules[0]] for layer in layers), kept)
+        try:
+            trial = run_trial(model, torch.zeros(micro_batch_size, seq_len, dtype=torch.int64))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ConfigError(
+                f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}"
+            ) from error
+        return _Found(model, trial).result()
 
 
-def _run(model: nn.Module, paths: Sequence[str], input_ids: torch.Tensor) -> _Trial:
-    trial = _Trial()
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    for path in paths:
-        module = model.get_submodule(path)
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs, path=path: trial.enter(path, args, kwargs), with_kwargs=True
+class _Found:
+    """A model and its trial; the parts of its structure one after the other."""
+
+    def __init__(self, model: nn.Module, trial: Trial) -> None:
+        self._model = model
+        self._trial = trial
+        self._name = type(model).__name__
+
+    def result(self) -> tuple[ModelStructure, ActivationBytes]:
+        list_path = self._find_list()
+        base = self._find_base(list_path)
+        blocks = self._blocks(list_path)
+        before, head, in_loss = self._sorted(self._outer(list_path), blocks, base)
+        owners: dict[int, str] = {}
+        layers = (
+            self._spec("embedding", LayerKind.EMBEDDING, before, owners),
+            *(self._spec(f"layers.{i}", LayerKind.BLOCK, [block.path], owners) for i, block in enumerate(blocks)),
+            self._spec("head", LayerKind.HEAD, head, owners),
         )
-        module.register_forward_hook(lambda *_, path=path: trial.leave(path, weights))
-    base = model.get_submodule(str(model.base_model_prefix))
-
-    def base_returned(*_: Any) -> None:
-        trial.base_returned = len(trial.order)
-
-    base.register_forward_hook(base_returned)
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        trial.saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=input_ids, use_cache=False)
-    return trial
-
-
-def _layers(model: nn.Module, blocks: Sequence[str], trial: _Trial) -> tuple[LayerSpec, ...]:
-    called = [path for path in trial.order if path in set(blocks)]
-    if called != list(blocks):
-        raise ConfigError(
-            f"{type(model).__name__} calls its layers as {called[:4]}…, expected each once in order "
-            f"({blocks[0]} … {blocks[-1]}): shared or skipped layers are not supported yet"
+        self._check_reads(layers)
+        self._check_types(layers)
+        structure = ModelStructure(
+            layers=layers,
+            parameter_order=tuple(owners[id(p)] for p in self._model.parameters() if id(p) in owners),
+            base=base.path,
+            loss_modules=frozenset(in_loss),
+            unused=tuple(name for name, p in self._model.named_parameters() if id(p) not in owners),
+            vocab_size=self._vocab_size(),
         )
-    first, last = trial.order.index(blocks[0]), trial.order.index(blocks[-1])
-    between = [p for p in trial.order[first : last + 1] if p not in set(blocks)]
-    if between or len(trial.order) != len(set(trial.order)):
-        raise ConfigError(
-            f"{type(model).__name__} calls {between or 'a module twice'} between its layers; not supported"
-        )
-    owners: dict[int, str] = {}
-    return (
-        _spec(model, "embedding", LayerKind.EMBEDDING, trial.order[:first], owners),
-        *(_spec(model, f"layers.{i}", LayerKind.BLOCK, [path], owners) for i, path in enumerate(blocks)),
-        _spec(model, "head", LayerKind.HEAD, trial.order[last + 1 :], owners),
-    )
+        return structure, self._activations(structure)
+
+    def _find_list(self) -> str:
+        """Path of the layer list: of the module lists whose members run, the one with most parameters."""
+        called = {call.path for call in self._trial.calls}
+        sizes = {
+            path: sum(p.numel() for p in module.parameters())
+            for path, module in self._model.named_modules()
+            if isinstance(module, nn.ModuleList)
+            and any(f"{path}.{name}" in called for name, _ in module.named_children())
+        }
+        if not sizes:
+            raise ConfigError(
+                f"{self._name} has no list of layers (a ModuleList whose members run one after the other): only "
+                "decoder-only models that have one can be streamed"
+            )
+        largest: str = max(sizes, key=lambda path: (sizes[path], -len(path)))
+        return largest
+
+    def _find_base(self, list_path: str) -> Call:
+        """The outermost module below the model that runs and holds the layer list: it returns the hidden states."""
+        parts = list_path.split(".")
+        for length in range(1, len(parts)):
+            call = self._trial.first(".".join(parts[:length]))
+            if call is not None:
+                return call
+        raise ConfigError(f"{self._name}: its layers ({list_path}) are no part of a base model; not supported")
+
+    def _blocks(self, list_path: str) -> list[Call]:
+        members = {f"{list_path}.{name}": None for name, _ in self._model.get_submodule(list_path).named_children()}
+        called = [call for call in self._trial.calls if call.path in members]
+        expected = [path for path in members if any(call.path == path for call in called)]
+        if [call.path for call in called] != expected or len(self._model.get_submodule(list_path)) != len(members):  # type: ignore[arg-type]
+            paths = [call.path for call in called]
+            raise ConfigError(
+                f"{self._name} calls its layers as {paths[:4]}…, expected each once in order "
+                f"({expected[0]} … {expected[-1]}): shared or skipped layers are not supported yet"
+            )
+        return called
+
+    def _outer(self, list_path: str) -> list[str]:
+        """The largest modules with parameters that run beside the layer list."""
+        called = {call.path for call in self._trial.calls}
+        found: list[str] = []
+
+        def descend(module: nn.Module, path: str) -> None:
+            for name, child in module.named_children():
+                child_path = f"{path}.{name}" if path else name
+                if child_path == list_path or not any(True for _ in child.parameters()):
+                    continue
+                if child_path in called and not list_path.startswith(child_path + "."):
+                    found.append(child_path)
+                else:
+                    descend(child, child_path)
+
+        descend(self._model, "")
+        return found
+
+    def _sorted(
+        self, outer: Iterable[str], blocks: Sequence[Call], base: Call
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Outer modules that run before the first layer, after the last, and of these the ones outside the base."""
+        paths = set(outer)
+        calls = [call for call in self._trial.calls if call.path in paths]
+        between = [call.path for call in calls if blocks[0].start < call.start < blocks[-1].stop]
+        twice = [call.path for call in calls if sum(call.path == other.path for other in calls) > 1]
+        if between or twice:
+            where = "between its layers" if between else "twice"
+            raise ConfigError(f"{self._name} calls {(between or twice)[0]} {where}; not supported")
+        before = [call.path for call in calls if call.start < blocks[0].start]
+        head = [call.path for call in calls if call.start > blocks[-1].stop]
+        return before, head, [call.path for call in calls if call.start > base.stop]
+
+    def _spec(self, name: str, kind: LayerKind, modules: Sequence[str], owners: dict[int, str]) -> LayerSpec:
+        """`owners`: parameters seen so far, by identity; a second appearance is tied to the first."""
+        parameters = []
+        for path in modules:
+            for local, parameter in self._model.get_submodule(path).named_parameters():
+                full = f"{path}.{local}"
+                tied_to = owners.setdefault(id(parameter), full)
+                shape = tuple(parameter.shape)
+                # Decoupled weight decay is for matrices: norms and biases have one dimension.
+                decay = parameter.dim() > 1
+                parameters.append(ParameterSpec(full, local, shape, decay, None if tied_to == full else tied_to))
+        return LayerSpec(name, kind, tuple(modules), tuple(parameters))
+
+    def _check_reads(self, layers: Sequence[LayerSpec]) -> None:
+        """Raises ConfigError unless every parameter is read while a module of the schedule that holds it runs."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        held = {
+            path: {names[id(p)] for p in self._model.get_submodule(path).parameters()}
+            for layer in layers
+            for path in layer.modules
+        }
+        for parameter, readers in self._trial.reads.items():
+            for reader in readers:
+                around = [path for path in held if reader == path or reader.startswith(path + ".")]
+                if not any(parameter in held[path] for path in around):
+                    raise ConfigError(
+                        f"{self._name}: parameter {parameter} belongs to no layer: it is read "
+                        f"{'in ' + reader if reader else 'by the model itself'}; not supported yet"
+                    )
+
+    def _check_types(self, layers: Sequence[LayerSpec]) -> None:
+        """Raises ConfigError where the model would keep a trained parameter in FP32 while the rest is BF16: what
+        streams is of one type."""
+        dtype = next(self._model.parameters()).dtype
+        for name in [p.name for layer in layers for p in layer.parameters]:
+            if dtype != torch.float32 and kept_in_fp32(self._model, name):
+                raise ConfigError(
+                    f"{self._name} keeps {name} in FP32 whatever the rest is: set train.precision: fp32 or tf32"
+                )
+
+    def _activations(self, structure: ModelStructure) -> ActivationBytes:
+        weights = {p.untyped_storage()._cdata for p in self._model.parameters()}
+        boundary, kept = [], []
+        for layer in structure.layers:
+            calls = [call for path in layer.modules if (call := self._trial.first(path)) is not None]
+            boundary.append(_unique_bytes([t for t in calls[0].inputs if t.requires_grad], set()))
+            own = [call for call in calls if call.path not in structure.loss_modules]
+            kept.append(sum(self._kept(call, weights) for call in own))
+        return ActivationBytes(tuple(boundary), tuple(kept))
+
+    def _kept(self, call: Call, weights: set[int]) -> int:
+        inputs = {t.untyped_storage()._cdata for t in call.inputs}
+        return _unique_bytes(self._trial.saved[slice(*call.saved)], weights | inputs)
+
+    def _vocab_size(self) -> int:
+        size: int = self._model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+        return size
 
 
-def _spec(model: nn.Module, name: str, kind: LayerKind, modules: Sequence[str], owners: dict[int, str]) -> LayerSpec:
-    """`owners`: parameters seen so far, by identity; a second appearance is tied to the first."""
-    parameters = []
-    for path in modules:
-        for local, parameter in model.get_submodule(path).named_parameters():
-            full = f"{path}.{local}"
-            tied_to = owners.setdefault(id(parameter), full)
-            shape = tuple(parameter.shape)
-            # Decoupled weight decay is for matrices: norms and biases have one dimension.
-            decay = parameter.dim() > 1
-            parameters.append(ParameterSpec(full, local, shape, decay, None if tied_to == full else tied_to))
-    return LayerSpec(name, kind, tuple(modules), tuple(parameters))
-
-
-def _vocab_size(model: nn.Module) -> int:
-    size: int = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    return size
+def _unique_bytes(tensors: Sequence[torch.Tensor], without: set[int]) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(num_bytes for key, num_bytes in storages.items() if key not in without)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -9,8 +10,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-# Which of several equal layers a module is: says where a key-value cache would keep its entries, nothing else.
+# Which of several equal layers a module is: set for each call, since a forward may use it.
 POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
+
+Positions = Sequence[tuple[str, str, object]]  # path below the layer, attribute, value
 
 
 class Template:
@@ -23,16 +26,27 @@ class Template:
         self._places = [_place(module, name) for name in names]
 
     @contextmanager
-    def bound(self, parameters: Sequence[torch.Tensor]) -> Iterator[Callable[..., Any]]:
-        """The module with these tensors as its parameters."""
+    def bound(self, parameters: Sequence[torch.Tensor], positions: Positions = ()) -> Iterator[Callable[..., Any]]:
+        """The module with these tensors as its parameters, standing where `positions` say."""
         before = [owner._parameters[name] for owner, name in self._places]
         for (owner, name), parameter in zip(self._places, parameters, strict=True):
             owner._parameters[name] = cast(nn.Parameter, parameter)  # a plain tensor: it must stay a view
+        for path, attribute, value in positions:
+            setattr(self.module.get_submodule(path), attribute, value)
         try:
             yield self.module
         finally:
             for (owner, name), original in zip(self._places, before, strict=True):
                 owner._parameters[name] = original
+
+
+def positions_of(module: nn.Module) -> Positions:
+    """The position attributes of a module and those inside it."""
+    return [
+        (path, attribute, vars(part)[attribute])
+        for path, part in module.named_modules()
+        for attribute in sorted(POSITION_ATTRIBUTES & vars(part).keys())
+    ]
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -68,6 +82,7 @@ def structure(module: nn.Module) -> object:
         tuple((name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None),
         tuple((name, _describe(b)) for name, b in module._buffers.items()),
         _describe(own),
+        _describe([*module._forward_pre_hooks.values(), *module._forward_hooks.values()]),
         tuple((name, structure(child)) for name, child in module.named_children()),
     )
 
@@ -79,7 +94,8 @@ def _describe(value: object) -> object:
     if value is None or isinstance(value, str | int | float | bool | type | torch.dtype | torch.device):
         return (type(value), value)
     if isinstance(value, torch.Tensor):
-        return ("tensor", tuple(value.shape), value.dtype, tuple(value.flatten().tolist()))
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return ("tensor", tuple(value.shape), value.dtype, hashlib.blake2b(raw).digest())
     if isinstance(value, Mapping):
         return ("mapping", tuple((str(k), _describe(v)) for k, v in value.items()))
     if isinstance(value, list | tuple):

@@ -34,6 +34,10 @@ class Stream(Protocol):
     def next_batch(self) -> Batch: ...
 
     @property
+    def joins_documents(self) -> bool:
+        """Whether a row may hold several."""
+
+    @property
     def position(self) -> dict[str, Any]:
         """Where the next batch starts, and of which data: for JSON, and for `seek`."""
 
@@ -48,6 +52,10 @@ class BatchStream:
         self._windows = windows
         self._batch_size = batch_size
         self._order = WindowOrder(windows, shuffle=shuffle, seed=seed)
+
+    @property
+    def joins_documents(self) -> bool:
+        return self._windows.joins_documents
 
     @property
     def position(self) -> dict[str, Any]:

@@ -48,11 +48,13 @@ class ExportDtype(Enum):
 
 
 class ExportTensor(NamedTuple):
-    """A tensor to write; `chunks` makes its bytes, row-major and little-endian, when its turn has come."""
+    """A tensor to write; `chunks` makes its bytes, row-major and little-endian, when its turn has come. `dtype`: where
+    it is not that of the others."""
 
     name: str
     shape: tuple[int, ...]
     chunks: Callable[[], Iterable[memoryview]]
+    dtype: ExportDtype | None = None
 
 
 def write_model_folder(
@@ -132,7 +134,8 @@ def _header(tensors: Sequence[ExportTensor], dtype: ExportDtype) -> bytes:
     offset = 0
     for tensor in tensors:
         end = offset + _nbytes(tensor, dtype)
-        header[tensor.name] = {"dtype": dtype.header_name, "shape": tensor.shape, "data_offsets": [offset, end]}
+        header_name = (tensor.dtype or dtype).header_name
+        header[tensor.name] = {"dtype": header_name, "shape": tensor.shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -151,4 +154,4 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _nbytes(tensor: ExportTensor, dtype: ExportDtype) -> int:
-    return math.prod(tensor.shape) * dtype.itemsize
+    return math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize

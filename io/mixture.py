@@ -31,6 +31,10 @@ class MixedStream:
         ]
 
     @property
+    def joins_documents(self) -> bool:
+        return any(source.joins_documents for source in self._sources)
+
+    @property
     def position(self) -> dict[str, Any]:
         return {"sources": [order.position for order in self._orders]}
 

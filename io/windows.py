@@ -34,6 +34,10 @@ class Windows(Protocol):
     @property
     def num_windows(self) -> int: ...
 
+    @property
+    def joins_documents(self) -> bool:
+        """Whether a window may hold several."""
+
     def rows(self, indices: NDArray[np.int64]) -> Rows:
         """The windows of these indices; short ones are padded."""
 
@@ -69,6 +73,10 @@ class SeparateWindows:
     def num_windows(self) -> int:
         return self.starts.size
 
+    @property
+    def joins_documents(self) -> bool:
+        return False
+
     def rows(self, indices: NDArray[np.int64]) -> Rows:
         columns = np.arange(self.seq_len + 1)
         real = columns < self.lengths[indices, None]
@@ -93,6 +101,10 @@ class PackedWindows:
         lengths = np.asarray(corpus.document_lengths)
         starts = np.cumsum(lengths) - lengths + np.arange(lengths.size)
         return PackedWindows(corpus, starts, end_of_document, seq_len)
+
+    @property
+    def joins_documents(self) -> bool:
+        return True
 
     @property
     def num_joined(self) -> int:
@@ -135,6 +147,10 @@ class SequenceRows:
         sequences = np.argsort(rows, kind="stable")
         firsts = np.searchsorted(rows[sequences], np.arange(rows.max(initial=-1) + 2))
         return SequenceRows(corpus, sequences, firsts, np.cumsum(lengths) - lengths, seq_len)
+
+    @property
+    def joins_documents(self) -> bool:
+        return True
 
     @property
     def num_windows(self) -> int:

@@ -99,7 +99,7 @@ class ModelConfig(Group):
     """Mapping, or path of a config.json: this shape with random weights."""
     seed: Seed = 0
     """Of the random weights."""
-    trust_remote_code: Annotated[bool, _only(False)] = False
+    trust_remote_code: bool = False
     """Whether code that comes with a model may run."""
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config import DataConfig, WeightedPath
-from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batches import Batch, BatchStream, Stream
 from megatrain_ray.io.corpus import open_corpus
 from megatrain_ray.io.mixture import MixedStream
-from megatrain_ray.io.windows import PackedWindows, SequenceRows, Windows, cut
+from megatrain_ray.io.windows import cut
 
 REMEMBERED_STEPS = 64  # positions kept: more than steps can be ahead of a save
 
@@ -27,10 +26,7 @@ def sources_of(data: DataConfig) -> dict[str, str | tuple[str, ...]]:
 
 
 def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int) -> Stream:
-    """Batches of data.path, from the folders of tokens of its sources. Raises ConfigError for what is wrong with them.
-
-    Several documents in a row are refused here and nowhere else: everything below can do it.
-    """
+    """Batches of data.path, from the folders of tokens of its sources. Raises ConfigError where these are wrong."""
     sources = [
         cut(
             open_corpus(name, folder, vocab_size),
@@ -40,26 +36,10 @@ def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch
         )
         for name, folder in zip(sources_of(data), tokens, strict=True)
     ]
-    for windows in sources:
-        _refuse_packed(windows)
     weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]
     if weights:
         return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
     return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
-
-
-def _refuse_packed(windows: Windows) -> None:
-    if isinstance(windows, PackedWindows):
-        raise ConfigError(
-            f"data.packing: true with {windows.corpus.num_documents} documents (data.path: {windows.corpus.name}): "
-            "attention within a document comes with a later version; set data.packing: false, which cuts each document "
-            "alone, or give one document"
-        )
-    if isinstance(windows, SequenceRows):
-        raise ConfigError(
-            f"data.packing: true with {windows.corpus.num_documents} chats (data.path: {windows.corpus.name}): "
-            "attention within a chat comes with a later version; set data.packing: false, which gives each a row alone"
-        )
 
 
 class DataWorker:

@@ -19,9 +19,10 @@ from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.lr_schedule import learning_rate
+from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.shared_host import SharedHost
-from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
@@ -140,11 +141,7 @@ class GpuWorker:
         self._holder.close()
 
     def _step_input(self, step: int, batch: Batch) -> StepInput:
-        size = self._prepared.plan.micro_batch_size
-        micro_batches = tuple(
-            MicroBatch(ids, targets)
-            for ids, targets in zip(torch.split(batch.input_ids, size), torch.split(batch.targets, size), strict=True)
-        )
+        micro_batches = micro_batches_of(batch, self._prepared.plan.micro_batch_size)
         return StepInput(step, micro_batches, World(batch.num_supervised), self._prepared.config.train.seed)
 
     def _settings(self, step: int, save: bool) -> UpdateSettings:

@@ -11,61 +11,61 @@ from typing import Any
 
 import torch
 
+from megatrain_ray.architecture import Architecture, is_known
+from megatrain_ray.checkpoint_names import checkpoint_names
 from megatrain_ray.config import ModelConfig
 from megatrain_ray.engine.load import RandomSource, WeightSource
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.weight_map import MappedWeights
 from megatrain_ray.io.weights import WeightFolder
-
-SUPPORTED = ("llama",)  # what parity was shown for
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random.
-    `generation_config`: the folder's, which saves and exports carry on."""
+    """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random. `code`: the
+    folder of its own modeling code, where that may run and is needed. `generation_config`: the folder's, which saves
+    and exports carry on."""
 
     config: Mapping[str, Any]
     folder: Path | None
     seed: int
+    code: Path | None = None
     generation_config: Mapping[str, Any] | None = None
 
     @property
     def factory(self) -> ModelFactory:
         """Builds the model with a given parameter type; for meta or fake tensors."""
-        return _Factory(dict(self.config))
+        return Architecture(dict(self.config), self.code, self.folder)
+
+    def setting(self, name: str) -> Any:
+        """A setting of the language model by its name in Transformers, whatever the family calls it; None: has none."""
+        return getattr(Architecture(dict(self.config), self.code).config.get_text_config(), name, None)
 
     @property
     def max_positions(self) -> int | None:
-        return self.config.get("max_position_embeddings")
+        positions: int | None = self.setting("max_position_embeddings")
+        return positions
 
     def check_weights(self, structure: ModelStructure) -> None:
         """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape."""
         if self.folder is not None:
             owned = [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
-            WeightFolder.open(self.folder).check({p.name: p.shape for p in owned})
+            self._mapped(self.folder).check({p.name: p.shape for p in owned})
 
     def weights(self) -> WeightSource:
         """Initial FP32 values of every parameter."""
         if self.folder is not None:
-            return WeightFolder.open(self.folder)
+            return self._mapped(self.folder)
         return RandomSource(build_empty(self.factory, torch.float32), self.seed)
 
-
-@dataclass(frozen=True)
-class _Factory:
-    config: dict[str, Any]
-
-    def __call__(self, dtype: torch.dtype) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM  # seconds of imports; errors come first
-
-        values = {k: v for k, v in self.config.items() if k != "model_type"}
-        config = AutoConfig.for_model(self.config["model_type"], **values)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    def _mapped(self, folder: Path) -> MappedWeights:
+        return MappedWeights(WeightFolder.open(folder), checkpoint_names(build_empty(self.factory, torch.float32)))
 
 
 def open_model(model: ModelConfig) -> ModelSource:
     """Reads and checks the configuration. Raises ConfigError for anything that cannot work."""
+    folder = None
     if model.path is not None:
         folder = Path(model.path)
         if not folder.is_dir():
@@ -73,16 +73,37 @@ def open_model(model: ModelConfig) -> ModelSource:
                 f"model.path: {folder} is no folder; hub ids are downloaded by a later version: download it first "
                 "and give the folder"
             )
-        config = _read_config(folder / "config.json", "model.path")
-        described = folder / "generation_config.json"
-        generation = _read_config(described, "model.path") if described.is_file() else None
-        source = ModelSource(config, folder, model.seed, generation)
+        place, config = folder, _read_config(folder / "config.json", "model.path")
+    elif isinstance(model.config, Mapping):
+        place, config = None, dict(model.config)
     else:
-        named = model.config
-        config = dict(named) if isinstance(named, Mapping) else _read_config(Path(str(named)), "model.config")
-        source = ModelSource(config, None, model.seed)
+        file = Path(str(model.config))
+        place, config = file if file.is_dir() else file.parent, _read_config(file, "model.config")
+    code = _code(config, place, trusted=model.trust_remote_code)
+    source = ModelSource(config, folder, model.seed, code, _generation_config(folder))
     _check(source)
     return source
+
+
+def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Path | None:
+    """The folder whose code makes the model: None for a model that Transformers has itself."""
+    if is_known(config.get("model_type")) or "auto_map" not in config:
+        return None
+    if place is None:
+        raise ConfigError(
+            "model.config: a model with code of its own (auto_map) needs its folder: give its config.json"
+        )
+    if not trusted:
+        raise ConfigError(
+            f"{place} is a {config.get('model_type')} model, which Transformers does not have: it comes with code of "
+            "its own. Read that code, then set model.trust_remote_code: true to let it run"
+        )
+    return place
+
+
+def _generation_config(folder: Path | None) -> dict[str, Any] | None:
+    file = folder / "generation_config.json" if folder else None
+    return _read_config(file, "model.path") if file and file.is_file() else None
 
 
 def _read_config(path: Path, key: str) -> dict[str, Any]:
@@ -103,7 +124,8 @@ def _check_names(config: Mapping[str, Any]) -> None:
     """A name that Transformers does not know and that is close to one it knows is a typo, which it would ignore."""
     from transformers import AutoConfig
 
-    known = AutoConfig.for_model(config["model_type"]).to_dict()
+    default = AutoConfig.for_model(config["model_type"])
+    known = {**default.to_dict(), **default.attribute_map}
     for name in config.keys() - known.keys():
         close = get_close_matches(name, known, n=1, cutoff=0.85)
         if close and not name.startswith("_"):
@@ -112,15 +134,19 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 def _check(source: ModelSource) -> None:
     kind = source.config.get("model_type")
-    if kind not in SUPPORTED:
-        raise ConfigError(
-            f"model_type: expected one of {', '.join(SUPPORTED)}, got {kind!r}; other models come with a later version"
-        )
-    _check_names(source.config)
+    if source.code is None:
+        if not is_known(kind):
+            raise ConfigError(f"model_type: {kind!r} is none that this version of Transformers has")
+        _check_names(source.config)
+    architecture = Architecture(dict(source.config), source.code)
     try:
-        with torch.device("meta"):
-            source.factory(torch.float32)
+        refusal = architecture.refusal()
+        if refusal is None:
+            with torch.device("meta"):
+                architecture(torch.float32)
     except Exception as error:
         raise ConfigError(
             f"the model's configuration builds no {kind} model: {type(error).__name__}: {error}"
         ) from error
+    if refusal is not None:
+        raise ConfigError(f"a {kind} model cannot be trained: {refusal}")

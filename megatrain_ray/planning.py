@@ -82,9 +82,9 @@ class FlopCount:
             if len(p.shape) == 2
         ]
         blocks = sum(layer.kind is LayerKind.BLOCK for layer in structure.layers)
-        heads = int(source.config.get("num_attention_heads", 32))
-        hidden = int(source.config.get("hidden_size", 4096))
-        head_dim = int(source.config.get("head_dim") or hidden // heads)
+        heads = int(source.setting("num_attention_heads") or 0)
+        hidden = int(source.setting("hidden_size") or 0)
+        head_dim = int(source.setting("head_dim") or hidden // max(1, heads))
         return FlopCount(sum(matrices), blocks, heads * head_dim)
 
     def per_step(self, num_tokens: int, sum_squared_lengths: int) -> float:

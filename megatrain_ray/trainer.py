@@ -12,6 +12,7 @@ from typing import Any
 from megatrain_ray.cluster import cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import open_stream
+from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.manifest import Manifest
@@ -79,6 +80,8 @@ def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) 
     vocab_size = prepared.structure.vocab_size
     tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
     stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
+    if stream.joins_documents:
+        check_packing(prepared.source.factory, prepared.structure)
     if manifest is not None:
         stream.seek(manifest.data)
     return tokens

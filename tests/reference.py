@@ -32,6 +32,8 @@ class Sequences(Protocol):
     def input_ids(self) -> Tensor: ...
     @property
     def targets(self) -> Tensor: ...
+    @property
+    def segments(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,25 @@ class Result:
     skipped: list[bool] = field(default_factory=list)
 
 
-def train_reference(folder: Path, batches: Iterable[Sequences], recipe: Recipe, start: Result | None = None) -> Result:
-    """Trains the model of `folder` on one batch an update; continues from `start` where one is given."""
+def train_reference(
+    folder: Path,
+    batches: Iterable[Sequences],
+    recipe: Recipe,
+    start: Result | None = None,
+    frozen: tuple[str, ...] = (),
+) -> Result:
+    """Trains the model of `folder` on one batch an update; continues from `start` where one is given.
+
+    `frozen`: prefixes of parameters that are left as they are.
+    """
     with _threads(recipe.num_threads):
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-        start = start or _beginning(folder, recipe)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(recipe.device).train()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # a view of the file, at any address: matrix products round by it
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+        start = start or _beginning(folder, recipe, model)
         masters = {name: nn.Parameter(master.clone()) for name, master in start.masters.items()}
         optimizer = _optimizer(masters, recipe, start)
         place = _Place(recipe.seed, start.step)
@@ -84,7 +99,7 @@ def train_reference(folder: Path, batches: Iterable[Sequences], recipe: Recipe, 
         losses, norms, rates, skipped = [], [], [], []
         for batch in batches:
             place.step += 1
-            _set_weights(model, masters)
+            _set_weights(_trained(model), masters)
             loss, gradients = _gradients(model, batch, recipe, place)
             for name, master in masters.items():
                 master.grad = gradients[name]
@@ -124,45 +139,91 @@ def reference_learning_rate(
 def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> tuple[float, Named]:
     """Loss and FP32 gradients of one update: fresh ones of each micro-batch, summed in their order."""
     num_supervised = int((batch.targets != -100).sum())
-    loss = 0.0
+    losses: list[float] = []
     sums: Named = {}
     inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
     targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
+    packed = _positions(batch.segments, len(inputs), recipe)
     for j in range(len(inputs)):
-        place.micro_batch = j
+        place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
-        loss += _backward(model, inputs[j], targets[j], num_supervised, recipe.loss_chunk_tokens)
-        for name, parameter in model.named_parameters():
+        if recipe.loss_chunk_tokens is None:
+            losses += _backward(model, inputs[j], targets[j], packed[j], num_supervised, len(inputs))
+        else:
+            losses += _backward_in_chunks(
+                model, inputs[j], targets[j], packed[j], num_supervised, recipe.loss_chunk_tokens
+            )
+        for name, parameter in _trained(model):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             sums[name] = gradient.float() if j == 0 else sums[name] + gradient.float()
     if recipe.grad_dtype == "bf16":
         sums = {name: total.bfloat16().float() for name, total in sums.items()}
-    return loss, sums
+    return sum(losses), sums
 
 
-def _backward(model: Any, input_ids: Tensor, targets: Tensor, num_supervised: int, chunk: int | None) -> float:
-    """Gradients of one micro-batch into `.grad`; its share of the step's loss, chunk by chunk added in double.
+def _positions(segments: Tensor | None, num_micro_batches: int, recipe: Recipe) -> list[dict[str, Tensor]]:
+    """What makes the model keep several documents in a row apart: positions that begin again. [B, T] a micro-batch."""
+    if segments is None:
+        return [{}] * num_micro_batches
+    positions = torch.zeros_like(segments, dtype=torch.int64)
+    for row, documents in enumerate(segments.tolist()):
+        for column in range(1, len(documents)):
+            if documents[column] == documents[column - 1]:
+                positions[row, column] = positions[row, column - 1] + 1
+    return [{"position_ids": part} for part in positions.to(recipe.device).split(recipe.micro_batch_size)]
+
+
+def _backward(
+    model: Any,
+    input_ids: Tensor,
+    targets: Tensor,
+    packed: dict[str, Tensor],
+    num_supervised: int,
+    num_micro_batches: int,
+) -> list[float]:
+    """Gradients of one micro-batch into `.grad`; its share of the step's loss.
+
+    A router's auxiliary loss is a mean, not a sum over tokens: each micro-batch has an equal share in the step's.
+    """
+    output = model(input_ids=input_ids, use_cache=False, **packed)
+    logits = output.logits.float().flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum") / num_supervised
+    parts = [loss]
+    if getattr(output, "aux_loss", None) is not None:
+        coefficient = model.config.get_text_config().router_aux_loss_coef
+        parts.append((coefficient * output.aux_loss).float() / num_micro_batches)
+    sum(parts).backward()
+    return [part.item() for part in parts]
+
+
+def _backward_in_chunks(
+    model: Any, input_ids: Tensor, targets: Tensor, packed: dict[str, Tensor], num_supervised: int, chunk: int
+) -> list[float]:
+    """The same with the head on some tokens at a time, of a model that is a body and a linear head.
 
     The head's gradient is summed in FP32 over the chunks and rounded once; backward through the body then adds to it
     what a tied embedding contributes.
     """
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    hidden = model.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     head = model.get_output_embeddings()
-    loss, of_hidden = 0.0, []
+    losses, of_hidden = [], []
     of_head: Any = None
-    chunk = chunk or targets.numel()
     for h, t in zip(hidden.detach().flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True):
         h.requires_grad_()
         part = F.cross_entropy(head(h).float(), t, ignore_index=-100, reduction="sum") / num_supervised
         part.backward()
-        loss += part.item()
+        losses.append(part.item())
         of_hidden.append(h.grad)
         gradient = head.weight.grad.float()
         of_head = gradient if of_head is None else of_head + gradient
         head.weight.grad = None
     head.weight.grad = of_head.to(head.weight.dtype)
     hidden.backward(torch.cat(of_hidden).view_as(hidden))
-    return loss
+    return losses
+
+
+def _trained(model: Any) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 @dataclass
@@ -172,23 +233,39 @@ class _Place:
     seed: int
     step: int
     micro_batch: int = 0
+    layer: int = 0  # before the decoder layers, N + 1 after them
 
 
 def _seed_dropout(model: Any, place: _Place) -> None:
-    """Seeds before (call 0) and after (call 1) the embedding, each decoder layer and the final norm."""
-    body = model.base_model
-    for layer, module in enumerate([model.get_input_embeddings(), *body.layers, body.norm]):
+    """Seeds before (call 0) and after (call 1) each decoder layer, and whatever else has parameters."""
+    trained = {id(p) for _, p in _trained(model)}
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters() if id(p) in trained))
+    inside = {id(m) for layer in layers for m in layer.modules()}
 
-        def seed(call: int, layer: int = layer) -> None:
-            torch.manual_seed(dropout_seed(place.seed, place.step, place.micro_batch, layer, call))
+    def seed(call: int) -> None:
+        torch.manual_seed(dropout_seed(place.seed, place.step, place.micro_batch, place.layer, call))
 
-        module.register_forward_pre_hook(lambda *_, seed=seed: seed(0))
-        module.register_forward_hook(lambda *_, seed=seed: seed(1))
+    def enter(layer: int) -> None:
+        place.layer = layer
+        seed(0)
+
+    def leave(layer: int) -> None:
+        seed(1)
+        place.layer = layer + 1 if layer == len(layers) else 0  # N + 1 after the last
+
+    for i, module in enumerate(layers, 1):
+        module.register_forward_pre_hook(lambda *_, i=i: enter(i))
+        module.register_forward_hook(lambda *_, i=i: leave(i))
+    for module in model.modules():
+        if id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda *_: seed(0))
+            module.register_forward_hook(lambda *_: seed(1))
 
 
-def _beginning(folder: Path, recipe: Recipe) -> Result:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(recipe.device)
-    masters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+def _beginning(folder: Path, recipe: Recipe, model: Any) -> Result:
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(recipe.device)
+    masters = {name: whole.get_parameter(name).detach() for name, _ in _trained(model)}
     zeros = {name: torch.zeros_like(master) for name, master in masters.items()}
     return Result(0, 0, masters, zeros, zeros)
 
@@ -206,9 +283,9 @@ def _optimizer(masters: Mapping[str, nn.Parameter], recipe: Recipe, start: Resul
     return optimizer
 
 
-def _set_weights(model: Any, masters: Mapping[str, Tensor]) -> None:
+def _set_weights(parameters: Iterable[tuple[str, nn.Parameter]], masters: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters:
             master = masters[name].detach()
             parameter.copy_(to_working(master) if parameter.dtype == torch.bfloat16 else master)
 

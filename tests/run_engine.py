@@ -11,27 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatrain_ray.config import ModelConfig
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
+from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lr_schedule import learning_rate
+from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.shard import AdamShard
-from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import join
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.io.weights import WeightFolder
+from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.trace import CostModel, Record, Timeline, unit_cost
 from tests.reference import Recipe
 
@@ -75,13 +77,8 @@ class EngineResult:
         return [r.grad_norm for r in self.reports]
 
 
-def folder_factory(folder: Path) -> ModelFactory:
-    config = AutoConfig.from_pretrained(folder)
-
-    def make(dtype: torch.dtype) -> Any:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-    return make
+def folder_source(folder: Path, *, trust_remote_code: bool = False) -> ModelSource:
+    return open_model(ModelConfig(path=str(folder), trust_remote_code=trust_remote_code))
 
 
 def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> tuple[ModelStructure, Plan]:
@@ -115,14 +112,16 @@ def train_engine(
     *,
     cost: CostModel = unit_cost,
     make_device: Callable[[Timeline, int], Device] = lambda timeline, threads: CpuDevice(timeline, threads),
+    trust_remote_code: bool = False,
 ) -> EngineResult:
     """Trains the model of `folder` on one batch an update through the engine."""
     batches = list(batches)
-    factory = folder_factory(folder)
+    source = folder_source(folder, trust_remote_code=trust_remote_code)
+    factory = source.factory
     structure, plan = plan_for(factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
     layout = structure.layout(mode.num_fragments)
     state = HostState(layout, plan, recipe)
-    state.load(folder)
+    state.load(source.weights())
     result = EngineResult(plan)
 
     async def main() -> None:
@@ -155,10 +154,8 @@ def train_engine(
 
 
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
-    pairs = zip(
-        batch.input_ids.split(recipe.micro_batch_size), batch.targets.split(recipe.micro_batch_size), strict=True
-    )
-    return StepInput(step, tuple(MicroBatch(x, y) for x, y in pairs), World(batch.num_supervised), recipe.seed)
+    micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
+    return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed)
 
 
 def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:
@@ -198,9 +195,9 @@ class HostState:
             for s, t in zip(self.shard_layouts, self.tensors, strict=True)
         ]
 
-    def load(self, folder: Path) -> None:
+    def load(self, source: WeightSource) -> None:
         for shard in self.shards:
-            shard.load(WeightFolder.open(folder))
+            shard.load(source)
 
     def whole(self, kind: str) -> Tensor:
         """One kind of all shards, every layer's padded flat at its start."""

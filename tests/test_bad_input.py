@@ -45,9 +45,14 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
         "builds no llama model",
     ),
     "other model": (
+        lambda f, t: t.update(model={"config": {"model_type": "t5"}}),
+        2,
+        "a t5 model cannot be trained: it is an encoder-decoder",
+    ),
+    "shape of another model": (
         lambda f, t: t.update(model={"config": SHAPE | {"model_type": "mistral"}}),
         2,
-        "expected one of llama, got 'mistral'",
+        "MistralForCausalLM cannot be traced: its forward on ids failed with",
     ),
     "truncated weights": (lambda f, t: truncate(f / "model.safetensors"), 2, "model.safetensors is damaged"),
     "empty data": (lambda f, t: t["data"].update(path=write(f / "empty.txt", "")), 2, "nothing to learn in"),
@@ -63,9 +68,12 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
     ),
     "no known format": (lambda f, t: t["data"].update(path=write(f / "a.csv", "x")), 2, "a.csv is of no known format"),
     "documents to pack": (
-        lambda f, t: t["data"].update(path=write(f / "a.jsonl", '{"text": "x"}\n{"text": "y"}\n')),
+        lambda f, t: t.update(
+            model={"config": {"model_type": "bloom", "vocab_size": 320, "hidden_size": 64, "n_layer": 1, "n_head": 4}},
+            data=t["data"] | {"path": write(f / "a.jsonl", '{"text": "x"}\n{"text": "y"}\n')},
+        ),
         2,
-        "set data.packing: false",
+        "transformer.h.0 of this model is given no mask that keeps the documents of a row apart; set data.packing: fal",
     ),
     "too long": (lambda f, t: t["data"].update(seq_len=1000), 2, "data.seq_len: 1000 is more than the model's 256"),
     "id beyond the vocabulary": (

@@ -185,12 +185,14 @@ def test_sources_with_weights_and_a_named_data_set(
     assert open_corpus("mine", *tokens_of(named, tmp_path), 257).tokens.tolist() == list(b"Q:A#")
 
 
-def test_chats_in_a_row_are_refused_until_attention_can_tell_them_apart(
-    recipe: ChatRecipe, tmp_path: Path, told: Callable[[], list[str]]
-) -> None:
-    packed, alone = data_of(recipe), data_of(recipe, packing=False)
-    folders = tokens_of(packed, tmp_path)
-    with pytest.raises(ConfigError, match=r"packing: true with 2 chats .*set data\.packing: false"):
-        open_stream(packed, folders, 257, 1)
-    batch = open_stream(alone, folders, 257, 2).next_batch()
+def test_chats_share_a_row_or_have_one_each(recipe: ChatRecipe, tmp_path: Path, told: Callable[[], list[str]]) -> None:
+    folders = tokens_of(data_of(recipe), tmp_path)
+    packed = open_stream(data_of(recipe), folders, 257, 1)
+    assert packed.joins_documents
+    batch = packed.next_batch()
+    assert batch.segments is not None
+    assert (batch.segments.tolist(), batch.num_supervised) == ([[0] * 5 + [1] * 10 + [-1] * 5], 8)
+    alone = open_stream(data_of(recipe, packing=False), folders, 257, 2)
+    assert not alone.joins_documents
+    batch = alone.next_batch()
     assert (batch.segments, batch.num_supervised) == (None, 8)

@@ -155,7 +155,6 @@ def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str)
         ("eval_every", 0),
         ("spill", None),
         ("spill__path", "x"),
-        ("model__trust_remote_code", True),
         ("hardware__num_gpus", 2),
     ],
 )

@@ -86,12 +86,16 @@ def test_weighted_sources_come_in_their_shares_and_go_on_anywhere(tmp_path: Path
     ] * 2
 
 
-def test_several_documents_in_a_row_are_refused_until_attention_can_tell_them_apart(tmp_path: Path) -> None:
-    data = DataConfig(path=write(tmp_path, a="abcdef", b="abcdef"), tokenizer="bytes", seq_len=4)
-    with pytest.raises(ConfigError, match=r"packing: true with 2 documents .*set data\.packing: false"):
-        open_stream(data, tokens_of(data, tmp_path), VOCAB_SIZE, 1)
-    alone = data.model_copy(update={"packing": False})
-    assert open_stream(alone, tokens_of(alone, tmp_path), VOCAB_SIZE, 1).next_batch().segments is None
+def test_documents_in_a_row_are_numbered(tmp_path: Path) -> None:
+    text = write(tmp_path, a="abc", b="defgh")
+    data = DataConfig(path=text, tokenizer="bytes", seq_len=8, shuffle=False)
+    stream = open_stream(data, tokens_of(data, tmp_path), 257, batch_size=1)
+    assert stream.joins_documents
+    batch = stream.next_batch()
+    assert batch.input_ids.tolist() == [[*b"abc", 256, *b"defg"]]
+    assert batch.targets.tolist() == [[*b"bc", 256, -100, *b"efgh"]]
+    assert batch.segments is not None
+    assert batch.segments.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]]
 
 
 def test_tokens_that_are_gone_are_named(tokens: tuple[Path, ...], tmp_path: Path) -> None:

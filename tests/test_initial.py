@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from megatrain_ray.engine.initial import initial_values
 from megatrain_ray.engine.load import RandomSource
@@ -56,6 +56,17 @@ def test_values_are_distributed_as_the_model_initialises_them() -> None:
     assert initial_values(model, "model.layers.0.self_attn.k_proj.bias", 3).eq(0).all()
 
 
+def test_a_parent_may_initialise_parameters_of_its_children() -> None:
+    """GPT-2 scales the projections back into the residual stream by their number."""
+    config = GPT2Config(n_embd=64, n_layer=8, n_head=4, vocab_size=300, initializer_range=0.05)
+    with init_empty_weights(include_buffers=False):
+        model = GPT2LMHeadModel(config)
+    for part in ("attn", "mlp"):
+        projection = initial_values(model, f"transformer.h.3.{part}.c_proj.weight", 0)
+        assert projection.std().item() == pytest.approx(0.05 / math.sqrt(2 * 8), rel=0.05)
+    assert initial_values(model, "transformer.h.3.mlp.c_fc.weight", 0).std().item() == pytest.approx(0.05, rel=0.05)
+
+
 def test_fused_experts() -> None:
     config = MixtralConfig(**SIZES, num_local_experts=2)
     with init_empty_weights(include_buffers=False):
@@ -97,8 +108,8 @@ class _Forgetful(LlamaForCausalLM):
 def test_a_parameter_that_nobody_initialises_is_refused_by_name() -> None:
     with init_empty_weights(include_buffers=False):
         model = _Forgetful(LlamaConfig(**SIZES))
-    with pytest.raises(ConfigError, match=r"does not initialise model\.layers\.1\.self_attn\.q_proj\.weight"):
-        initial_values(model, Q_PROJ, 0)
+    with pytest.raises(ConfigError, match=r"does not initialise lm_head\.weight"):
+        initial_values(model, "lm_head.weight", 0)  # inner models initialise their own parts, as in Transformers
 
 
 def test_source_reads_ranges_of_the_flattened_parameter() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.local_host import LocalHost
-from megatrain_ray.engine.model import find_outer_modules
+from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.step import MicroBatch, StepInput, World
+from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.template import Templates
 from megatrain_ray.engine.visits import LoopOrder
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import ConfigError, MegatrainError
 from tests.reference import Recipe
 from tests.run_engine import Mode, plan_for
 
@@ -81,9 +82,15 @@ class ToyModel(PreTrainedModel):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.3)
 
-    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, use_cache: bool = False) -> Any:
-        hidden = self.model(input_ids=input_ids).last_hidden_state
-        return SimpleNamespace(logits=self.lm_head(hidden))
+    def forward(
+        self, input_ids: Any = None, inputs_embeds: Any = None, labels: Any = None, use_cache: bool = False
+    ) -> Any:
+        output = self.model(input_ids=input_ids)
+        logits = self.lm_head(output.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=VOCAB) + output.aux_loss
+        return SimpleNamespace(logits=logits, loss=loss)
 
 
 def make(dtype: torch.dtype) -> ToyModel:
@@ -190,15 +197,88 @@ def test_layers_of_one_structure_share_a_template() -> None:
     assert chosen[2] is not chosen[0], "another attribute may be another function"
 
 
-class StrayParameter(ToyModel):
-    def __init__(self, config: ToyConfig) -> None:
-        super().__init__(config)
-        self.model.register_parameter("stray", nn.Parameter(torch.zeros(3)))
+class StrayBase(ToyBase):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stray = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
+        output = super().forward(input_ids)
+        output.last_hidden_state = output.last_hidden_state + self.stray
+        return output
 
 
-def test_a_parameter_outside_layers_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"model\.stray belongs to no layer"):
-        find_outer_modules(StrayParameter(ToyConfig()), "model.layers")
+def with_base(base: ToyBase) -> ToyModel:
+    model = ToyModel(ToyConfig())
+    model.model = base
+    return model
+
+
+def test_a_parameter_that_the_model_itself_uses_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"model\.stray belongs to no layer: it is read in model"):
+        discover(lambda dtype: with_base(StrayBase()), torch.float32, 1, 4)
+
+
+class FunctionalHead(ToyModel):
+    def forward(self, input_ids: Any = None, use_cache: bool = False) -> Any:
+        return SimpleNamespace(logits=F.linear(self.model(input_ids).last_hidden_state, self.model.embed.weight))
+
+
+def test_a_head_that_is_no_module_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"model\.embed\.weight belongs to no layer: it is read by the model itself"):
+        discover(lambda dtype: FunctionalHead(ToyConfig()), torch.float32, 1, 4)
+
+
+class InPlace(ToyBase):
+    """Changes a layer's output in place, as some models do."""
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
+        hidden = self.embed(input_ids)
+        hidden *= 4.0
+        stream = torch.zeros_like(hidden[..., :1])
+        for layer in self.layers:
+            hidden, stream, _ = layer(hidden, stream=stream, scale={"factor": 0.5})
+            hidden += 0.1
+        return SimpleNamespace(last_hidden_state=self.norm(hidden), aux_loss=torch.zeros(()))
+
+
+@pytest.mark.parametrize("activations", ActivationPolicy)
+def test_the_model_may_change_what_a_layer_returned(
+    activations: ActivationPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ToyBase", InPlace)
+    model = make(torch.float32)
+    batches = [MicroBatch(*torch.randint(0, VOCAB, (2, 2, 8)).unbind())]
+    loss, gradients = engine_gradients(model, batches, Mode(activations=activations))
+    expected_loss, expected = plain_gradients(model, batches)
+    assert loss == pytest.approx(expected_loss, rel=1e-7)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+class Smuggler(ToyBase):
+    """The first layer leaves a tensor where the last one finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parcel: list[Tensor] = []
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            parcel[:] = [output[0]]
+
+        def take(module: nn.Module, args: Any, output: Any) -> Any:
+            return (output[0] + parcel[0], *output[1:])
+
+        self.layers[0].register_forward_hook(leave)
+        self.layers[2].register_forward_hook(take)
+
+
+def test_tensors_that_go_from_layer_to_layer_unseen_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ToyBase", Smuggler)
+    model = make(torch.float32)
+    batches = [MicroBatch(*torch.randint(0, VOCAB, (2, 2, 8)).unbind())]
+    with pytest.raises(MegatrainError, match=r"model\.layers\.2 uses a tensor of shape .* not\s+given as an argument"):
+        engine_gradients(model, batches, Mode())
 
 
 class Shared(ToyModel):

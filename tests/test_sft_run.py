@@ -86,6 +86,22 @@ def test_a_run_on_chats_equals_the_reference_and_goes_on_where_it_was_saved(tmp_
     assert not (tmp_path / "export" / "chat_template.jinja").exists()
 
 
+def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, ray_address: str) -> None:
+    tree = settings(tmp_path, train__steps=3, train__batch_size=2)
+    chats = [
+        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b" * n}]}
+        for n in range(5, 60)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "packing": True}
+    done = cli("train", str(write_config(tmp_path / "config.yaml", tree)), RAY_ADDRESS=ray_address)
+    assert done.returncode == 0, done.stderr
+    run_dir = Path(tree["run_dir"])
+    batches = batches_of(tree, run_dir)
+    assert all(batch.segments is not None and int(batch.segments.max()) >= 2 for batch in batches)
+    assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
+
+
 def line(file: Path, record: Any) -> str:
     file.write_text(json.dumps(record) + "\n")
     return str(file)
@@ -116,7 +132,6 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], str]] = {
         lambda f, t: t["data"].update(dataset="one"),
         "data.dataset goes with one dataset_info.json and nothing else",
     ),
-    "chats to pack": (lambda f, t: t["data"].update(packing=True), " chats (data.path: "),
     "nothing to learn": (
         lambda f, t: t["data"].update(path=line(f / "a.jsonl", {"messages": TURNS[:1]})),
         "data.path: nothing to learn\n1 records: 0 sequences",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +58,19 @@ def test_without_a_cache_they_go_to_the_run(
     assert f"tokens are kept in {tmp_path / 'tokens'}: the user's cache cannot" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_tokens_in_a_cache_that_cannot_be_written_to_are_used(tmp_path: Path, cache: Path) -> None:
-    write(tmp_path, a="text")
+def test_tokens_in_a_cache_that_cannot_be_written_to_are_used(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    write(tmp_path, a="text", b="other")
     settings = data(str(tmp_path / "a.txt"))
     folders = tokens_of(settings, tmp_path)
-    cache.chmod(0o500)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     assert tokens_of(settings, tmp_path / "run") == folders
+    assert tokens_of(data(str(tmp_path / "b.txt")), tmp_path)[0].parent == tmp_path / "tokens"
+    assert sorted(cache.iterdir()) == sorted(folders)
 
 
 def test_a_relative_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ class Variant(Enum):
         if self is Variant.UNCLIPPED:
             changes |= {"train__precision": "fp32", "train__clip": None, "train__steps": 120}
         elif self is Variant.TIGHT:
-            changes |= {"hardware__hbm_limit": 42_000_000, "train__steps": 30}
+            changes |= {"hardware__hbm_limit": 43_500_000, "train__steps": 30}
             changes |= {"train__batch_size": 32, "data__seq_len": 128}
         return changes
 

@@ -1,0 +1,82 @@
+"""Side outputs that Transformers takes from inside layers: the logits of routers, which an auxiliary loss needs.
+
+A Transformers model says in `_can_record_outputs` which inner modules' outputs it returns beside the hidden state, and
+its configuration (`output_router_logits`) whether it does. It collects them with hooks while its forward runs. Here
+layers run elsewhere, so the engine collects them and hands them on as outputs of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+UNNEEDED = frozenset({"hidden_states", "attentions", "cross_attentions"})  # no objective is made of these
+
+
+class Wanted(NamedTuple):
+    """The output number `output` of every module of a class, or whose class or path has a name."""
+
+    key: str
+    target_class: type[nn.Module] | None
+    class_name: str | None
+    output: int
+    layer_name: str | None
+
+
+class Recorder:
+    """Collects the wanted outputs of inner modules while a layer runs."""
+
+    def __init__(self, model: nn.Module, base: str, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """`base`: path of the module whose output the recordings become part of. `modules`: the layers', by path."""
+        self._recorded: dict[str, list[torch.Tensor]] = {}
+        hooks = {want: self._hook(want) for want in _wanted(model, base)}
+        hooked: set[tuple[int, str]] = set()
+        for path, module in modules:
+            for name, inner in module.named_modules(prefix=path):
+                for want, hook in hooks.items():
+                    if _matches(want, inner, name) and (id(inner), want.key) not in hooked:
+                        hooked.add((id(inner), want.key))
+                        inner.register_forward_hook(hook)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+        """What the function returns, and what inner modules did meanwhile, by key."""
+        self._recorded = {}
+        result = function(*args, **kwargs)
+        return result, self._recorded
+
+    def _hook(self, want: Wanted) -> Callable[..., None]:
+        def hook(_: nn.Module, args: object, output: Any) -> None:
+            value = output[want.output] if isinstance(output, tuple) else output
+            if value is not None:
+                self._recorded.setdefault(want.key, []).append(value)
+
+        return hook
+
+
+def _wanted(model: nn.Module, base: str) -> Iterator[Wanted]:
+    for module in model.get_submodule(base).modules():
+        specs = getattr(module, "_can_record_outputs", None)
+        for key, several in (specs or {}).items():
+            if key in UNNEEDED or not getattr(module.config, f"output_{key}", False):
+                continue
+            for spec in several if isinstance(several, list) else [several]:
+                yield _normalized(key, spec)
+
+
+def _normalized(key: str, spec: Any) -> Wanted:
+    """A class, the end of a class's name, or an OutputRecorder of Transformers, which has all the fields."""
+    if isinstance(spec, str):
+        return Wanted(key, None, spec, 1, None)
+    if isinstance(spec, type):
+        return Wanted(key, spec, None, 1, None)
+    return Wanted(key, spec.target_class, spec.class_name, spec.index, spec.layer_name)
+
+
+def _matches(want: Wanted, module: nn.Module, path: str) -> bool:
+    of_class = want.target_class is not None and isinstance(module, want.target_class)
+    of_name = want.class_name is not None and path.endswith(want.class_name)
+    in_layer = want.layer_name is None or f".{want.layer_name.strip('.')}." in f"{path}."
+    return (of_class or of_name) and in_layer

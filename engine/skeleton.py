@@ -1,0 +1,133 @@
+"""The model that runs a forward with proxies for its layers, and its head on chunks of hidden states."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megatrain_ray.engine.forward_pass import LayerProxy
+from megatrain_ray.engine.model import ModelStructure
+from megatrain_ray.engine.recorder import Recorder
+from megatrain_ray.errors import ConfigError
+
+
+class Skeleton:
+    """Takes over a model on the meta device: `modules` are its layers' modules by path, to be called as templates."""
+
+    def __init__(self, model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
+        self.modules = {p: model.get_submodule(p) for layer in structure.layers for p in layer.modules}
+        self.recorder = Recorder(model, structure.base, self.modules.items())
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+        dtypes = (p.dtype for module in self.modules.values() for p in module.parameters())
+        for path, module in self.modules.items():
+            if path not in structure.loss_modules:
+                _replace(model, path, LayerProxy(path, module))
+        self._base = model.get_submodule(structure.base)
+        self._stand_in = _StandIn(self._base)
+        _replace(model, structure.base, self._stand_in)
+        self._model = model
+        anchor = torch.empty(0, dtype=next(dtypes), device=device)
+        for module in {model, *self._base.modules()}:
+            if hasattr(module, "base_model_prefix"):
+                _anchor(module, anchor)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+        """The base model's output for [B, T] ids; to be run by a ForwardPass. `positions`: [B, T], of several documents
+        in a row, by which the model keeps them apart (packing.py)."""
+        packed = {} if positions is None else {"position_ids": positions}
+        output = self._base(input_ids=input_ids, use_cache=False, **packed)
+        self._stand_in.kind = type(output)
+        return output
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, T, D] → [1, T, V] through the model's own head, whose parameters must be bound; after a `forward`."""
+        with self._stand_in.returning(self._stand_in.kind(last_hidden_state=hidden)):
+            logits: torch.Tensor = self._model(inputs_embeds=hidden, use_cache=False).logits
+        return logits
+
+    def auxiliary(self, output: Any) -> torch.Tensor | None:
+        """What the model's own forward adds to its loss because of the side outputs in `output`, the base model's: a
+        router's load balancing, for instance. A scalar with a graph that ends at them; None where there is none.
+
+        The head's parameters must be bound: it runs on one token, whose loss is taken to be zero.
+        """
+        hidden = output.last_hidden_state[:1, :1].detach()
+        if not any(_wants_gradient(value) for name, value in vars(output).items() if name != "last_hidden_state"):
+            return None
+        one_token = copy.copy(output)
+        one_token.last_hidden_state = hidden
+        loss_function = _ZeroLoss()
+        before = vars(self._model).get("_loss_function")
+        self._model.loss_function = loss_function  # type: ignore[assignment]
+        labels = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
+        try:
+            with torch.enable_grad(), self._stand_in.returning(one_token):
+                loss = self._model(inputs_embeds=hidden, labels=labels, use_cache=False).loss
+        finally:
+            vars(self._model).pop("_loss_function")
+            if before is not None:
+                self._model.loss_function = before
+        if loss is not None and not loss_function.was_called:
+            raise ConfigError(
+                f"{type(self._model).__name__} computes its loss without self.loss_function: what it adds for its side "
+                "outputs cannot be told from the loss of tokens; switch them off in the model's configuration"
+            )
+        return loss if loss is not None and loss.requires_grad else None
+
+
+class _ZeroLoss:
+    """Stands where a model takes the loss of its tokens."""
+
+    was_called = False
+
+    def __call__(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.was_called = True
+        return torch.zeros((), dtype=torch.float32, device=logits.device)
+
+
+class _StandIn(nn.Module):
+    """Stands where the base model was and returns what it is told to; attributes read off it are the base's."""
+
+    kind: type = tuple  # of the base model's own output
+    _output: Any = None
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_base"] = base  # not a submodule: the model must not find it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+    @contextmanager
+    def returning(self, output: Any) -> Iterator[None]:
+        self._output = output
+        try:
+            yield
+        finally:
+            self._output = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output
+
+
+def _wants_gradient(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+
+
+def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, replacement)
+
+
+def _anchor(module: nn.Module, like: torch.Tensor) -> None:
+    """A first parameter with the type and place of the others: what a Transformers model calls its dtype and device."""
+    anchor = nn.Parameter(like, requires_grad=False)
+    module._parameters = {"_anchor": anchor, **module._parameters}

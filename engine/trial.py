@@ -1,0 +1,129 @@
+"""The trial forward: one forward on fake tensors (no memory, no arithmetic) that writes down what called what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass
+class Call:
+    """One call of a module. `start`, `stop`: positions in time. `saved`: the range of `Trial.saved` made meanwhile."""
+
+    path: str
+    start: int
+    inputs: list[torch.Tensor]
+    stop: int = -1
+    saved: tuple[int, int] = (0, 0)
+    output: Any = None  # of fake tensors
+
+
+@dataclass
+class Trial:
+    """Every call of a forward in the order of their starts, what autograd saved, and who read which parameter."""
+
+    calls: list[Call] = field(default_factory=list)
+    saved: list[torch.Tensor] = field(default_factory=list)
+    reads: dict[str, set[str]] = field(default_factory=dict)  # parameter → innermost modules under way
+    _clock: int = 0
+    _open: list[Call] = field(default_factory=list)
+
+    def enter(self, path: str, inputs: list[torch.Tensor]) -> None:
+        self._clock += 1
+        call = Call(path, self._clock, inputs, saved=(len(self.saved), 0))
+        self.calls.append(call)
+        self._open.append(call)
+
+    def leave(self, output: Any) -> None:
+        self._clock += 1
+        call = self._open.pop()
+        call.output = output
+        call.stop = self._clock
+        call.saved = (call.saved[0], len(self.saved))
+
+    def read(self, parameter: str) -> None:
+        self.reads.setdefault(parameter, set()).add(self._open[-1].path if self._open else "")
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.saved.append(tensor)
+        return tensor
+
+    def first(self, path: str) -> Call | None:
+        return next((call for call in self.calls if call.path == path), None)
+
+
+def run_trial(model: nn.Module, input_ids: torch.Tensor) -> Trial:
+    """Runs `model` in training mode on [B, T] ids. Build the model and call this under a FakeTensorMode and Answers."""
+    trial = Trial()
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(_entering(trial, path), with_kwargs=True)
+        module.register_forward_hook(lambda module, inputs, output: trial.leave(output))
+    names = {id(p): name for name, p in model.named_parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(trial.save, lambda tensor: tensor), _Watched(trial, names):
+        model(input_ids=input_ids, use_cache=False)
+    return trial
+
+
+def _entering(trial: Trial, path: str) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trial.enter(path, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+
+    return hook
+
+
+class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down reads of parameters."""
+
+    def __init__(self, trial: Trial, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trial = trial
+        self._names = names
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if id(value) in self._names:
+                self._trial.read(self._names[id(value)])
+        return func(*args, **kwargs or {})
+
+
+class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what fake tensors cannot.
+
+    Whether all of something holds: yes; any other question about values: zero; which elements: all of them. So checks
+    pass, and the trial takes every expert for busy, which makes its bytes an upper bound.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alls: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            return _zero(args[0].dtype) if id(args[0]) not in self._alls else True
+        if func is aten.nonzero.default:
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # Its shapes are known for BF16 only, its arithmetic for FP32 as well.
+            halves = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+            return func(*halves, **kwargs or {}).float()
+        result = func(*args, **kwargs or {})
+        if func in (aten.all.default, aten._is_all_true.default):
+            self._alls[id(result)] = result
+        return result
+
+
+def _zero(dtype: torch.dtype) -> float | int | bool:
+    if dtype is torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0

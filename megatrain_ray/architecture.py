@@ -1,0 +1,107 @@
+"""A model's class and configuration in Transformers, from its config.json as plain data. Picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatrain_ray.engine.model import kept_in_fp32
+from megatrain_ray.io.weights import WeightFolder
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Builds the model with random weights: a ModelFactory. `settings`: its configuration. `code`: the folder of its
+    own code, which then runs; None: Transformers' own. `weights`: a folder for the values of persistent buffers, which
+    are no parameters and so are not trained (the biases of DeepSeek's routers)."""
+
+    settings: dict[str, Any]
+    code: Path | None = None
+    weights: Path | None = None
+
+    def __call__(self, dtype: torch.dtype) -> Any:
+        model = self._auto_class.from_config(self.config, dtype=dtype, trust_remote_code=self.code is not None)
+        _keep_in_fp32(model)
+        if self.weights is not None:
+            _load_buffers(model, WeightFolder.open(self.weights))
+        return model
+
+    @cached_property
+    def config(self) -> Any:
+        """A transformers PretrainedConfig."""
+        from transformers import AutoConfig  # seconds of imports; errors come first
+
+        if self.code is not None:
+            return AutoConfig.from_pretrained(self.code, trust_remote_code=True)
+        values = {k: _decoded(v) for k, v in self.settings.items() if k != "model_type"}
+        return AutoConfig.for_model(self.settings["model_type"], **values)
+
+    def refusal(self) -> str | None:
+        """Why no such model can be trained, from its configuration alone; None: nothing speaks against it."""
+        from transformers.models.auto import modeling_auto as auto
+
+        kind = self.settings["model_type"]
+        if getattr(self.config, "is_encoder_decoder", False):
+            return "it is an encoder-decoder, whose decoder reads a second sequence; only decoders are trained"
+        if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(self.config, "is_decoder", True):
+            return "it is an encoder, whose tokens see later ones (is_decoder is false); only decoders are trained"
+        if self.code is None and self._mapping is None:
+            return "Transformers has no causal language model of this type"
+        return None
+
+    @property
+    def _auto_class(self) -> Any:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        if self.code is not None or self._mapping == "causal":
+            return AutoModelForCausalLM
+        return AutoModelForImageTextToText
+
+    @property
+    def _mapping(self) -> str | None:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+        if type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return "causal"
+        return "image and text" if type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+
+
+def is_known(model_type: object) -> bool:
+    """Whether Transformers has such a model without code from elsewhere."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def _decoded(value: Any) -> Any:
+    """Numbers that JSON lacks, as Transformers writes them: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(inner) for key, inner in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _keep_in_fp32(model: nn.Module) -> None:
+    """Buffers that a model wants in FP32 whatever its type: from_pretrained does so, from_config does not."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and kept_in_fp32(model, f"{path}.{name}"):
+                module._buffers[name] = buffer.float()
+
+
+def _load_buffers(model: nn.Module, folder: WeightFolder) -> None:
+    """Integers are left as the model made them: they are indices, never learned."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            full = f"{path}.{name}" if path else name
+            if buffer is None or name in module._non_persistent_buffers_set or full not in folder.names:
+                continue
+            if buffer.is_floating_point() and not buffer.is_meta and not isinstance(buffer, FakeTensor):
+                buffer.copy_(folder.read(full, 0, buffer.numel()).view(buffer.shape))

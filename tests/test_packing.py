@@ -1,0 +1,98 @@
+"""Several documents in a row: none sees another, and losses are those of the same documents in rows of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatrain_ray.architecture import Architecture
+from megatrain_ray.engine.packing import check_packing
+from megatrain_ray.engine.structure import discover
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batches import Batch
+from megatrain_ray.io.segments import positions_of
+from tests.families import FAMILIES, UNPACKED
+from tests.family_models import NUM_IDS, build_family
+from tests.reference import Recipe, train_reference
+from tests.run_engine import Mode, train_engine
+
+LENGTHS = (7, 4, 9)
+SEQ_LEN = sum(LENGTHS)
+STEPS = 3
+
+
+def documents(step: int) -> list[Tensor]:
+    """Ids of each document and one more, which is the last target."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(3, NUM_IDS, (length + 1,), generator=generator) for length in LENGTHS]
+
+
+def packed(step: int) -> Batch:
+    """All in one row."""
+    parts = documents(step)
+    segments = torch.cat([torch.full((n,), k, dtype=torch.int32) for k, n in enumerate(LENGTHS)])
+    return Batch(
+        input_ids=torch.cat([part[:-1] for part in parts])[None],
+        targets=torch.cat([part[1:] for part in parts])[None],
+        segments=segments[None],
+        num_supervised=SEQ_LEN,
+        num_tokens=SEQ_LEN,
+        sum_squared_lengths=sum(n * n for n in LENGTHS),
+    )
+
+
+def separate(step: int) -> Batch:
+    """Each in a row of its own, padded."""
+    parts = documents(step)
+    ids, targets = torch.zeros(3, SEQ_LEN, dtype=torch.int64), torch.full((3, SEQ_LEN), -100)
+    for row, part in enumerate(parts):
+        ids[row, : part.numel() - 1], targets[row, : part.numel() - 1] = part[:-1], part[1:]
+    return Batch(ids, targets, None, SEQ_LEN, SEQ_LEN, sum(n * n for n in LENGTHS))
+
+
+def why_not(name: str, folder: Path) -> str | None:
+    """The reason why it cannot keep documents apart, if there is one."""
+    factory = Architecture(json.loads((folder / "config.json").read_text()))
+    structure, _ = discover(factory, torch.float32, 1, SEQ_LEN)
+    try:
+        check_packing(factory, structure)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def loss_of(folder: Path, batch: Batch) -> float:
+    """Of the unmodified model, without dropout, summed over supervised tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    packed = {} if batch.segments is None else {"position_ids": positions_of(batch.segments)}
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids, use_cache=False, **packed).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").item()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_equals_separate_or_is_refused(tmp_path: Path, name: str) -> None:
+    build_family(name, tmp_path)
+    reason = why_not(name, tmp_path)
+    if reason is None:
+        assert loss_of(tmp_path, packed(1)) == pytest.approx(loss_of(tmp_path, separate(1)), rel=1e-5)
+    else:
+        assert "set data.packing: false, which cuts each document alone" in reason
+    assert (reason is not None) == (name in UNPACKED)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2"])
+def test_the_engine_equals_the_reference(tmp_path: Path, name: str) -> None:
+    build_family(name, tmp_path)
+    batches = [packed(step) for step in range(STEPS)]
+    recipe = Recipe(STEPS, seed=3)
+    ours, theirs = train_engine(tmp_path, batches, recipe, Mode()), train_reference(tmp_path, batches, recipe)
+    assert ours.losses == theirs.losses
+    assert ours.grad_norms == theirs.grad_norms
+    assert [name for name, m in theirs.masters.items() if not torch.equal(ours.masters[name], m)] == []
