@@ -17,7 +17,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
-from megatrain_ray.engine.layer_call import LayerCall, Outcome
+from megatrain_ray.engine.layer_call import LayerCall, Outcome, leaves_behind
 from megatrain_ray.errors import MegatrainError
 
 
@@ -165,14 +165,4 @@ class ForwardPass:
 
     def _latest_call(self, tensor: torch.Tensor) -> int:
         """The last call whose output the tensor was computed from."""
-        latest, seen, stack = -1, set(), [tensor.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                latest = max(latest, self._owner.get(id(leaf), -1))
-            stack.extend(next_node for next_node, _ in node.next_functions)
-        return latest
+        return max((self._owner.get(id(leaf), -1) for leaf in leaves_behind([tensor])), default=-1)

@@ -7,7 +7,7 @@ graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -139,20 +139,12 @@ class LayerCall:
         if graph is None:
             return
         own = {id(tensor) for tensor in (*graph.inputs, *graph.parameters)}
-        stack = [output.grad_fn for output in graph.outputs]
-        seen = set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in own:
+        for leaf in leaves_behind(graph.outputs):
+            if id(leaf) not in own:
                 raise MegatrainError(
                     f"{self.path} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and that it was not "
                     "given as an argument: layers that exchange tensors behind the model's back cannot be streamed"
                 )
-            stack.extend(next_node for next_node, _ in node.next_functions)
 
     def free(self) -> None:
         """Lets go of graph, arguments and outputs."""
@@ -182,6 +174,21 @@ class LayerCall:
         args, kwargs, fresh = self.stores.refilled(contents)
         result, recorded = function(*args, **kwargs)
         return Outcome(result, self.stores.added(contents, fresh), recorded)
+
+
+def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Where the autograd graphs that made these tensors begin."""
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        stack.extend(next_node for next_node, _ in node.next_functions)
 
 
 class _Handed(torch.autograd.Function):
