@@ -4,7 +4,7 @@
 
 PART is one of
     train   the 7.6B shape, 16 × 1024 tokens, 24 steps on one repeated batch, saves off
-    save    the 3.1B shape: a save while training goes on, and what it cost
+    save    the 3.1B shape: two saves while training goes on, and what they cost
     resume  the 3.1B shape: saved while training goes on, killed by SIGKILL, resumed; equal to an undisturbed run?
     races   the 0.5B shape three times in deterministic mode: are all losses and norms identical?
 
@@ -65,7 +65,7 @@ def run_resume(overrides: list[str]) -> dict[str, Any]:
     start_s = time.monotonic()
     command = [sys.executable, "-m", "megatrain_ray", "train", str(config), f"run_dir={run_dir}", *overrides]
     resumed = subprocess.run(command, capture_output=True, text=True)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run_dir)
     same = [[row[key] for key in NUMBERS] for row in rows] == [
         [row[key] for key in NUMBERS] for row in undisturbed["rows"]
     ]
@@ -81,31 +81,52 @@ def run_resume(overrides: list[str]) -> dict[str, Any]:
 
 
 def run_save(overrides: list[str]) -> dict[str, Any]:
-    return start_and_kill(CONFIGS / "qwen2.5_3b.yaml", RUNS / "real_3b", overrides)
+    """Saves after steps 4 and 8 of 24, killed once the second is there and a step has followed it."""
+    run_dir = RUNS / "real_3b"
+    process = start(CONFIGS / "qwen2.5_3b.yaml", run_dir, ["train.steps=24", *overrides])
+    saves = [wait_for_save(run_dir, step, process) for step in (4, 8)]
+    kill(process)
+    rows = rows_of(run_dir)
+    quiet = sorted(row["step_s"] for row in rows[1:4])[1]
+    longer_s = {row["step"]: row["step_s"] - quiet for row in rows[4:]}
+    return {"quiet_step_s": quiet, "steps_longer_by_s": longer_s, "saves": saves, "rows": rows}
 
 
 def start_and_kill(config: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     """Kills the driver as soon as the save of step 4 exists and a step after it has ended."""
+    process = start(config, run_dir, overrides)
+    save = wait_for_save(run_dir, 4, process)
+    kill(process)
+    return {**save, "steps_when_killed": len(rows_of(run_dir)), "rows": rows_of(run_dir)}
+
+
+def start(config: Path, run_dir: Path, overrides: list[str]) -> subprocess.Popen[str]:
     shutil.rmtree(run_dir, ignore_errors=True)
     command = [sys.executable, "-m", "megatrain_ray", "train", str(config), f"run_dir={run_dir}"]
-    process = subprocess.Popen([*command, *overrides, "save_every=4", "save_keep=1"], stderr=subprocess.PIPE, text=True)
-    manifest, metrics = run_dir / "saves" / "step_4" / "manifest.json", run_dir / "metrics.jsonl"
+    return subprocess.Popen([*command, *overrides, "save_every=4", "save_keep=1"], stderr=subprocess.PIPE, text=True)
 
-    def steps() -> int:
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    wait_for(lambda: manifest.exists() and steps() > 4, process)
+def wait_for_save(run_dir: Path, step: int, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the save of `step` cost, once it is there and a step after it has ended."""
+    manifest = run_dir / "saves" / f"step_{step}" / "manifest.json"
+    wait_for(manifest.exists, process)
+    timing = json.loads(manifest.read_bytes())["timing"]
+    folder_bytes = sum(path.stat().st_size for path in manifest.parent.iterdir())
+    wait_for(lambda: len(rows_of(run_dir)) > step, process)
+    rate = timing["nbytes"] / timing["write_s"]
+    return {"step": step, "timing": timing, "bytes_per_s": rate, "folder_bytes": folder_bytes}
+
+
+def kill(process: subprocess.Popen[str]) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    timing = json.loads(manifest.read_bytes())["timing"]
-    folder = manifest.parent
-    return {
-        "steps_when_killed": steps(),
-        "timing": timing,
-        "bytes_per_s": timing["nbytes"] / timing["write_s"],
-        "folder_bytes": sum(path.stat().st_size for path in folder.iterdir()),
-        "rows": [json.loads(line) for line in metrics.read_text().splitlines()],
-    }
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Whole rows only: the last one may still be being written."""
+    metrics = run_dir / "metrics.jsonl"
+    text = metrics.read_text() if metrics.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
