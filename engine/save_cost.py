@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 
-import torch
+from torch import Tensor
 
 from megatrain_ray.engine.plan import Plan
-
-PROBE_BYTES = 256 << 20
+from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.spare_memory import SpareMemory
 
 
 def predict_stall_s(plan: Plan, step_s: float, write_bytes_per_s: float, copy_bytes_per_s: float) -> float:
@@ -22,9 +23,20 @@ def predict_stall_s(plan: Plan, step_s: float, write_bytes_per_s: float, copy_by
     return copied / copy_bytes_per_s + (late - copied) / write_bytes_per_s
 
 
-def measure_copy() -> float:
-    """Bytes per second of copying in RAM with all of torch's threads, whose number in this process is the machine's."""
-    source, to = (torch.zeros(PROBE_BYTES, dtype=torch.uint8).add_(1) for _ in range(2))
+def measure_copy(shard: AdamShard, spare: SpareMemory) -> float:
+    """Bytes per second at which a shard copies aside the largest layer there is room for, as a save does: with its
+    threads, from its arenas into pages that are there. Infinity where there is no room, and so nothing is copied."""
+    for layer in sorted(range(len(shard.layout.spans)), key=shard.copy_bytes, reverse=True):
+        room = spare.take(shard.copy_bytes(layer))
+        if room is not None:
+            return _time_copy(shard, layer, room, spare)
+    return math.inf
+
+
+def _time_copy(shard: AdamShard, layer: int, room: Tensor, spare: SpareMemory) -> float:
+    shard.copy_layer(layer, room)  # takes its pages
     start_s = time.perf_counter()
-    to.copy_(source)
-    return PROBE_BYTES / (time.perf_counter() - start_s)
+    shard.copy_layer(layer, room)
+    elapsed_s = time.perf_counter() - start_s
+    spare.give_back(room)
+    return shard.copy_bytes(layer) / elapsed_s

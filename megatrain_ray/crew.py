@@ -7,6 +7,7 @@ stood. Any other death ends the run.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -84,8 +85,7 @@ class Crew:
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
-        kernels = {name for post in self._shards if (name := self._kernel_of(post))}
-        log.info("AdamW runs as %s", ", ".join(sorted(kernels)))
+        log.info("AdamW runs as %s", ", ".join(sorted(set(self._ask_shards("kernel_name")))))
         self._gpu_handles = self._answer("the GPU worker did not start", self.gpu.handles.remote())
         self._pids["GPU worker"] = next(iter(self._gpu_handles.values())).pid
 
@@ -108,6 +108,11 @@ class Crew:
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s; {AGAIN}")
             self.wait([], 1.0)
+
+    def copy_bytes_per_s(self) -> float:
+        """How fast all shards together copy layers aside for a save; known once weights are loaded."""
+        rates = self._ask_shards("copy_bytes_per_s")
+        return sum(rates) * len(self._shards) / len(rates) if rates else math.inf
 
     def begin(self, progress: Progress) -> None:
         """Starts the engine, which resets the signal words, and then the shards that obey them."""
@@ -261,14 +266,15 @@ class Crew:
         posts = [post.handles for post in self._posts if post is not but]
         return [handles for handles in (*posts, self._gpu_handles, self._own_handles) if handles]
 
-    def _kernel_of(self, post: Post) -> str | None:
-        """What AdamW runs as in a shard; None where that one dies, and another takes its place."""
-        try:
-            name: str = self._answer(f"{post.name} did not start", post.actor.kernel_name.remote())
-        except RayActorError as error:
-            self.replace(error)
-            return None
-        return name
+    def _ask_shards(self, question: str) -> list[Any]:
+        """Their answers. One that dies gives none, and another takes its place."""
+        answers = []
+        for post in self._shards:
+            try:
+                answers.append(self._answer(f"{post.name} did not answer", getattr(post.actor, question).remote()))
+            except RayActorError as error:
+                self.replace(error)
+        return answers
 
     def _introduce(self, post: Post) -> bool:
         """Waits until the actor has started. Where it dies doing so another one takes its place, and the answer is

@@ -84,6 +84,7 @@ class RunningSave:
         self._saves = saves
         self._predicted_stall_s = predicted_stall_s
         self._start_s = time.monotonic()
+        self._waited_since_s: float | None = None
         self._parts: list[WrittenPart] = []
         self._at: tuple[Progress, dict[str, Any]] | None = None
         self.calls = crew.write_parts(prepare_save(saves, step), step, prepared.config.save_compress)
@@ -91,6 +92,16 @@ class RunningSave:
     def reached(self, progress: Progress, position: dict[str, Any]) -> None:
         """The step has ended. Training and data may be many steps further when the last part is written."""
         self._at = (progress, position)
+
+    def hold_up(self) -> None:
+        """From now on training waits for the end of this save: the next one is due."""
+        if self._waited_since_s is None:
+            self._waited_since_s = time.monotonic()
+
+    @property
+    def held_up_s(self) -> float:
+        """How long training has waited for its end."""
+        return 0.0 if self._waited_since_s is None else time.monotonic() - self._waited_since_s
 
     @property
     def complete(self) -> bool:

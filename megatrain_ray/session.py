@@ -16,7 +16,7 @@ from megatrain_ray.cluster import Daemons
 from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
-from megatrain_ray.engine.save_cost import measure_copy, predict_stall_s
+from megatrain_ray.engine.save_cost import predict_stall_s
 from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
@@ -78,7 +78,7 @@ class Session:
         self._progress = Progress(step, manifest.optimizer_step if manifest else 0)
         self._saved = step if manifest else -1
         self._save: RunningSave | None = None
-        self._missed = False
+        self._missed = self._told_of_waiting = False
         self._under_way: list[Any] = []
         self._last_row: dict[str, Any] = {}
         self._silence = Silence()
@@ -113,10 +113,10 @@ class Session:
             self._disk_bytes_per_s = measure_disk(
                 self._run.saves, self._prepared.plan.save_bytes, self._prepared.config.save_compress
             )
-            self._copy_bytes_per_s = measure_copy()
         crew.start(self._data_arguments())
         manifest = self._manifest
         crew.load(None if manifest is None else save_folder(self._run.saves, manifest.step), manifest)
+        self._copy_bytes_per_s = crew.copy_bytes_per_s()
         crew.begin(self._progress)
         self._silence.heard()
 
@@ -141,6 +141,8 @@ class Session:
                     self._begin_save(crew, self._completed)
                     self._mark(crew)
                 case Action.WAIT:
+                    if self._save and not self._under_way and self._policy.saves_next(seen):
+                        self._save.hold_up()
                     self._wait(crew, view)
                 case Action.STOP:
                     return
@@ -207,6 +209,13 @@ class Session:
         timing = save.commit()
         self._saved, self._save = save.step, None
         log.info("saved step %d: %s", save.step, timing)
+        if save.held_up_s and self._completed < self._prepared.config.train.steps:
+            tell = log.info if self._told_of_waiting else say
+            tell(
+                f"the next save was due before that of step {save.step} was written ({timing.write_s:.1f} s): training "
+                f"waited {save.held_up_s:.1f} s for it; a larger save_every avoids that"
+            )
+            self._told_of_waiting = True
 
     def _watch_silence(self, crew: Crew, ended: list[Any]) -> None:
         """Says what the run waits for when nothing has ended for a while, and gives up after STEP_DEADLINE_S."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import select
 import threading
@@ -20,6 +21,7 @@ from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ShardLayout
+from megatrain_ray.engine.save_cost import measure_copy
 from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_loop import ShardLoop
@@ -81,6 +83,7 @@ class ShardWorker:
         budget = plan.save_copy_bytes // plan.num_shards
         self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
         # No other than a save holds updates up, and no longer than the disk needs.
+        self._copy_bytes_per_s = math.inf
         self._gate = SaveGate(self._shard, self._words, plan.layer_order, self._spare, plan.update_deadline_s)
 
     def _make_shard(self) -> AdamShard:
@@ -117,6 +120,10 @@ class ShardWorker:
     def kernel_name(self) -> str:
         """What AdamW runs as."""
         return self._shard.kernel_name
+
+    def copy_bytes_per_s(self) -> float:
+        """How fast layers are copied aside for a save; known once weights are loaded."""
+        return self._copy_bytes_per_s
 
     def initialize(self) -> None:
         """Fills this shard's part from the model folder, or with random values."""
@@ -157,6 +164,7 @@ class ShardWorker:
     def _take_spare_memory(self) -> None:
         """While the engine starts: the copies of the first save would else wait for pages. In a daemon, since a process
         that is to end must not wait for it."""
+        self._copy_bytes_per_s = measure_copy(self._shard, self._spare)
         threading.Thread(target=self._spare.populate, name="spare memory", daemon=True).start()
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:

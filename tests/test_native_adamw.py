@@ -167,12 +167,17 @@ def test_other_compilers_make_the_same(compiler: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("build", [partial(NativeAdamW, vector=8), TorchBlocks], ids=["native", "torch"])
 def test_copies(build: type[TorchBlocks]) -> None:
-    sources = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (1, 0, 4095, (3 << 20) + 1, 1 << 20)]
-    copies = [torch.zeros_like(source) for source in sources]
+    """Of no, some and many chunks, aligned and not; not a byte beyond them is touched."""
+    sizes = (1, 0, 4095, (3 << 20) + 1, 1 << 20)
+    sources = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in sizes]
+    rooms = [torch.zeros(n + 2 * (64 + shift), dtype=torch.uint8) for shift, n in enumerate(sizes)]
+    copies = [room[64 + shift : 64 + shift + n] for shift, (room, n) in enumerate(zip(rooms, sizes, strict=True))]
     with closing(build(3, HYPER)) as kernel:
         kernel.copy(list(zip(copies, sources, strict=True)))
         kernel.copy([])
     assert all(torch.equal(a, b) for a, b in zip(copies, sources, strict=True))
+    for room, source in zip(rooms, sources, strict=True):
+        assert room.sum(dtype=torch.int64) == source.sum(dtype=torch.int64)
 
 
 def num_threads() -> int:

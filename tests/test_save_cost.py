@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatrain_ray.config import TrainConfig
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.save_cost import measure_copy, predict_stall_s
+from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.planning import prepare
 from tests.runs import config
+from tests.shards import open_shards
 from tests.tiny import build_tiny
 
 
@@ -41,5 +46,20 @@ def test_spare_ram_is_shared_with_nobody(plan: Plan) -> None:
     assert plan.save_copy_bytes == plan.save_bytes
 
 
-def test_copying_is_measured() -> None:
-    assert 1e8 < measure_copy() < 1e13
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_copying_is_measured_where_there_is_room(num_layers: int) -> None:
+    """The smallest layer has room, or three have; the room is free again for a save, and copying changed nothing."""
+    with open_shards(Precision.BF16, 1) as shards:
+        (shard,) = shards.shards
+        layer_bytes = sorted(shard.copy_bytes(layer) for layer in range(len(shard.layout.spans)))[:num_layers]
+        before = shards.all_bytes()
+        with closing(SpareMemory(layer_bytes, 1 << 30)) as spare:
+            assert 1e6 < measure_copy(shard, spare) < 1e13
+            assert all(spare.take(num_bytes) is not None for num_bytes in layer_bytes)
+            assert measure_copy(shard, spare) == math.inf, "no room is left"
+        assert all(torch.equal(a, b) for a, b in zip(before, shards.all_bytes(), strict=True))
+
+
+def test_nothing_is_copied_where_there_is_no_room(plan: Plan) -> None:
+    none = replace(plan, save_copy_bytes=0)
+    assert predict_stall_s(none, 1.0, plan.save_bytes / 4, math.inf) == pytest.approx(3.0)
