@@ -12,7 +12,7 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 
-LATER_COMMANDS = ("bench", "tokenizer")
+LATER_COMMANDS = ("bench",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,9 +61,23 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     doctor = commands.add_parser("doctor", help="what of this machine would stop a run or slow it down")
     doctor.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="where runs will be")
+    _add_tokenizer(commands.add_parser("tokenizer", help="train a tokenizer on a corpus of your own"))
     for name in LATER_COMMANDS:
         commands.add_parser(name, add_help=False)
     return parser
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    train = actions.add_parser("train", help="a byte-level BPE, written as a folder that data.tokenizer can name")
+    train.add_argument("paths", nargs="+", metavar="PATH", help="file, folder or glob, as in data.path")
+    train.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new or empty")
+    train.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N", help="ids, 256 bytes and specials included"
+    )
+    train.add_argument("--field", default="text", help="key or column that holds the text (text)")
+    train.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="special tokens of your own")
+    train.add_argument("--bad-records", choices=("error", "skip"), default="error", help="records without a text")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -78,6 +92,8 @@ def _run(options: argparse.Namespace) -> int:
             return _inspect(options.run_dir)
         case "doctor":
             return _doctor(options.folder)
+        case "tokenizer":
+            return _train_tokenizer(options)
         case later:
             raise ConfigError(f"megatrain {later} comes with a later version")
 
@@ -131,3 +147,19 @@ def _doctor(folder: Path) -> int:
         print(finding, flush=True)
         states.add(finding.state)
     return MegatrainError.exit_code if State.STOP in states else 0
+
+
+def _train_tokenizer(options: argparse.Namespace) -> int:
+    from megatrain_ray.tokenizer_training import train_tokenizer
+
+    num_ids = train_tokenizer(
+        options.paths,
+        options.out,
+        vocab_size=options.vocab_size,
+        text_field=options.field,
+        specials=options.special,
+        bad_records=options.bad_records,
+    )
+    fewer = f": the corpus has no more pairs to merge for {options.vocab_size}" if num_ids < options.vocab_size else ""
+    print(f"wrote {num_ids} ids to {options.out}{fewer}; data.tokenizer: {options.out}")
+    return 0
