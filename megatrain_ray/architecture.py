@@ -42,6 +42,10 @@ class Architecture:
         values = {k: _decoded(v) for k, v in self.settings.items() if k != "model_type"}
         return AutoConfig.for_model(self.settings["model_type"], **values)
 
+    def load(self, folder: Path) -> Any:
+        """The model with the weights of a Hugging Face folder, in their own type."""
+        return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True)
+
     def refusal(self) -> str | None:
         """Why no such model can be trained, from its configuration alone; None: nothing speaks against it."""
         from transformers.models.auto import modeling_auto as auto

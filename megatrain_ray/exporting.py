@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +45,16 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
                 raise  # else the training that goes on has deleted it, and has made another one
         else:
             return
+
+
+def load_exported(folder: Path) -> Any:
+    """A PreTrainedModel. Raises ConfigError for one with code of its own, which an export does not hold."""
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not is_known(settings["model_type"]):
+        raise ConfigError(
+            f"a {settings['model_type']} model comes with code of its own: export it, and load it with that code"
+        )
+    return Architecture(settings).load(folder)
 
 
 def _export(files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, model: ModelConfig) -> None:
