@@ -88,6 +88,11 @@ def _batch_disagreements(config: TrainConfig) -> Iterator[str]:
     )
 
 
+def known_keys(root: type[BaseModel]) -> frozenset[str]:
+    """Every dotted key that a configuration may have."""
+    return frozenset(_fields(root))
+
+
 def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
     location = problem["loc"]
     key = ".".join(str(part) for part in location)

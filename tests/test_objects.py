@@ -157,7 +157,8 @@ def test_other_objects_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_setting_and_an_object_for_it_are_refused(tmp_path: Path) -> None:
-    tree = settings(tmp_path / "run", data__path="x.jsonl")
+    tree = settings(tmp_path / "run")
+    tree["data"]["path"] = "x.jsonl"
     with pytest.raises(ConfigError, match=r"train_dataset stands for data\.path: give one of them"):
         Trainer(tree, model="m", train_dataset=RECORDS)
     ready = Trainer(settings(tmp_path / "run"), model="m", train_dataset="x.jsonl", tokenizer="bytes").config
