@@ -57,8 +57,11 @@ class Objects:
                 raise ConfigError(f"{name} stands for {group}.{key}: give one of them")
             _CHECKS[name](name, value)
             node[key] = value if isinstance(value, str) else str(inputs / file)
-        if self.train_dataset is not None and not isinstance(self.train_dataset, str):
-            tree["data"].setdefault("kind", _kind(self.train_dataset, tree["data"].get("text_field", "text")))
+        data = tree.get("data", {})
+        if self.train_dataset is not None and not isinstance(self.train_dataset, (str, Path)):
+            data.setdefault("kind", _kind(self.train_dataset, data.get("text_field", "text")))
+        if not isinstance(self.model, (str, Path, type(None))) and "tokenizer" not in data and data.get("kind") != "tokens":
+            raise ConfigError("tokenizer: a model object comes without one; give the object, or data.tokenizer")
         return tree
 
     @contextmanager

@@ -166,6 +166,12 @@ def test_a_setting_and_an_object_for_it_are_refused(tmp_path: Path) -> None:
         Trainer(ready, model="m")
 
 
+def test_a_model_object_needs_a_tokenizer_for_texts(tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(build_tiny(tmp_path / "model"))
+    with pytest.raises(ConfigError, match="tokenizer: a model object comes without one"):
+        Trainer(settings(tmp_path / "run"), model=model, train_dataset=[{"text": "a"}])
+
+
 @pytest.mark.parametrize("spoil", [lambda r: r | {"x": object()}, lambda r: r | {"messages": float}])
 def test_what_json_cannot_hold_is_named(tmp_path: Path, spoil: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     records = [{"messages": []}, spoil({"messages": []})]
