@@ -60,7 +60,8 @@ class Objects:
         data = tree.get("data", {})
         if self.train_dataset is not None and not isinstance(self.train_dataset, (str, Path)):
             data.setdefault("kind", _kind(self.train_dataset, data.get("text_field", "text")))
-        if not isinstance(self.model, (str, Path, type(None))) and "tokenizer" not in data and data.get("kind") != "tokens":
+        is_object = not isinstance(self.model, (str, Path, type(None)))
+        if is_object and "tokenizer" not in data and data.get("kind") != "tokens":
             raise ConfigError("tokenizer: a model object comes without one; give the object, or data.tokenizer")
         return tree
 
