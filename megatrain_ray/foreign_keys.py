@@ -114,7 +114,7 @@ def apply(table: Table, tree: Mapping[str, Any], known: frozenset[str]) -> Findi
     except RefusedError as error:
         found.refused.append(str(error))
     for target in sorted(found.settings.keys() - known):
-        keys = [key for key, rule in table.sets.items() if rule.target == target and key in tree]
+        keys = [key for key, rule in table.sets.items() if rule.target == target and key in tree] or [table.tool]
         found.refused += [f"{key}: {target} comes with a later version" for key in keys]
         del found.settings[target]
     return found

@@ -69,8 +69,8 @@ class Objects:
     def written(self, run: RunDir) -> Iterator[None]:
         """For the block, and for good once the block has begun a run, the objects are files of `run`.
 
-        A run that goes on keeps the model that it has. Raises ConfigError where its data or tokenizer were others, and
-        for records that JSON cannot hold; MegatrainError where the disk fails.
+        A run that goes on keeps the model that it has; held-out records may be others. Raises ConfigError where its
+        data or tokenizer were others, and for records that JSON cannot hold; MegatrainError where the disk fails.
         """
         folder, is_new = run.path / INPUTS_NAME, not run.holds_run
         given = [(name, value) for name, value in self._given() if not isinstance(value, str)]
@@ -168,17 +168,23 @@ def _meaning(folder: Path) -> list[Any]:
 
 def _write_records(name: str, dataset: Any, file: Path, data: Any) -> None:
     """A file that holds the same already stays, with its time of change, by which its tokens are found again."""
-    lines = _lines(name, dataset, data.kind, data.text_field)
-    if not file.exists():
-        write_atomically(file, lines)
-        return
+    if file.exists():
+        number = _first_difference(file, _lines(name, dataset, data.kind, data.text_field))
+        if number is None:
+            return
+        if name == "train_dataset":
+            raise ConfigError(
+                f"{name}: record {number} is not that which the run began with ({file}); give the same records in the "
+                "same order, or another run_dir"
+            )
+    write_atomically(file, _lines(name, dataset, data.kind, data.text_field))
+
+
+def _first_difference(file: Path, lines: Iterator[str]) -> int | None:
+    """The number of the first line that is another."""
     with file.open(encoding="utf-8") as before:
-        for number, (there, here) in enumerate(zip_longest(before, lines), 1):
-            if there != here:
-                raise ConfigError(
-                    f"{name}: record {number} is not that which the run began with ({file}); give the same records in "
-                    "the same order, or another run_dir"
-                )
+        pairs = enumerate(zip_longest(before, lines), 1)
+        return next((number for number, (there, here) in pairs if there != here), None)
 
 
 def _lines(name: str, dataset: Any, kind: str, text_field: str) -> Iterator[str]:

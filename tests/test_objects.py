@@ -63,7 +63,7 @@ def test_a_run_on_objects_is_that_on_files_and_goes_on(tmp_path: Path, ray_addre
     assert (tmp_path / "run" / "inputs" / "train.jsonl").stat() == written
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    files = settings(tmp_path / "files", train__steps=4, train__schedule="constant", model__path=str(folder))
+    files = settings(tmp_path / "files", train__steps=4, train__schedule="constant") | {"model": {"path": str(folder)}}
     files["data"] |= {"path": str(tmp_path / "a.jsonl"), "kind": "tokens"}
     done = cli("train", str(write_config(tmp_path / "config.yaml", files)), RAY_ADDRESS=ray_address)
     assert done.returncode == 0, done.stderr
@@ -128,6 +128,22 @@ def test_the_tokenizer_object_is_the_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer: is another than the run began with"), objects.written(run):  # type: ignore[arg-type]
         pass
     assert [path.name for path in (tmp_path / "inputs").iterdir()] == ["tokenizer"]
+
+
+def test_held_out_records_may_change_and_others_may_not(tmp_path: Path) -> None:
+    given = Trainer(settings(tmp_path / "run"), model="m", train_dataset=[{"text": "a"}], tokenizer="bytes").config
+    run = Run(tmp_path, given)
+    run.holds_run = True
+    for text in "ab":
+        with Objects(eval_dataset=[{"text": text}]).written(run):  # type: ignore[arg-type]
+            assert (tmp_path / "inputs" / "eval.jsonl").read_text() == json.dumps({"text": text}) + "\n"
+    with Objects(train_dataset=[{"text": "a"}]).written(run):  # type: ignore[arg-type]
+        pass
+    for records in ([{"text": "b"}], [{"text": "a"}, {"text": "b"}], []):
+        longer = Objects(train_dataset=records).written(run)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"record [12] is not that which the run began with"), longer:
+            pass
+    assert (tmp_path / "inputs" / "train.jsonl").read_text() == json.dumps({"text": "a"}) + "\n"
 
 
 def generated() -> Iterator[Any]:
