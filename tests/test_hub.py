@@ -9,14 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatrain_ray.cli import main
+from megatrain_ray.config import ModelConfig
+from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat_template import load_chat_template
 from megatrain_ray.io.tokenizer import load_tokenizer, tokenizer_files
+from megatrain_ray.model_source import open_model
 from tests.chat_fixtures import FAMILIES, build
 from tests.hub import COMMIT, files_of, fill_cache, serve
 from tests.runs import ROOT, cli, config, losses, write_config
+from tests.test_architecture import with_own_code
 from tests.tiny import build_tiny
 
 NOWHERE = "http://127.0.0.1:1"
@@ -66,6 +71,16 @@ def test_the_command_line_exits_2_without_network_and_cache(
     assert err.startswith("error: model.path: owner/absent: no such folder")
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_code_of_a_repository_needs_trust_and_runs_from_the_cache(tmp_path: Path, cache: Path) -> None:
+    folder = fill_cache(cache, "owner/own", files_of(with_own_code(tmp_path / "own")))
+    with pytest.raises(ConfigError, match=r"Read that code, then set model\.trust_remote_code: true"):
+        open_model(ModelConfig(path="owner/own"))
+    source = open_model(ModelConfig(path="owner/own", trust_remote_code=True))
+    assert source.code == source.folder == folder
+    structure, _ = discover(source.factory, torch.float32, 1, 8)
+    source.check_weights(structure)
 
 
 def test_what_the_hub_refuses_is_named(tmp_path: Path) -> None:
