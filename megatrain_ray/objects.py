@@ -72,11 +72,11 @@ class Objects:
         A run that goes on keeps the model that it has; held-out records may be others. Raises ConfigError where its
         data or tokenizer were others, and for records that JSON cannot hold; MegatrainError where the disk fails.
         """
-        folder, is_new = run.path / INPUTS_NAME, not run.holds_run
+        folder, is_new = run.path / INPUTS_NAME, not run.has_begun
         given = [(name, value) for name, value in self._given() if not isinstance(value, str)]
         try:
             if is_new and given:
-                shutil.rmtree(folder, ignore_errors=True)  # of a start that did not get so far as to begin a run
+                shutil.rmtree(folder, ignore_errors=True)  # of a start that made no step
             for name, value in given:
                 folder.mkdir(exist_ok=True)
                 file = folder / PLACES[name][2]

@@ -105,8 +105,9 @@ def test_records_are_recognised_and_written_as_files_have_them(
 class Run:
     """Of a run directory what objects need."""
 
-    def __init__(self, path: Path, config: Any) -> None:
-        self.path, self.config, self.holds_run = path, config, False
+    def __init__(self, path: Path, config: Any, *, has_begun: bool = False) -> None:
+        self.path, self.config = path, config
+        self.holds_run = self.has_begun = has_begun
 
 
 def test_the_tokenizer_object_is_the_runs(tmp_path: Path) -> None:
@@ -116,8 +117,7 @@ def test_the_tokenizer_object_is_the_runs(tmp_path: Path) -> None:
     write_tokenizer(train_bpe(iter(["a b c"]), 300, specials), specials, tmp_path / "own")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "own")
     objects = Objects(model="m", train_dataset="d", tokenizer=tokenizer)
-    run = Run(tmp_path, objects)
-    run.holds_run = True
+    run = Run(tmp_path, objects, has_begun=True)
     with objects.written(run):  # type: ignore[arg-type]
         pass
     assert (tmp_path / "inputs" / "tokenizer" / "tokenizer.json").exists()
@@ -132,8 +132,7 @@ def test_the_tokenizer_object_is_the_runs(tmp_path: Path) -> None:
 
 def test_held_out_records_may_change_and_others_may_not(tmp_path: Path) -> None:
     given = Trainer(settings(tmp_path / "run"), model="m", train_dataset=[{"text": "a"}], tokenizer="bytes").config
-    run = Run(tmp_path, given)
-    run.holds_run = True
+    run = Run(tmp_path, given, has_begun=True)
     for text in "ab":
         with Objects(eval_dataset=[{"text": text}]).written(run):  # type: ignore[arg-type]
             assert (tmp_path / "inputs" / "eval.jsonl").read_text() == json.dumps({"text": text}) + "\n"
