@@ -19,6 +19,7 @@ from megatrain_ray.exporting import export_run, load_exported
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
+from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.logs import log_to, say
 from megatrain_ray.metric_sinks import check_packages, open_sinks
 from megatrain_ray.objects import Objects
@@ -119,6 +120,7 @@ def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) 
     check_packages(config)
     prepared.source.check_weights(prepared.structure)
     vocab_size = prepared.structure.vocab_size
+    tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
     tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
     stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
     if stream.joins_documents:
