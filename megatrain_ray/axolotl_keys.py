@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain_ray.axolotl_data import data_of
-from megatrain_ray.foreign_keys import RefusedError, Sets, Table, negated, number, or_null, whole
+from megatrain_ray.foreign_keys import RefusedError, Sets, Table, negated, number, one_of, or_null, whole
 from megatrain_ray.foreign_values import (
     DATA_LOADING,
     KERNELS,
@@ -35,6 +35,8 @@ def only_a_pad(value: Any) -> None:
         raise RefusedError("the tokenizer's own are used: change model and tokenizer before")
 
 
+truncation_of = one_of({"drop": "drop", "truncate": "turn"}, "expected drop or truncate")
+
 SETS = {
     "base_model": Sets("model.path"),
     "revision_of_model": Sets("revision"),
@@ -43,6 +45,7 @@ SETS = {
     "special_tokens": Sets("special_tokens", only_a_pad),
     "chat_template_jinja": Sets("data.chat_template", template_of),
     "sequence_len": Sets("data.seq_len", whole, 512),
+    "excess_length_strategy": Sets("data.truncation", truncation_of, "drop"),
     "sample_packing": Sets("data.packing", default=False),
     "curriculum_sampling": Sets("data.shuffle", negated),
     "output_dir": Sets("run_dir", default="./model-out"),
@@ -157,6 +160,17 @@ MEANINGLESS = {
     "loraplus_*": LORA,
     "loss_watchdog_*": "a step whose gradient is not finite is skipped and counted",
     "default_system_message": "the chat template has it, or the records",
+    "accelerator_config": PLANNED,
+    "experimental_skip_move_to_device": PLANNED,
+    "heads_k_stride": MULTI_GPU,
+    "ring_attn_func": MULTI_GPU,
+    "llama4_linearized_experts": KERNELS,
+    "streaming": DATA_LOADING,
+    "streaming_*": DATA_LOADING,
+    "preprocess_iterable": DATA_LOADING,
+    "is_preprocess": "of the tool itself",
+    "total_num_tokens": "of the tool itself",
+    "total_supervised_tokens": "of the tool itself",
     "axolotl_config_path": "of the tool itself",
 }
 REFUSED = {
@@ -189,6 +203,21 @@ REFUSED = {
     "fix_untrained_tokens": "change model and tokenizer before",
     "neftune_noise_alpha": "no noise is added to embeddings",
     "min_sample_len": "all records are read",
+    "dataset_shard_num": "all records are read",
+    "dataset_shard_idx": "all records are read",
+    "dataset_exact_deduplication": "all records are read: leave doubles out of the files",
+    "mean_resizing_embeddings": "change model and tokenizer before",
+    "shrink_embeddings": "change model and tokenizer before",
+    "lr_quadratic_warmup": "the warm-up is linear",
+    "lr_div_factor": "only constant, linear and cosine are here",
+    "greater_is_better": "a run goes to train.steps; save_keep keeps earlier saves",
+    "eval_causal_lm_metrics": "held-out loss and perplexity are what is evaluated",
+    "bench_*": "held-out loss and perplexity are what is evaluated",
+    "pose_*": "the model's own forward runs unchanged",
+    "max_prompt_len": PREFERENCES,
+    "rpo_alpha": PREFERENCES,
+    "simpo_gamma": PREFERENCES,
+    "cpo_alpha": PREFERENCES,
     "val_set_size": "write the held-out records into a file of their own, for data.eval_path",
     "early_stopping_patience": "a run goes to train.steps",
     "load_best_model_at_end": "a run goes to train.steps; save_keep keeps earlier saves",

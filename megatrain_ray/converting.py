@@ -114,6 +114,8 @@ def _resolve_model_and_data(given: dict[str, Any]) -> None:
         given["data.chat_template_args"] = {"enable_thinking": bool(thinking)}
     if given.get("data.kind") != "sft":
         given.pop("data.chat_template", None)
+    if given.get("data.kind") == "pretrain":  # texts are cut into windows
+        given.pop("data.truncation", None)
 
 
 def _resolve_numbers(given: dict[str, Any]) -> None:

@@ -11,6 +11,16 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+HARMLESS = (
+    False,
+    0,
+    "",
+    [],
+    {},
+    "none",
+    "null",
+)  # values of a key that cannot be honoured with which it asks for nothing
+
 
 class RefusedError(Exception):
     """A value that cannot be honoured; the message says why."""
@@ -126,17 +136,16 @@ def _take(table: Table, key: str, value: Any, found: Findings) -> None:
             found.settings[rule.target] = rule.convert(value)
         except RefusedError as error:
             found.refused.append(f"{key}: {value}: {error}")
-    elif why := _reason(table.otherwise, key):
-        found.otherwise.append(f"{key}: {why}")
-    elif why := _reason(table.meaningless, key):
-        found.meaningless.append(f"{key}: {why}")
-    elif why := _reason(table.refused, key):
-        if value not in (False, 0, "", [], {}, "none", "null"):
-            found.refused.append(f"{key}: {why}")
-    else:
-        found.refused.append(f"{key}: is no key of {table.tool} that is known here")
-
-
-def _reason(reasons: Mapping[str, str], key: str) -> str | None:
-    """Of the key itself before those of globs, which come in their order."""
-    return reasons.get(key) or next((why for glob, why in reasons.items() if fnmatchcase(key, glob)), None)
+        return
+    for same_key in (str.__eq__, fnmatchcase):  # a key itself counts before globs
+        for reasons, lines in (
+            (table.otherwise, found.otherwise),
+            (table.meaningless, found.meaningless),
+            (table.refused, found.refused),
+        ):
+            why = next((why for name, why in reasons.items() if same_key(key, name)), None)
+            if why is not None:
+                if lines is not found.refused or value not in HARMLESS:
+                    lines.append(f"{key}: {why}")
+                return
+    found.refused.append(f"{key}: is no key of {table.tool} that is known here")

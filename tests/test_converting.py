@@ -180,7 +180,9 @@ def test_a_file_of_axolotl(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     tree = yaml.safe_load(told.out)
     assert tree == {
         "model": {"path": "model"},
-        "data": {"kind": "sft", "path": "chats", "seq_len": 200, "packing": False, "seed": 42},
+        "data": {
+            "kind": "sft", "path": "chats", "seq_len": 200, "truncation": "drop", "packing": False, "seed": 42,
+        },
         "train": {
             "steps": 18, "micro_batch_size": 2, "accumulate": 2, "lr": 2e-5, "min_lr": pytest.approx(2e-6),
             "schedule": "cosine", "warmup_steps": 0, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
@@ -306,6 +308,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"datasets": [{"path": "chats", "type": "alpaca"}, {"path": "chats", "type": "completion"}]},
         "datasets: are of several types",
     ),
+    "doubles": (AXOLOTL, {"dataset_exact_deduplication": True}, "dataset_exact_deduplication: all records are read"),
     "unknown": (AXOLOTL, {"brand_new": 1}, "brand_new: is no key of Axolotl that is known here"),
 }
 
