@@ -11,15 +11,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-HARMLESS = (
-    False,
-    0,
-    "",
-    [],
-    {},
-    "none",
-    "null",
-)  # values of a key that cannot be honoured with which it asks for nothing
+# Values of a key that cannot be honoured with which it asks for nothing.
+HARMLESS: tuple[Any, ...] = (False, 0, "", [], {}, "none", "null")
 
 
 class RefusedError(Exception):
