@@ -53,6 +53,8 @@ class Objects:
         for name, value in self._given():
             group, key, file = PLACES[name]
             node = tree.setdefault(group, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{group}: expected a mapping, got {node!r:.60}")
             if key in node or (name == "model" and "config" in node):
                 raise ConfigError(f"{name} stands for {group}.{key}: give one of them")
             _CHECKS[name](name, value)
@@ -88,6 +90,10 @@ class Objects:
         finally:
             if is_new and given and not run.holds_run:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._given())
 
     def _given(self) -> Iterator[tuple[str, Any]]:
         for name in PLACES:

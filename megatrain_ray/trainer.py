@@ -71,7 +71,7 @@ class Trainer:
         Raises ConfigError.
         """
         self._objects = Objects(model, train_dataset, eval_dataset, tokenizer)
-        if self._objects != Objects() and isinstance(config, TrainConfig):
+        if not self._objects.is_empty and isinstance(config, TrainConfig):
             raise ConfigError("config: with objects give the settings as a mapping, without those of their files")
         tree = config if isinstance(config, TrainConfig) else self._objects.fill(config)
         self.config = TrainConfig.model_validate(tree)

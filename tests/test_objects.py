@@ -176,6 +176,8 @@ def test_a_setting_and_an_object_for_it_are_refused(tmp_path: Path) -> None:
     tree["data"]["path"] = "x.jsonl"
     with pytest.raises(ConfigError, match=r"train_dataset stands for data\.path: give one of them"):
         Trainer(tree, model="m", train_dataset=RECORDS)
+    with pytest.raises(ConfigError, match="data: expected a mapping, got 3"):
+        Trainer(tree | {"data": 3}, train_dataset=RECORDS)
     ready = Trainer(settings(tmp_path / "run"), model="m", train_dataset="x.jsonl", tokenizer="bytes").config
     with pytest.raises(ConfigError, match="with objects give the settings as a mapping"):
         Trainer(ready, model="m")
