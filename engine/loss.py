@@ -47,16 +47,27 @@ def chunked_loss(
         chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(True)
         with torch.enable_grad():
             scores = logits(chunk).float()
-            chunk_targets = flat_targets[start : start + chunk_tokens]
-            loss = F.cross_entropy(
-                scores.view(-1, scores.shape[-1]), chunk_targets, reduction="sum", ignore_index=IGNORED
-            )
-            loss = loss / num_supervised
+            loss = _cross_entropy(scores, flat_targets[start : start + chunk_tokens]) / num_supervised
         of_chunk, *of_parameters = torch.autograd.grad(loss, [chunk, *parameters], allow_unused=True)
         hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
         sums.add(of_parameters)
         losses.append(loss.detach())
     return LossResult(losses, hidden_gradient.view(hidden.shape), sums.rounded())
+
+
+def cross_entropy_sums(
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, *, chunk_tokens: int
+) -> list[torch.Tensor]:
+    """Cross-entropy of each chunk, summed over its supervised tokens; no gradients. Arguments as for chunked_loss."""
+    tokens = hidden.reshape(1, -1, hidden.shape[-1])
+    chunks = zip(torch.split(tokens, chunk_tokens, 1), torch.split(targets.reshape(-1), chunk_tokens), strict=True)
+    with torch.no_grad():
+        return [_cross_entropy(logits(chunk).float(), of_chunk) for chunk, of_chunk in chunks]
+
+
+def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Summed over the supervised tokens. scores: [1, t, V]. targets: [t]."""
+    return F.cross_entropy(scores.view(-1, scores.shape[-1]), targets, reduction="sum", ignore_index=IGNORED)
 
 
 class _Sums:

@@ -122,6 +122,28 @@ def train_reference(
         return Result(place.step, adam_steps, *_state(masters, optimizer), losses, norms, rates, skipped)
 
 
+def held_out_loss(folder: Path, batches: Iterable[Sequences], recipe: Recipe, masters: Named | None = None) -> float:
+    """Mean cross-entropy over the supervised tokens of all batches: the model's own forward in evaluation mode, whole
+    logits. `masters`: weights in the place of the folder's."""
+    total, num_supervised = 0.0, 0
+    with _threads(recipe.num_threads), torch.no_grad():
+        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(recipe.device).eval()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        masters = masters or _beginning(folder, recipe, model).masters
+        _set_weights([(name, p) for name, p in model.named_parameters() if name in masters], masters)
+        for batch in batches:
+            inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
+            targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
+            packed = _positions(batch.segments, len(inputs), recipe)
+            for i, t, p in zip(inputs, targets, packed, strict=True):
+                logits = model(input_ids=i, use_cache=False, **p).logits.float()
+                total += F.cross_entropy(logits.flatten(0, 1), t.flatten(), ignore_index=-100, reduction="sum").item()
+                num_supervised += int((t != -100).sum())
+    return total / num_supervised
+
+
 def reference_learning_rate(
     step: int, peak: float, min_lr: float, steps: int, warmup_steps: int, schedule: str
 ) -> float:
