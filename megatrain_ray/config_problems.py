@@ -13,12 +13,12 @@ from pydantic_core import ErrorDetails
 if TYPE_CHECKING:
     from megatrain_ray.config import DataConfig, TrainConfig
 
-LATER_KEYS = frozenset({"data.eval_path", "eval_every", "spill"})
+LATER_KEYS = frozenset({"spill"})
 
 # Keys of data that mean nothing for the other kind.
 KEYS_OF_KIND = {
     "pretrain": ("text_field",),
-    "sft": ("dataset", "chat_format", "chat_template", "chat_template_args", "truncation"),
+    "sft": ("dataset", "eval_dataset", "chat_format", "chat_template", "chat_template_args", "truncation"),
 }
 
 EXPECTED = {
@@ -53,6 +53,8 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
         yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
     if train.warmup_steps > train.steps:
         yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; set fewer"
+    if config.eval_every and config.data.eval_path is None:
+        yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
 
