@@ -61,10 +61,12 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class StepReport:
-    """`grad_norm` before clipping. `exposed_s`: seconds the compute stage waited, by cause."""
+    """`cross_entropy` as in StepOutput. `grad_norm` before clipping. `exposed_s`: seconds the compute stage waited, by
+    cause."""
 
     step: int
     loss: float
+    cross_entropy: float | None
     grad_norm: float
     skipped: bool
     bad_parameter: str | None
@@ -143,6 +145,7 @@ class Engine:
         return StepReport(
             step=step.step,
             loss=output.loss,
+            cross_entropy=output.cross_entropy,
             grad_norm=output.grad_norm,
             skipped=skip,
             bad_parameter=output.bad_parameter,

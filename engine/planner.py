@@ -168,7 +168,8 @@ class _Builder:
             ram_limit_bytes=m.ram_bytes,
             rows=(),
         )
-        rows = (*hbm_rows(plan, self.structure, self.layout, self.activations), *host_rows(plan, self.layout))
+        hbm = hbm_rows(plan, self.structure, self.layout, self.activations, z_loss=r.z_loss)
+        rows = (*hbm, *host_rows(plan, self.layout))
         return self._with_copies(replace(plan, rows=rows)) if r.saves else replace(plan, rows=rows)
 
     def _with_copies(self, plan: Plan) -> Plan:
@@ -241,7 +242,7 @@ class _Builder:
 
     def _chunk_tokens(self) -> int:
         tokens = self.request.micro_batch_size * self.request.seq_len
-        of_one = logits_bytes(self.structure, self.request.precision, 1)
+        of_one = logits_bytes(self.structure, self.request.precision, 1, z_loss=self.request.z_loss)
         return min(tokens, max(128, LOGITS_BYTES // of_one // 128 * 128))
 
 

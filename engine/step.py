@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,7 +19,7 @@ from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.layout import ModelLayout, Segment
-from megatrain_ray.engine.loss import chunked_loss
+from megatrain_ray.engine.loss import Objective, chunked_loss
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Fetch
@@ -46,13 +46,16 @@ class StepInput:
     micro_batches: tuple[MicroBatch, ...]
     world: World
     dropout_seed: int
+    objective: Objective = field(default_factory=Objective)
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """`bad_parameter`: the first in model order whose gradient is not finite."""
+    """`cross_entropy`: of the loss, where that has other terms. `bad_parameter`: the first in model order whose
+    gradient is not finite."""
 
     loss: float
+    cross_entropy: float | None
     grad_norm: float
     bad_parameter: str | None
 
@@ -171,10 +174,12 @@ class StepRunner:
                 [parameter for _, parameter in named],
                 chunk_tokens=self._plan.loss_chunk_tokens,
                 num_supervised=state.step.world.num_supervised,
+                objective=state.step.objective,
             )
             auxiliary = self._skeleton.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)
         state.losses += result.losses
+        state.cross_entropies += result.cross_entropies
         if auxiliary is not None:
             self._add_auxiliary(auxiliary, forward_pass, state)
         forward_pass.result = None
@@ -234,12 +239,15 @@ class StepRunner:
     def _output(self, state: _StepState) -> StepOutput:
         norm = self._store.total_norm()
         with self._device.exposed("loss"):
-            *losses, norm_value = torch.stack([*state.losses, norm]).tolist()
+            *losses, norm_value = torch.stack([*state.cross_entropies, *state.losses, norm]).tolist()
+        count = len(state.cross_entropies)
+        has_terms = len(state.losses) > count or not state.step.objective.is_cross_entropy
+        cross_entropy = sum(losses[:count]) if has_terms else None
         bad = None
         if not math.isfinite(norm_value):
             names = self._layout.parameter_order
             bad = next((n for n in names if not bool(torch.isfinite(self._store.norms[n]))), "the norm of all")
-        return StepOutput(sum(losses), norm_value, bad)
+        return StepOutput(sum(losses[count:]), cross_entropy, norm_value, bad)
 
 
 class _StepState:
@@ -249,7 +257,8 @@ class _StepState:
         self.step = step
         self.passes = passes
         self.targets = targets
-        self.losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []  # one a chunk, then that of side outputs, for each micro-batch
+        self.cross_entropies: list[torch.Tensor] = []  # one a chunk
         self.tied: list[dict[str, torch.Tensor | None]] = [{} for _ in passes]
 
 

@@ -185,6 +185,10 @@ class OptimizationConfig(Group):
     """Added to the root of AdamW's second moment."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global norm of the gradients; null: no clipping."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Times logsumexp(logits)² of each supervised token, added to its loss."""
+    label_smoothing: Rate = 0.0
+    """Share of a target's probability that is spread over the vocabulary."""
     seed: Seed = 0
     """Of dropout."""
     precision: Literal["bf16", "fp32", "tf32"] = "bf16"

@@ -18,6 +18,7 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.plan import Plan, Precision
@@ -165,7 +166,9 @@ class GpuWorker:
 
     def _step_input(self, step: int, batch: Batch) -> StepInput:
         micro_batches = self._micro_batches(batch)
-        return StepInput(step, micro_batches, World(batch.num_supervised), self._prepared.config.train.seed)
+        train = self._prepared.config.train
+        objective = Objective(train.z_loss, train.label_smoothing)
+        return StepInput(step, micro_batches, World(batch.num_supervised), train.seed, objective)
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         return micro_batches_of(batch, self._prepared.plan.micro_batch_size)
@@ -191,6 +194,7 @@ class GpuWorker:
         flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
         exposed_s = dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s}
         exposed_s["python"] = max(0.0, step_s - data_s - report.step_s)
+        terms = {} if report.cross_entropy is None else {"cross_entropy": report.cross_entropy}
         named = {"bad_parameter": report.bad_parameter} if report.skipped else {}
         return {
             "step": report.step,
@@ -205,6 +209,7 @@ class GpuWorker:
             "exposed_s": exposed_s,
             "hbm_peak_bytes": report.memory.peak_bytes,
             "host_bytes": self._host_bytes,
+            **terms,
             **named,
         }
 

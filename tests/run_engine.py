@@ -21,6 +21,7 @@ from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
+from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
@@ -168,7 +169,8 @@ def train_engine(
 
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
     micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
-    return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed)
+    objective = Objective(recipe.z_loss, recipe.label_smoothing)
+    return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed, objective)
 
 
 def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:

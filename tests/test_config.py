@@ -54,6 +54,8 @@ def test_defaults_are_those_of_the_table() -> None:
             "betas": (0.9, 0.95),
             "eps": 1e-8,
             "clip": 1.0,
+            "z_loss": 0.0,
+            "label_smoothing": 0.0,
             "seed": 0,
             "precision": "bf16",
             "grad_dtype": "fp32",

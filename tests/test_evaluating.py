@@ -15,7 +15,8 @@ from megatrain_ray.data_worker import HeldOutData
 from megatrain_ray.evaluating import evaluation_row, perplexity
 from megatrain_ray.gpu_worker import HeldOutLoss
 from megatrain_ray.io.batches import Batch
-from tests.reference import Recipe, held_out_loss
+from tests.held_out_loss import held_out_loss
+from tests.reference import Recipe
 from tests.runs import assert_equals_reference, cli, config, plan_of, write_config
 from tests.texts import tokens_of
 from tests.tiny import TEXT, VOCAB_SIZE, build_tiny

@@ -13,7 +13,8 @@ from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit, forward_visits
 from megatrain_ray.io.batches import Batch
 from tests.family_models import build_family, family_batches
-from tests.reference import Recipe, held_out_loss, train_reference
+from tests.held_out_loss import held_out_loss
+from tests.reference import Recipe, train_reference
 from tests.run_engine import Mode, train_engine
 from tests.tiny import build_tiny, text_batches, tiny_batches
 
