@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
 from megatrain_ray.data_worker import HeldOutData
 from megatrain_ray.gpu_worker import HeldOutLoss
 
@@ -19,6 +17,7 @@ class RunningEvaluation:
     """One pass over the held-out data with the weights after `step` updates."""
 
     def __init__(self, gpu: Any, held_out: HeldOutData, step: int) -> None:
+        """`gpu`: handle of the GPU actor."""
         self.step = step
         self._gpu = gpu
         self._weights = held_out.weights
@@ -40,9 +39,9 @@ class RunningEvaluation:
         """Batches that are done, and all of them."""
         return len(self._losses), self._batches.num_batches
 
-    def take(self, call: Any) -> None:
-        """One of `calls` has ended. Raises what it raised."""
-        self._losses[self._called.pop(call)] = ray.get(call)
+    def take(self, call: Any, loss: HeldOutLoss) -> None:
+        """What came of one of `calls`."""
+        self._losses[self._called.pop(call)] = loss
         self._submit()
 
     def give_up(self) -> None:

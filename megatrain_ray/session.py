@@ -186,7 +186,7 @@ class Session:
                 self._under_way.pop(0)
                 self._mark(crew)
             elif self._evaluation and call in evaluated:
-                self._evaluation.take(call)
+                self._evaluation.take(call, ray.get(call))
                 view.evaluating(*self._evaluation.progress)
             else:
                 self._take_part(crew, call)

@@ -12,13 +12,13 @@ import pytest
 
 from megatrain_ray.config import DataConfig
 from megatrain_ray.data_worker import HeldOutData
-from megatrain_ray.evaluating import evaluation_row, perplexity
+from megatrain_ray.evaluating import RunningEvaluation, evaluation_row, perplexity
 from megatrain_ray.gpu_worker import HeldOutLoss
 from megatrain_ray.io.batches import Batch
 from tests.held_out_loss import held_out_loss
 from tests.reference import Recipe
 from tests.runs import assert_equals_reference, cli, config, plan_of, write_config
-from tests.texts import tokens_of
+from tests.texts import tokens_of, write
 from tests.tiny import TEXT, VOCAB_SIZE, build_tiny
 
 
@@ -28,6 +28,57 @@ def test_a_loss_is_the_mean_over_tokens_and_of_weighted_sources_the_mean_of_thei
     two = evaluation_row(4, [[HeldOutLoss(6.0, 2)], [HeldOutLoss(1.0, 1), HeldOutLoss(1.0, 1)]], (3, 1), 0.5)
     assert (two["eval_loss"], two["eval_tokens"]) == ((3 * 3.0 + 1.0) / 4, 4)
     assert two["eval_losses"] == {"0": 3.0, "1": 1.0}
+
+
+class FakeGpu:
+    """Its calls are numbers, in the order they are made; `evaluate.remote` as an actor's handle has it."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, int]] = []
+        self.evaluate = self
+
+    def remote(self, step: int, index: int) -> int:
+        self.made.append((step, index))
+        return len(self.made) - 1
+
+
+@pytest.fixture
+def held_out(tmp_path: Path) -> HeldOutData:
+    """Five batches, two and three of two sources."""
+    write(tmp_path, a="a" * 12, b="b" * 18)
+    sources = [{"path": str(tmp_path / f"{name}.txt"), "weight": weight} for name, weight in (("a", 1), ("b", 3))]
+    tree = {"path": "x", "eval_path": sources, "seq_len": 2, "tokenizer": "bytes"}
+    data = DataConfig.model_validate(tree).held_out
+    assert data is not None
+    return HeldOutData(data, tokens_of(data, tmp_path), VOCAB_SIZE, 2, 1)
+
+
+def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: HeldOutData) -> None:
+    gpu = FakeGpu()
+    running = RunningEvaluation(gpu, held_out, 4)
+    assert (running.calls, gpu.made) == ([0, 1], [(4, 0), (4, 1)])
+    for call, under_way in ((1, [0, 2]), (2, [0, 3]), (0, [3, 4]), (4, [3])):
+        running.take(call, HeldOutLoss(float(call), 1))
+        assert (running.calls, running.is_over, running.row()) == (under_way, False, None)
+    assert running.progress == (4, 5)
+    running.take(3, HeldOutLoss(3.0, 1))
+    assert running.is_over
+    row = running.row()
+    assert row is not None
+    assert row["eval_losses"] == {"0": 0.5, "1": 3.0}
+    assert (row["step"], row["eval_loss"], row["eval_tokens"]) == (4, (0.5 + 3 * 3.0) / 4, 5)
+
+
+def test_one_that_is_given_up_begins_nothing_more_and_has_no_row(held_out: HeldOutData) -> None:
+    running = RunningEvaluation(FakeGpu(), held_out, 4)
+    running.take(0, HeldOutLoss(1.0, 1))
+    running.give_up()
+    assert running.calls == [1, 2]
+    running.take(2, HeldOutLoss(1.0, 1))
+    assert not running.is_over
+    running.take(1, HeldOutLoss(1.0, 1))
+    assert running.is_over
+    assert running.row() is None
 
 
 def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
