@@ -140,6 +140,7 @@ def train_engine(
                     await engine.evaluate(micro_batches_of(b, recipe.micro_batch_size), generation) for b in held_out
                 ]
                 result.evaluations.append(sum(parts) / sum(b.num_supervised for b in held_out))
+                assert device.take_exposed() == {}, "no step waited for what an evaluation waited for"
                 timeline.clear()
 
         try:

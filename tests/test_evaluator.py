@@ -52,7 +52,6 @@ def test_training_does_not_notice_it(tmp_path: Path, mode: Mode) -> None:
     theirs = train_reference(tmp_path, batches, recipe)
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
     assert [name for name, master in theirs.masters.items() if not torch.equal(ours.masters[name], master)] == []
-    assert set(ours.reports[2].exposed_s) <= {"h2d", "d2h", "optimizer", "loss"}
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Gemma 2", "Mixtral", "Qwen3-Next", "Gemma 3n", "Gemma 3, vision-language"])
