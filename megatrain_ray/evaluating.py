@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain_ray.data_worker import HeldOutData
 from megatrain_ray.gpu_worker import HeldOutLoss
+from megatrain_ray.io.held_out import HeldOut
 
 BATCHES_AHEAD = 2  # the next one is made while one is computed
 
@@ -16,12 +16,12 @@ BATCHES_AHEAD = 2  # the next one is made while one is computed
 class RunningEvaluation:
     """One pass over the held-out data with the weights after `step` updates."""
 
-    def __init__(self, gpu: Any, held_out: HeldOutData, step: int) -> None:
-        """`gpu`: handle of the GPU actor."""
+    def __init__(self, gpu: Any, batches: HeldOut, weights: Sequence[float], step: int) -> None:
+        """`gpu`: handle of the GPU actor. `weights`: of the sources of `batches`."""
         self.step = step
         self._gpu = gpu
-        self._weights = held_out.weights
-        self._batches = held_out.open()
+        self._weights = weights
+        self._batches = batches
         self._start_s = time.monotonic()
         self._submitted = 0
         self._called: dict[Any, int] = {}

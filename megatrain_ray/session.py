@@ -70,6 +70,7 @@ class Session:
         self._prepared = prepared
         self._tokens = job.tokens
         self._held_out = job.held_out
+        self._batches = job.held_out.open() if job.held_out else None  # once: to lay chats side by side takes a while
         self._run = run
         self._interrupts = job.interrupts
         self._daemons = job.daemons
@@ -137,8 +138,9 @@ class Session:
                         self._begin_save(crew, self._submitted)
                     self._under_way.append(crew.gpu.step.remote(self._submitted, save))
                 case Action.EVALUATE:
-                    assert self._held_out is not None  # eval_every needs data.eval_path
-                    self._evaluation = RunningEvaluation(crew.gpu, self._held_out, self._completed)
+                    assert self._held_out and self._batches  # eval_every needs data.eval_path
+                    weights = self._held_out.weights
+                    self._evaluation = RunningEvaluation(crew.gpu, self._batches, weights, self._completed)
                 case Action.SAVE:
                     self._begin_save(crew, self._completed)
                     self._mark(crew)

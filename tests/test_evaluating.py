@@ -55,7 +55,7 @@ def held_out(tmp_path: Path) -> HeldOutData:
 
 def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: HeldOutData) -> None:
     gpu = FakeGpu()
-    running = RunningEvaluation(gpu, held_out, 4)
+    running = RunningEvaluation(gpu, held_out.open(), held_out.weights, 4)
     assert (running.calls, gpu.made) == ([0, 1], [(4, 0), (4, 1)])
     for call, under_way in ((1, [0, 2]), (2, [0, 3]), (0, [3, 4]), (4, [3])):
         running.take(call, HeldOutLoss(float(call), 1))
@@ -70,7 +70,7 @@ def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: 
 
 
 def test_one_that_is_given_up_begins_nothing_more_and_has_no_row(held_out: HeldOutData) -> None:
-    running = RunningEvaluation(FakeGpu(), held_out, 4)
+    running = RunningEvaluation(FakeGpu(), held_out.open(), held_out.weights, 4)
     running.take(0, HeldOutLoss(1.0, 1))
     running.give_up()
     assert running.calls == [1, 2]
