@@ -55,7 +55,7 @@ class RunPolicy:
         under_way = seen.submitted - seen.completed
         if seen.evaluating:
             return Action.WAIT
-        if not seen.interrupted and self.owes_evaluation(seen):
+        if not seen.interrupted and self._owes_evaluation(seen):
             return Action.WAIT if under_way else Action.EVALUATE
         if seen.submitted >= self.steps or seen.interrupted:
             if under_way or seen.saving:
@@ -72,7 +72,11 @@ class RunPolicy:
             return False
         return seen.missed or step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
 
-    def owes_evaluation(self, seen: Observation) -> bool:
+    def is_done(self, seen: Observation) -> bool:
+        """Whether nothing but a save is left to do."""
+        return seen.completed >= self.steps and not self._owes_evaluation(seen)
+
+    def _owes_evaluation(self, seen: Observation) -> bool:
         """Whether the last step is one to evaluate after, and was not yet. A run that is interrupted owes it on."""
         step = seen.submitted
         if not self.eval_every or step > self.steps or seen.evaluated >= step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunErr
 from megatrain_ray.evaluating import RunningEvaluation
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
+from megatrain_ray.io.disk_errors import DiskFullError
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import save_folder
 from megatrain_ray.logs import say
@@ -108,8 +110,7 @@ class Session:
         finally:
             crew.kill()
         forget(self._run.path)
-        unfinished = self._completed < self._prepared.config.train.steps or self._policy.owes_evaluation(self._seen())
-        if self._interrupts.requested and unfinished:
+        if self._interrupts.requested and not self._policy.is_done(self._seen()):
             saved = f"saved at step {self._saved}" if self._saved == self._completed else "nothing saved"
             raise InterruptedRunError(f"interrupted after step {self._completed}, {saved}; the same command resumes")
         return self._completed, self._last_row.get("loss")
@@ -145,8 +146,7 @@ class Session:
                     self._begin_save(crew, self._completed)
                     self._mark(crew)
                 case Action.WAIT:
-                    busy = self._under_way or self._evaluation
-                    if self._save and not busy and self._policy.saves_next(seen):
+                    if self._save and not (self._under_way or self._evaluation) and self._policy.saves_next(seen):
                         self._save.hold_up()
                     self._wait(crew, view)
                 case Action.STOP:
@@ -172,9 +172,11 @@ class Session:
         try:
             self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
         except CapacityError as error:  # while running: nothing of the configuration is wrong
-            last = f"the save of step {self._saved} is intact" if self._saved >= 0 else "there is no save yet"
-            raise MegatrainError(f"{error}; {last}, and the same command resumes") from None
+            raise MegatrainError(f"{error}; {self._safe()}, and the same command resumes") from None
         self._missed = False
+
+    def _safe(self) -> str:
+        return f"the save of step {self._saved} is intact" if self._saved >= 0 else "there is no save yet"
 
     def _wait(self, crew: Crew, view: ProgressView) -> None:
         """Until a step, a part of the save or a batch of an evaluation ends, or a moment has passed."""
@@ -201,9 +203,15 @@ class Session:
         self._completed = result.progress.step
         self._progress = result.progress
         self._last_row = result.row
-        self._run.append(result.row)
-        self._sinks.write(result.row)
+        self._write(self._run.append, result.row)
         view.update(result.row)
+
+    def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
+        try:
+            append(row)
+        except DiskFullError as error:
+            raise MegatrainError(f"{error}; {self._safe()}: free some space, and the same command resumes") from None
+        self._sinks.write(row)
 
     def _end_evaluation(self, evaluation: RunningEvaluation, view: ProgressView) -> None:
         """Gives it up when interrupted; writes its row when it is over."""
@@ -214,8 +222,7 @@ class Session:
         self._evaluation = None
         if row := evaluation.row():
             self._evaluated = evaluation.step
-            self._run.append_evaluation(row)
-            self._sinks.write(row)
+            self._write(self._run.append_evaluation, row)
             view.evaluated(row)
 
     def _take_part(self, crew: Crew, call: Any) -> None:

@@ -65,10 +65,21 @@ class Trainer:
             if manifest is not None and _is_done(run, manifest.step):
                 return TrainSummary(manifest.step, None, run.path)
             prepared = prepare(run.config)
-            if run.holds_run:
+            if run.has_begun:
                 check_model(run.path, prepared.source.config, prepared.structure)
+            if manifest is not None:
+                _tell_of_resume(run, manifest.step)
             inputs = _check_inputs(prepared, run.path, manifest)
             return _run(prepared, inputs, run, manifest, interrupts)
+
+
+def _tell_of_resume(run: RunDir, step: int) -> None:
+    num_again = sum(row["step"] > step for row in run.rows())
+    again = f"; {num_again} steps that were not saved are made again" if num_again else ""
+    say(f"resuming from the save of step {step}{again}")
+    before, now = run.read_config().train, run.config.train
+    if before.steps != now.steps and now.schedule != "constant":
+        say(f"train.steps was {before.steps}: from here on the learning rate follows the schedule of {now.steps} steps")
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Inputs:
 def _is_done(run: RunDir, step: int) -> bool:
     """A run whose last evaluation is missing is not: it was killed in it, or eval_every is new."""
     here = Observation(step, step, step, interrupted=False, evaluated=run.last_evaluated)
-    return step >= run.config.train.steps and not RunPolicy.of(run.config).owes_evaluation(here)
+    return RunPolicy.of(run.config).is_done(here)
 
 
 def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) -> Inputs:
@@ -120,35 +131,33 @@ def _run(
     prepared: Prepared, inputs: Inputs, run: RunDir, manifest: Manifest | None, interrupts: Interrupts
 ) -> TrainSummary:
     left = run.clean()
-    first = manifest.step + 1 if manifest else 1
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
     run.begin(plan.to_json(), manifest.step if manifest else 0)
-    before = len(run.evaluations())
     run.keep_tokenizer()
     for path in left:
         log.info("deleted what a dead run left: %s", path)
     try:
         with cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons:
-            interrupts.listen()
-            job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons)
-            step, loss = _train(job, manifest)
-            rows = [row for row in run.rows() if row["step"] >= first]
-            return TrainSummary(step, loss, run.path, rows, run.evaluations()[before:])
+            return _train(Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons), manifest)
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved
 
 
-def _train(job: Job, manifest: Manifest | None) -> tuple[int, float | None]:
-    """Steps completed and the last one's loss. Once more from an earlier save whenever one turns out to be damaged."""
+def _train(job: Job, manifest: Manifest | None) -> TrainSummary:
+    """Once more from an earlier save whenever one turns out to be damaged."""
     run, plan = job.run, job.prepared.plan
     while True:
         step = manifest.step if manifest else 0
+        num_evaluations = len(run.evaluations())
         log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
         try:
-            with open_sinks(run.config, run.path, step + 1) as sinks:
-                return Session(job, manifest, sinks).train()
+            # From the start: step 0 is that of the evaluation before the first update.
+            with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
+                completed, loss = Session(job, manifest, sinks).train()
+            rows = [row for row in run.rows() if row["step"] > step]
+            return TrainSummary(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
         await_end(run.path)  # the memory of two crews would not fit

@@ -122,6 +122,15 @@ def test_evaluations_come_before_the_first_update_after_every_nth_and_after_the_
     assert evaluations(RunPolicy(10, 4, 0)) == []
 
 
+def test_a_run_is_done_when_its_last_evaluation_is_there() -> None:
+    policy = RunPolicy(10, 0, 4)
+    assert not policy.is_done(seen(8, 8, evaluated=8))
+    assert not policy.is_done(seen(10, 10, 10, evaluated=8))
+    assert policy.is_done(seen(10, 10, 10, evaluated=10))
+    assert RunPolicy(10, 0).is_done(seen(10, 10))
+    assert policy.is_done(seen(12, 12, evaluated=4)), "steps were lowered afterwards"
+
+
 def evaluations(policy: RunPolicy, start: int = 0, evaluated: int = -1) -> list[int]:
     """After which steps a run evaluates when everything succeeds at once, saves aside."""
     submitted = completed = start
