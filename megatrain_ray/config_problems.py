@@ -13,12 +13,13 @@ from pydantic_core import ErrorDetails
 if TYPE_CHECKING:
     from megatrain_ray.config import DataConfig, TrainConfig
 
-LATER_KEYS = frozenset({"data.eval_path", "eval_every", "spill"})
+LATER_KEYS = frozenset({"spill"})
 
 # Keys of data that mean nothing for other kinds.
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
     "dataset": ("sft",),
+    "eval_dataset": ("sft",),
     "chat_format": ("sft",),
     "chat_template": ("sft",),
     "chat_template_args": ("sft",),
@@ -57,6 +58,8 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
         yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
     if train.warmup_steps > train.steps:
         yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; set fewer"
+    if config.eval_every and config.data.eval_path is None:
+        yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
 
