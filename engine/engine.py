@@ -85,7 +85,7 @@ class Engine:
         residency = step_residency(structure, self._layout, plan)
         self.streamer = LayerStreamer(device, ring, self._layout, residency, host, plan.update_deadline_s + DEADLINE_S)
         self._offloader = GradientOffloader(device, host)
-        self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order)
+        self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order, self._layout.lowest_trained)
         model = build_empty(factory, plan.precision.working_dtype)
         self.runner = StepRunner(
             plan=plan,
