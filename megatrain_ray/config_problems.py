@@ -137,8 +137,9 @@ def _fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def _without_numbers(key: str) -> str:
-    """Without the numbers of entries of lists."""
-    return ".".join(part for part in key.split(".") if not part.isdigit())
+    """A key inside of a list's entries without their numbers."""
+    *groups, name = key.split(".")
+    return ".".join([*(part for part in groups if not part.isdigit()), name])
 
 
 def _shown(value: Any) -> str:
