@@ -308,7 +308,8 @@ def _optimizer(masters: Mapping[str, nn.Parameter], recipe: Recipe, start: Resul
         own = next((own for own in recipe.groups if _matches([own.match], [name])), Own(""))
         decay = recipe.weight_decay if p.dim() > 1 else 0.0
         decay = decay if own.weight_decay is None else own.weight_decay
-        groups.append({"params": [p], "weight_decay": decay, "lr_scale": (own.lr or recipe.lr) / recipe.lr})
+        lr_scale = 1.0 if own.lr is None else own.lr / recipe.lr
+        groups.append({"params": [p], "weight_decay": decay, "lr_scale": lr_scale})
     optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
     for name, p in masters.items():
         step = torch.tensor(float(start.adam_steps), device=p.device)
