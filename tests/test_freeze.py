@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatrain_ray.engine.layer_call import LayerCall
+from megatrain_ray.engine.loss import chunked_loss
 from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import to_working
@@ -17,6 +20,9 @@ from megatrain_ray.trace import Stage
 from tests.reference import Own, Recipe, Result, train_reference
 from tests.run_engine import EngineResult, Mode, train_engine
 from tests.tiny import build_tiny, tiny_batches
+
+Gradients = list[torch.Tensor | None]
+Pending = Sequence[torch.Tensor | None]
 
 STEPS = 3
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
@@ -123,3 +129,37 @@ def assert_nothing_in_vain(result: EngineResult, mode: Mode, lowest: int) -> Non
     assert {r.op.layer for r in records if r.stage is Stage.OPTIMIZER} <= set(trained)
     if mode.activations is RECOMPUTE:
         assert result.num_forwards == STEPS * m * (num_layers + len(backward - {0, num_layers - 1}))
+
+
+def test_no_gradient_goes_below_the_lowest_trained_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes in there wants none, and of the layers below nothing is kept."""
+    wanted: dict[str, int] = {}
+    backward = LayerCall.backward
+
+    def watched(call: LayerCall, pending: Pending) -> tuple[Gradients, Gradients]:
+        wanted[call.path] = len(call.ports)
+        return backward(call, pending)
+
+    monkeypatch.setattr(LayerCall, "backward", watched)
+    build_tiny(tmp_path)
+    train_engine(tmp_path, tiny_batches(1), FREEZES["lower blocks"][0], Mode())
+    assert wanted == {"model.norm": 1, "model.layers.2": 0}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_call_that_needs_no_gradient_keeps_nothing(trained: bool) -> None:
+    weight, kept = torch.ones(3, requires_grad=trained), list[torch.Tensor]()
+    saving = torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: weight)
+    call = LayerCall(0, "layer", (torch.ones(3),), {})
+    outcome = call.forward(lambda hidden: (hidden * weight, {}), [weight], saving)
+    assert call.needs_gradient is call.has_graph is outcome.result.requires_grad is bool(call.leaves) is trained
+    assert bool(kept) is trained
+
+
+@pytest.mark.parametrize(("hidden_wants", "head_wants"), [(True, False), (False, True)])
+def test_the_loss_takes_no_gradient_in_vain(hidden_wants: bool, head_wants: bool) -> None:
+    hidden = torch.randn(1, 4, 3, requires_grad=hidden_wants)
+    head, targets = torch.randn(5, 3, requires_grad=head_wants), torch.tensor([[1, 2, 3, 4]])
+    found = chunked_loss(lambda h: h @ head.T, hidden, targets, [head], chunk_tokens=3, num_supervised=4)
+    assert (found.hidden is not None) is hidden_wants
+    assert [gradient is not None for gradient in found.parameters] == [head_wants]
