@@ -94,7 +94,6 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
-Patterns = tuple[str, ...]
 SaveCompression = Literal["none", "zstd"]
 
 
@@ -159,7 +158,7 @@ class DataConfig(Group):
 class ParameterGroupConfig(Group):
     """Parameters with a learning rate or decay of their own."""
 
-    match: Annotated[Patterns, BeforeValidator(_patterns), Field(min_length=1)]
+    match: Annotated[tuple[str, ...], BeforeValidator(_patterns), Field(min_length=1)]
     """A pattern of parameter names, or a list of them."""
     lr: Annotated[float, Field(gt=0)] | None = None
     """Their peak learning rate; it follows the schedule in proportion. Unset: train.lr."""
@@ -186,9 +185,9 @@ class OptimizationConfig(Group):
     """Updates until the learning rate has its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay of matrices per update, times the learning rate."""
-    trainable: Annotated[Patterns, BeforeValidator(_patterns)] = ()
+    trainable: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
     """Patterns (regular expressions) of parameter names: whatever none of them matches is frozen. Empty: nothing is."""
-    freeze: Annotated[Patterns, BeforeValidator(_patterns)] = ()
+    freeze: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
     """Patterns of the parameters that are frozen, out of the trainable ones."""
     groups: Annotated[tuple[ParameterGroupConfig, ...], Field(strict=False)] = ()
     """Parameters with a learning rate or decay of their own: {match, lr, weight_decay}; the first match counts."""

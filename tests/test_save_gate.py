@@ -391,3 +391,9 @@ def test_a_save_that_was_abandoned_before_it_began_stays_so() -> None:
         with pytest.raises(MegatrainError, match="the save of step 1 was abandoned"):
             run.gate.begin(attempt(1))
         run.update_all(2, save=False)
+
+
+def test_a_shard_that_owns_nothing_of_any_layer_needs_no_memory_for_copies() -> None:
+    spare = SpareMemory([0, 0], 1 << 20)
+    assert spare.take(0) is None
+    spare.close()
