@@ -181,11 +181,16 @@ def test_a_layer_is_copied_while_it_is_written() -> None:
         overwriting = run.in_thread(lambda: run.update(last, 2))
         while save.states[last] is not LayerState.COPYING:
             assert not overwriting.done()
+        reading = run.in_thread(lambda: next(pieces))
         assert set(in_hand.buffers[0]) == {1}
         run.gate.done(save, in_hand)
         overwriting.result(WAIT_S)
         assert run.shard.copied == [last]
-        assert read(run, save, pieces, 5) == [1] * 5
+        of_copy = reading.result(WAIT_S)
+        assert isinstance(of_copy, Piece)
+        assert set(of_copy.buffers[0]) == {1}, "the writer waited for the copy"
+        run.gate.done(save, of_copy)
+        assert read(run, save, pieces, 4) == [1] * 4
 
 
 def test_a_layer_whose_last_part_was_in_hand_is_not_copied() -> None:
