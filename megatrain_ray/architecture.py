@@ -29,7 +29,7 @@ class Architecture:
         model = self._auto_class.from_config(self.config, dtype=dtype, trust_remote_code=self.code is not None)
         _keep_in_fp32(model)
         if self.weights is not None:
-            _load_buffers(model, WeightFolder.open(self.weights))
+            _load_buffers(model, self.weights)
         return model
 
     @cached_property
@@ -41,6 +41,10 @@ class Architecture:
             return AutoConfig.from_pretrained(self.code, trust_remote_code=True)
         values = {k: _decoded(v) for k, v in self.settings.items() if k != "model_type"}
         return AutoConfig.for_model(self.settings["model_type"], **values)
+
+    def load(self, folder: Path) -> Any:
+        """The model with the weights of a Hugging Face folder, in their own type."""
+        return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True)
 
     def refusal(self) -> str | None:
         """Why no such model can be trained, from its configuration alone; None: nothing speaks against it."""
@@ -96,12 +100,20 @@ def _keep_in_fp32(model: nn.Module) -> None:
                 module._buffers[name] = buffer.float()
 
 
-def _load_buffers(model: nn.Module, folder: WeightFolder) -> None:
-    """Integers are left as the model made them: they are indices, never learned."""
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            full = f"{path}.{name}" if path else name
-            if buffer is None or name in module._non_persistent_buffers_set or full not in folder.names:
-                continue
-            if buffer.is_floating_point() and not buffer.is_meta and not isinstance(buffer, FakeTensor):
-                buffer.copy_(folder.read(full, 0, buffer.numel()).view(buffer.shape))
+def _load_buffers(model: nn.Module, weights: Path) -> None:
+    """Integers are left as the model made them: they are indices, never learned. Where there is nothing to load, no
+    file is opened: a plan needs no weights."""
+    wanted = {
+        (f"{path}.{name}" if path else name): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set and _is_loaded(buffer)
+    }
+    folder = WeightFolder.open(weights) if wanted else None
+    for name, buffer in wanted.items():
+        if folder and name in folder.names:
+            buffer.copy_(folder.read(name, 0, buffer.numel()).view(buffer.shape))
+
+
+def _is_loaded(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and not buffer.is_meta and not isinstance(buffer, FakeTensor)

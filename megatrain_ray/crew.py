@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatrain_ray.actors import Placement
 from megatrain_ray.config import SaveCompression
-from megatrain_ray.engine.deadlines import DEADLINE_S, STEP_DEADLINE_S, transfer_deadline_s
+from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
@@ -27,11 +27,9 @@ from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
-from megatrain_ray.post import Post, Task, held
+from megatrain_ray.post import AGAIN, Post, Task, answer, held
 
 log = logging.getLogger(__name__)
-
-AGAIN = "the same command starts again from the last save"
 
 
 class Crew:
@@ -70,7 +68,7 @@ class Crew:
         with held(owner.handles) as self._own_handles:  # nobody but their owner holds them yet
             self._start_others(place)
         self._own_handles = {}
-        self._pids["data"] = self._answer("the data process did not start", self.data.pid.remote())
+        self._pids["data"] = answer("the data process did not start", self.data.pid.remote())
         self._record(self.pids)
 
     def _start_others(self, place: Placement) -> None:
@@ -86,7 +84,7 @@ class Crew:
         for post in self._shards:
             self._introduce(post)
         log.info("AdamW runs as %s", ", ".join(sorted(set(self._ask_shards("kernel_name")))))
-        self._gpu_handles = self._answer("the GPU worker did not start", self.gpu.handles.remote())
+        self._gpu_handles = answer("the GPU worker did not start", self.gpu.handles.remote())
         self._pids["GPU worker"] = next(iter(self._gpu_handles.values())).pid
 
     @property
@@ -146,7 +144,7 @@ class Crew:
         """No shard waits for the newest save any more."""
         for post in self._shards:
             try:
-                self._answer("a save could not be abandoned", post.actor.abandon_save.remote(self._newest_save))
+                answer("a save could not be abandoned", post.actor.abandon_save.remote(self._newest_save))
             except RayActorError as error:  # who follows waits for no save up to this one
                 self.replace(error)
 
@@ -200,9 +198,7 @@ class Crew:
 
     def position(self, step: int) -> dict[str, Any]:
         """Where the data stood after a step."""
-        position: dict[str, Any] = self._answer(
-            "the data process did not say its position", self.data.position.remote(step)
-        )
+        position: dict[str, Any] = answer("the data process did not say its position", self.data.position.remote(step))
         return position
 
     def whereabouts(self) -> str:
@@ -219,8 +215,8 @@ class Crew:
         for post in self._posts:
             post.serves = False
             with suppress(RayActorError):  # everything is saved: who dies now is not missed
-                self._answer(f"{post.name} did not stop", post.actor.stop.remote())
-                self._answer(f"{post.name} did not end", post.call)
+                answer(f"{post.name} did not stop", post.actor.stop.remote())
+                answer(f"{post.name} did not end", post.call)
 
     def kill(self) -> None:
         """Ends the processes whatever their state, unless their cluster is gone and ends with them. Idempotent."""
@@ -271,7 +267,7 @@ class Crew:
         answers = []
         for post in self._shards:
             try:
-                answers.append(self._answer(f"{post.name} did not answer", getattr(post.actor, question).remote()))
+                answers.append(answer(f"{post.name} did not answer", getattr(post.actor, question).remote()))
             except RayActorError as error:
                 self.replace(error)
         return answers
@@ -280,19 +276,12 @@ class Crew:
         """Waits until the actor has started. Where it dies doing so another one takes its place, and the answer is
         False."""
         try:
-            post.handles = self._answer(f"{post.name} did not start", post.actor.handles.remote())
+            post.handles = answer(f"{post.name} did not start", post.actor.handles.remote())
         except RayActorError as error:
             self.replace(error)
             return False
         self._record(self.pids)
         return True
-
-    def _answer(self, late: str, call: Any, timeout_s: float = DEADLINE_S) -> Any:
-        """What a call that takes no time returns."""
-        try:
-            return ray.get(call, timeout=timeout_s)
-        except GetTimeoutError:
-            raise DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}") from None
 
     def _name_of(self, actor_id: str | None) -> str:
         named = {"GPU worker": self.gpu, "data": self.data} | {post.name: post.actor for post in self._posts}

@@ -1,4 +1,4 @@
-"""Posts: what actors of a run fill one after the other, and what passes from each to the next."""
+"""Posts: what actors of a run fill one after the other, what passes from each to the next, and what they answer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain_ray.errors import MegatrainError
+import ray
+from ray.exceptions import GetTimeoutError
+
+from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
+
+AGAIN = "the same command starts again from the last save"
 
 Task = Callable[[Any], Any]  # from an actor to its answer to come
 
@@ -28,6 +34,14 @@ class Post:
     @property
     def pid(self) -> int | None:
         return next((handle.pid for handle in self.handles.values()), None)
+
+
+def answer(late: str, call: Any, timeout_s: float = DEADLINE_S) -> Any:
+    """What a call that takes no time returns. Raises what it raised, DeadlineError that begins with `late`."""
+    try:
+        return ray.get(call, timeout=timeout_s)
+    except GetTimeoutError:
+        raise DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}") from None
 
 
 @contextmanager
