@@ -63,11 +63,10 @@ def _patterns(value: Any) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) and p for p in patterns):
         raise ValueError(f"expected a pattern of parameter names or a list of them, got {value!r}")
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    try:
+        list(map(re.compile, patterns))
+    except re.error as error:
+        raise ValueError(f"{error.pattern!r} is no regular expression: {error}") from None
     return tuple(patterns)
 
 
