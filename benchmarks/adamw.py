@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates
+from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.journal import Journal, Part, Transaction
 from megatrain_ray.engine.kernel_choice import open_kernel
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
@@ -90,7 +90,7 @@ class Layer:
         self.state = state
         state[0].fill_(0.02)
         self.gradient.fill_(1e-3)
-        self.parts = [Part(AdamState(*state), 0, True, 0)]
+        self.parts = [Part(AdamState(*state), 0, Weighting(1.0, HYPER.weight_decay), 0)]
 
     def update(self, kernel: UpdateKernel, journal: Journal | None) -> Callable[[int], None]:
         rates = Rates(torch.tensor(10.0), 1e-4, 0.3)

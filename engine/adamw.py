@@ -20,7 +20,8 @@ BLOCK_ELEMENTS = 1 << 18  # a multiple of 64; what a block reads and writes is t
 
 @dataclass(frozen=True)
 class Hyper:
-    """AdamW's constants, as `torch.optim.AdamW` takes them. `weight_decay` is for parameters that decay."""
+    """AdamW's constants, as `torch.optim.AdamW` takes them. `weight_decay`: of parameters that decay and whose group
+    has none of its own."""
 
     beta1: float
     beta2: float
@@ -35,6 +36,13 @@ class Rates(NamedTuple):
     step: Tensor
     lr: float
     scale: float
+
+
+class Weighting(NamedTuple):
+    """What differs from parameter to parameter: the learning rate is that of the update times `lr_scale`."""
+
+    lr_scale: float
+    weight_decay: float
 
 
 class AdamState(NamedTuple):
@@ -73,7 +81,7 @@ class Scratch:
 
 
 def adamw_block(
-    state: AdamState, gradient: Tensor, hyper: Hyper, rates: Rates, scratch: Scratch, *, decay: bool
+    state: AdamState, gradient: Tensor, hyper: Hyper, rates: Rates, weighting: Weighting, scratch: Scratch
 ) -> None:
     """Updates at most BLOCK_ELEMENTS elements in place. `gradient`: theirs, bf16 or fp32; is only read.
 
@@ -91,10 +99,10 @@ def adamw_block(
         [state.v],
         [],
         [rates.step],
-        lr=rates.lr,
+        lr=rates.lr * weighting.lr_scale,
         beta1=hyper.beta1,
         beta2=hyper.beta2,
-        weight_decay=hyper.weight_decay if decay else 0.0,
+        weight_decay=weighting.weight_decay,
         eps=hyper.eps,
         amsgrad=False,
         maximize=False,

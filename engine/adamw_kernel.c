@@ -29,11 +29,12 @@ typedef struct {
     void *working;        /* bf16, or the fp32 master where there is no residual */
     int16_t *residual;
     float *m, *v;
-    int64_t length, first_unit, decays;
+    int64_t length, first_unit;
+    double decay, step_size; /* rounded to FP32 before use, as those below */
 } Part;
 
 typedef struct {
-    double scale, m_weight, v_keep, v_weight, decay, step_size, root, eps; /* rounded to FP32 before use */
+    double scale, m_weight, v_keep, v_weight, root, eps;
     int64_t bf16_gradient;
     int64_t vector; /* elements of torch's vectors: what a parameter has beyond a multiple of it is rounded otherwise */
 } Rates;
@@ -77,8 +78,8 @@ INLINE void elements(const Part *part, const Rates *rates, int64_t start, int64_
     float *RESTRICT ms = part->m;
     float *RESTRICT vs = part->v;
     const float scale = (float)rates->scale, m_weight = (float)rates->m_weight, v_keep = (float)rates->v_keep,
-                v_weight = (float)rates->v_weight, decay = part->decays ? (float)rates->decay : 1.0f,
-                step_size = (float)rates->step_size, root = (float)rates->root, eps = (float)rates->eps;
+                v_weight = (float)rates->v_weight, decay = (float)part->decay, step_size = (float)part->step_size,
+                root = (float)rates->root, eps = (float)rates->eps;
     for (int64_t i = start; i < stop; i++) {
         const float g = (bf16 ? as_float((uint32_t)gradient16[i] << 16) : gradient32[i]) * scale;
         const float p = split ? as_float(((uint32_t)working[i] << 16) + (uint32_t)(int32_t)residual[i]) : master[i];

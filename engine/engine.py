@@ -94,7 +94,7 @@ class Engine:
         ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
         self.streamer = LayerStreamer(device, ring, self._layout, host, plan.update_deadline_s + DEADLINE_S)
         self._offloader = GradientOffloader(device, host)
-        self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order)
+        self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order, self._layout.lowest_trained)
         self._residency = self._residency_of(self._visits)
         model = build_empty(factory, plan.precision.working_dtype)
         skeleton = Skeleton(model, structure, device.torch_device)

@@ -58,6 +58,7 @@ class _SavedValues:
 
     def __init__(self, save_folder: Path, manifest: Manifest, runner: asyncio.Runner) -> None:
         self.is_split = "residual" in manifest.itemsize
+        self._num_trained = {layer.name: layer.num_trained for layer in manifest.layers}
         self._reader = SaveReader(FileStore(save_folder), manifest)
         self._runner = runner
 
@@ -83,6 +84,8 @@ class _SavedValues:
         return to_working(self._master(layer, start, stop))
 
     def _master(self, layer: str, start: int, stop: int) -> Tensor:
+        if self.is_split and start >= self._num_trained[layer]:
+            return self._working(layer, start, stop).float()  # frozen: a parameter is so wholly or not at all
         if self.is_split:
             residual = self._read(layer, "residual", start, stop, torch.int16)
             return join(self._working(layer, start, stop), residual)

@@ -65,7 +65,7 @@ class ForwardPass:
         self._greenlet = _Suspendable(forward)
         self.pending: LayerCall | None = None
         self.result: Any = None
-        self.calls: list[LayerCall] = []
+        self.calls: list[LayerCall] = []  # those that have a backward
         self._owner: dict[int, int] = {}  # id(leaf) → call; the calls keep their leaves alive
         self._handed: dict[int, Handed] = {}  # id(what the model got) → leaf; the calls keep these alive, too
         self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
@@ -80,7 +80,8 @@ class ForwardPass:
         call = self.pending
         if call is None:
             raise RuntimeError("no call is pending")
-        self.calls.append(call)
+        if call.needs_gradient:
+            self.calls.append(call)
         self._owner.update({id(leaf): call.index for leaf in call.leaves})
         for tensor, leaf in zip(call.handed, call.leaves, strict=True):
             self._handed[id(tensor)] = Handed(leaf, tensor.grad_fn)

@@ -20,22 +20,23 @@ from megatrain_ray.errors import DeadlineError
 
 
 class GradientSlots:
-    """Regions that layers' gradients occupy in turn: layer `L - 1 - k` takes region `k mod n`, or each its own."""
+    """Regions that layers' gradients occupy in turn: the k-th layer of a backward takes region `k mod n`."""
 
     def __init__(
-        self, device: Device, sizes_bytes: Sequence[int], num_layers: int, timeout_s: float, *, poison: bool
+        self, device: Device, sizes_bytes: Sequence[int], layers: Sequence[int], timeout_s: float, *, poison: bool
     ) -> None:
-        """`timeout_s`: of waiting for a region."""
+        """`layers`: those that have gradients, in the order of a forward; `sizes_bytes` are in that of a backward.
+        `timeout_s`: of waiting for a region."""
         self._device = device
         self._timeout_s = timeout_s
         self._poison = poison
         self._regions = [device.allocate(num_bytes) for num_bytes in sizes_bytes]
-        self._num_layers = num_layers
+        self._index = {layer: k % len(sizes_bytes) for k, layer in enumerate(reversed(layers))}
         self._empty: list[Future[Event] | None] = [None] * len(self._regions)
 
     def take(self, layer: int, num_bytes: int) -> torch.Tensor:
         """The layer's region, to be written once what left it last has left."""
-        index = self._index(layer)
+        index = self._index[layer]
         future = self._empty[index]
         if future is not None:
             wait_for(self._device, future, "d2h", self._timeout_s)
@@ -45,23 +46,18 @@ class GradientSlots:
 
     def fetch(self, layer: int, num_bytes: int) -> Fetch:
         """A request to fill the layer's region from the host."""
-        index = self._index(layer)
+        index = self._index[layer]
         return Fetch(layer, self._regions[index][:num_bytes], self._empty[index], Future())
 
     def leave(self, layer: int) -> Future[Event]:
         """The region's gradient may go; the future gets the event after which it is empty."""
         future: Future[Event] = Future()
-        self._empty[self._index(layer)] = future
+        self._empty[self._index[layer]] = future
         return future
 
     def reset(self) -> None:
         """Between steps: everything has left."""
         self._empty = [None] * len(self._regions)
-
-    def _index(self, layer: int) -> int:
-        if len(self._regions) == self._num_layers:
-            return layer
-        return (self._num_layers - 1 - layer) % len(self._regions)
 
 
 def wait_for(device: Device, future: Future[Event], cause: str, timeout_s: float) -> None:
@@ -75,14 +71,14 @@ def wait_for(device: Device, future: Future[Event], cause: str, timeout_s: float
 
 
 class GradientStore:
-    """One flat sum a layer, from the first contribution to departure."""
+    """One flat sum for each layer of which something is trained, from the first contribution to departure."""
 
     def __init__(self, plan: Plan, layout: ModelLayout, device: Device, *, poison: bool) -> None:
         # The transfer's own bound, which names what is stuck, comes first.
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
         def slots(sizes: Sequence[int]) -> GradientSlots:
-            return GradientSlots(device, sizes, len(layout.layers), self._timeout_s, poison=poison)
+            return GradientSlots(device, sizes, layout.updated, self._timeout_s, poison=poison)
 
         self._layout = layout
         self._device = device
@@ -115,7 +111,7 @@ class GradientStore:
         """
         flat_layout = self._layout.layers[layer]
         flat = self._flat(layer)
-        for segment in flat_layout.owned:
+        for segment in flat_layout.trained_segments:
             target = flat_layout.view(flat, segment.name)
             gradient = gradients.get(segment.name)
             if gradient is None:
@@ -135,7 +131,7 @@ class GradientStore:
         """Rounds where asked, measures each parameter's norm (of what the optimizer receives, in FP32), lets go."""
         flat, done = self._rounded(layer)
         flat_layout = self._layout.layers[layer]
-        for segment in flat_layout.owned:
+        for segment in flat_layout.trained_segments:
             view = flat_layout.view(flat, segment.name)
             self.norms[segment.name] = torch.linalg.vector_norm(view, dtype=torch.float32)
         return Departure(layer, flat, self._device.record(), done, final=True)
@@ -159,7 +155,7 @@ class GradientStore:
         return self._open[layer]
 
     def _num_bytes(self, layer: int) -> int:
-        return self._layout.layers[layer].size * self._sum_dtype.itemsize
+        return self._layout.layers[layer].trained.size * self._sum_dtype.itemsize
 
     def _rounded(self, layer: int) -> tuple[torch.Tensor, Future[Event]]:
         total = self._open.pop(layer)
@@ -167,6 +163,6 @@ class GradientStore:
             return total, self._sums.leave(layer)
         flat = self._leaving.take(layer, total.numel() * self._wire_dtype.itemsize).view(self._wire_dtype)
         flat_layout = self._layout.layers[layer]
-        for segment in flat_layout.owned:  # not the padding: it was never written
+        for segment in flat_layout.trained_segments:  # not the padding: it was never written
             flat_layout.view(flat, segment.name).copy_(flat_layout.view(total, segment.name))
         return flat, self._leaving.leave(layer)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import IntEnum
 from typing import NamedTuple
 
+from megatrain_ray.engine.seams import EVERY_GENERATION
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.errors import DeadlineError, MegatrainError, ShardFailedError
 from megatrain_ray.io.words import Words
@@ -60,16 +61,18 @@ class HostWords:
     def num_words(num_layers: int, num_shards: int) -> int:
         return _FIRST_LANDED + 2 * num_layers * (1 + num_shards)
 
-    def reset(self, generation: int) -> None:
-        """Before any shard runs: every layer has `generation`, nothing has landed since."""
+    def reset(self, generation: int, fixed: Collection[int] = ()) -> None:
+        """Before any shard runs: every layer has `generation`, nothing has landed since. `fixed`: layers that no update
+        changes, which have every generation."""
         for word in range(self.num_words(self._num_layers, self._num_shards)):
             self._words.store(word, 0)
         self._words.store(_Word.COMMITTED, generation)
         for layer in range(self._num_layers):
-            self._words.store(self._landed(layer), generation)
+            own = EVERY_GENERATION if layer in fixed else generation
+            self._words.store(self._landed(layer), own)
             for shard in range(self._num_shards):
-                self._words.store(self._begun(shard, layer), generation)
-                self._words.store(self._generation(shard, layer), generation)
+                self._words.store(self._begun(shard, layer), own)
+                self._words.store(self._generation(shard, layer), own)
 
     def commit(self, header: UpdateHeader) -> None:
         """Fixes the next update's header. Raises MegatrainError when it is not the next or shards lag too far."""

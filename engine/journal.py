@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState
+from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Weighting
 from megatrain_ray.engine.layout import FlatLayout, ShardLayout, Span, round_up
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.errors import MegatrainError
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
     state: AdamState
     gradient_start: int
-    decays: bool
+    weighting: Weighting
     first_unit: int
 
     @property

@@ -2,7 +2,7 @@
 
 The call is cut out of autograd: the tensors that come in are detached, the ones that go out begin at leaves whose
 `.grad` collects what later consumers send back. Between calls the model's own operations ("glue") build ordinary small
-graphs.
+graphs. A call of which nothing needs a gradient, neither a parameter nor what came in, has no leaves and no backward.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class LayerCall:
                 ports.setdefault(id(value), Port(value)).positions.append(i)
         self.ports = list(ports.values())
         self._graph: _Graph | None = None
+        self.needs_gradient = False  # known after `forward`
         self.leaves: list[torch.Tensor] = []
         self.handed: list[torch.Tensor] = []  # what the model gets for each leaf
 
@@ -81,13 +82,16 @@ class LayerCall:
         """Runs the layer; tensors that begin at leaves stand in place of the floating-point ones of its outcome.
 
         `function` returns the layer's result and recorded outputs. With `saving` (a saved-tensor context) the graph is
-        kept for backward; with None only the arguments are.
+        kept for backward; with None only the arguments are, and nothing where nothing needs a gradient.
         """
-        if saving is None:
+        self.needs_gradient = bool(self.ports) or any(parameter.requires_grad for parameter in parameters)
+        if saving is None or not self.needs_gradient:
             with torch.no_grad():
                 outcome = self._call(function, [port.tensor for port in self.ports])
         else:
             outcome = self._build(function, parameters, saving)
+        if not self.needs_gradient:
+            return outcome
         values, spec = tree_flatten(tuple(outcome))
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -117,7 +121,7 @@ class LayerCall:
         self, pending: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Gradients of the ports, `pending` (what later calls sent to them) included, and of the parameters, each in
-        order; None where nothing flowed.
+        order; None where nothing flowed, and for what is frozen.
 
         What is pending goes in at the ports' entries, so that autograd adds this call's contributions to it one by
         one, as in a graph of the whole model.
@@ -131,13 +135,13 @@ class LayerCall:
             if output.requires_grad and leaf.grad is not None
         ]
         pairs += [(entry, p) for entry, p in zip(graph.entries, pending, strict=True) if p is not None]
-        sources = [*graph.inputs, *graph.parameters]
-        grads: Sequence[torch.Tensor | None] = [None] * len(sources)
+        sources = [source for source in (*graph.inputs, *graph.parameters) if source.requires_grad]
+        of: dict[int, torch.Tensor | None] = {}
         if pairs and sources:
             outputs, out_grads = zip(*pairs, strict=True)
             grads = torch.autograd.grad(outputs, sources, out_grads, allow_unused=True)
-        num_inputs = len(graph.inputs)
-        return list(grads[:num_inputs]), list(grads[num_inputs:])
+            of = {id(source): gradient for source, gradient in zip(sources, grads, strict=True)}
+        return [of.get(id(t)) for t in graph.inputs], [of.get(id(t)) for t in graph.parameters]
 
     def check_closed(self) -> None:
         """Raises MegatrainError when the call's graph reaches a tensor that did not come in as an argument: its

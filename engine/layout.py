@@ -2,6 +2,10 @@
 
 Two coordinate systems, both counted in elements. *Padded*: where an element lies in a flat, with every parameter
 aligned. *Logical*: the same elements without padding; saves use it, so that they restore onto any number of shards.
+
+    parameters that are trained | parameters that are frozen
+
+Gradients and optimizer state exist for the first part only, at the same coordinates.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+
+from megatrain_ray.engine.parameter_group import COMMON, ParameterGroup
 
 ALIGN_ELEMENTS = 128  # 256 bytes of a two-byte type: coalesced loads, and every cut below stays on a vector boundary
 CUT_ELEMENTS = 2048  # 4096 bytes of a two-byte type: O_DIRECT- and page-safe for every state class
@@ -45,6 +51,7 @@ class Segment:
     start: int  # padded coordinate
     decay: bool
     tied_to: str | None = None
+    group: ParameterGroup = COMMON  # a tied one's is its owner's
 
     @property
     def numel(self) -> int:
@@ -74,25 +81,28 @@ class ParameterSpec:
     shape: tuple[int, ...]
     decay: bool = True
     tied_to: str | None = None
+    group: ParameterGroup = COMMON
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """One layer: its parameters in model order, aligned; a padded size that is a multiple of CUT_ELEMENTS."""
+    """One layer: its trained parameters in model order, then its frozen ones, aligned; either part's padded size is a
+    multiple of CUT_ELEMENTS."""
 
     name: str
     segments: tuple[Segment, ...]
     fragments: tuple[Span, ...]
+    trained: Span
+    frozen: Span
 
     @staticmethod
     def build(name: str, parameters: Sequence[ParameterSpec], num_fragments: int = 1) -> FlatLayout:
-        segments, position = [], 0
-        for p in parameters:
-            segment = Segment(p.name, p.local, p.shape, position, p.decay, p.tied_to)
-            segments.append(segment)
-            position = round_up(segment.stop, ALIGN_ELEMENTS)
-        size = round_up(position, CUT_ELEMENTS)
-        return FlatLayout(name, tuple(segments), _fragments(segments, size, num_fragments))
+        trained = _place([p for p in parameters if p.group.trained], 0)
+        cut = _end(trained, 0)
+        frozen = _place([p for p in parameters if not p.group.trained], cut)
+        size = _end(frozen, cut)
+        segments = (*trained, *frozen)
+        return FlatLayout(name, segments, _fragments(segments, size, num_fragments), Span(0, cut), Span(cut, size))
 
     @cached_property
     def size(self) -> int:
@@ -102,6 +112,16 @@ class FlatLayout:
     @cached_property
     def logical_size(self) -> int:
         return sum(s.numel for s in self.segments)
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Elements that are trained: the first ones in logical coordinates."""
+        return sum(s.numel for s in self.trained_segments)
+
+    @cached_property
+    def trained_segments(self) -> tuple[Segment, ...]:
+        """Of `owned`."""
+        return tuple(s for s in self.owned if s.group.trained)
 
     @cached_property
     def owned(self) -> tuple[Segment, ...]:
@@ -121,15 +141,16 @@ class FlatLayout:
         segment = self._by_name[name]
         return flat[segment.start : segment.stop].view(segment.shape)
 
-    def cuts(self, num_shards: int, granularity: int = CUT_ELEMENTS) -> tuple[Span, ...]:
-        """One contiguous span a shard, cut at multiples of `granularity` elements; together they cover the layer.
+    def cuts(self, part: Span, num_shards: int, granularity: int = CUT_ELEMENTS) -> tuple[Span, ...]:
+        """One contiguous span a shard, cut at multiples of `granularity` elements from the start of the part of the
+        layer (`trained` or `frozen`); together they cover it.
 
         Cuts are multiples of 64 elements from the start of every parameter, so that torch's vectorised AdamW rounds
         each shard's part as it rounds the whole tensor. A shard of a small layer may get an empty span.
         """
-        units = math.ceil(self.size / granularity)
-        edges = [min(self.size, units * k // num_shards * granularity) for k in range(num_shards)] + [self.size]
-        return tuple(Span(a, b) for a, b in itertools.pairwise(edges))
+        units = math.ceil(part.size / granularity)
+        offsets = [min(part.size, units * k // num_shards * granularity) for k in range(num_shards)] + [part.size]
+        return tuple(Span(part.start + a, part.start + b) for a, b in itertools.pairwise(offsets))
 
     def runs(self, span: Span) -> Iterator[Run]:
         """The parts of parameters inside a padded span, in order; padding is left out."""
@@ -146,6 +167,21 @@ class FlatLayout:
 
     def _logical_position(self, padded: int) -> int:
         return sum(max(0, min(s.stop, padded) - s.start) for s in self.owned)
+
+
+def _place(parameters: Sequence[ParameterSpec], position: int) -> list[Segment]:
+    """One after the other from `position` on."""
+    segments = []
+    for p in parameters:
+        segment = Segment(p.name, p.local, p.shape, position, p.decay, p.tied_to, p.group)
+        segments.append(segment)
+        position = round_up(segment.stop, ALIGN_ELEMENTS)
+    return segments
+
+
+def _end(segments: Sequence[Segment], start: int) -> int:
+    """Where a part that begins at `start` ends."""
+    return round_up(max((s.stop for s in segments), default=start), CUT_ELEMENTS)
 
 
 def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tuple[Span, ...]:
@@ -176,9 +212,35 @@ class ModelLayout:
             position += layer.size
         return tuple(starts)
 
+    @cached_property
+    def gradient_starts(self) -> tuple[int, ...]:
+        """First element of each layer's gradient in memory that holds those of all layers."""
+        sizes = [layer.trained.size for layer in self.layers]
+        return tuple(itertools.accumulate(sizes[:-1], initial=0))
+
     @property
     def size(self) -> int:
         return sum(layer.size for layer in self.layers)
+
+    @property
+    def trained_size(self) -> int:
+        """Padded elements that have gradients and optimizer state."""
+        return sum(layer.trained.size for layer in self.layers)
+
+    @cached_property
+    def updated(self) -> tuple[int, ...]:
+        """The layers of which something is trained, in the order of a forward."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.trained.size)
+
+    @cached_property
+    def fixed(self) -> tuple[int, ...]:
+        """The layers that no update changes."""
+        return tuple(i for i, layer in enumerate(self.layers) if not layer.trained.size)
+
+    @property
+    def lowest_trained(self) -> int:
+        """No gradient goes below this layer: nothing there needs one."""
+        return self.updated[0]
 
     @property
     def logical_size(self) -> int:
@@ -192,7 +254,8 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What one shard owns: a contiguous span of every layer, stored one after the other in its state arenas."""
+    """What one shard owns: a contiguous span of every layer's trained part, stored one after the other in its state
+    arenas; and of every frozen part."""
 
     model: ModelLayout
     index: int
@@ -201,8 +264,16 @@ class ShardLayout:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Per layer, in padded coordinates of that layer."""
-        return tuple(layer.cuts(self.num_shards, self.granularity)[self.index] for layer in self.model.layers)
+        """Per layer, of what is trained, in padded coordinates of that layer."""
+        return tuple(self._cut(layer, layer.trained) for layer in self.model.layers)
+
+    @cached_property
+    def frozen_spans(self) -> tuple[Span, ...]:
+        """Per layer, of what is frozen: the shard loads and saves it, and has no state for it."""
+        return tuple(self._cut(layer, layer.frozen) for layer in self.model.layers)
+
+    def _cut(self, layer: FlatLayout, part: Span) -> Span:
+        return layer.cuts(part, self.num_shards, self.granularity)[self.index]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 from megatrain_ray.engine.journal import serial_of
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.seams import HostWeights, Lease
+from megatrain_ray.engine.seams import EVERY_GENERATION, HostWeights, Lease
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.slab import SlabPool
 from megatrain_ray.trace import Op, Stage, Timeline
@@ -34,12 +34,11 @@ class LocalHost:
         self._working = working
         self._shards = shards
         self._timeline = timeline
-        num_layers = len(layout.layers)
         self._order = plan.layer_order
         self._slab = SlabPool(torch.empty(plan.slab_bytes, dtype=torch.uint8), layout, plan.slab_itemsize)
         self._wire_dtype = plan.wire_dtype
-        self._generations = [generation] * num_layers
-        self._ready_at_s = [0.0] * num_layers
+        self._generations = [generation if layer.trained.size else EVERY_GENERATION for layer in layout.layers]
+        self._ready_at_s = [0.0] * len(layout.layers)
         self._headers: dict[int, tuple[UpdateHeader, float]] = {}
         self._landed: dict[tuple[int, int], tuple[Lease, float]] = {}
         self._changed = asyncio.Condition()
@@ -100,9 +99,9 @@ class LocalHost:
         for layer in self._order:
             lease, landed_s = await self._landing(update, layer)
             header, committed_s = self._headers[update]
-            num_bytes = self._layout.layers[layer].size * self._wire_dtype.itemsize
+            num_bytes = self._layout.layers[layer].trained.size * self._wire_dtype.itemsize
             gradient = lease.region[:num_bytes].view(self._wire_dtype)
-            serial = serial_of(update, layer, len(self._order))
+            serial = serial_of(update, layer, len(self._layout.layers))
             for shard in self._shards:
                 await loop.run_in_executor(self._executor, shard.update, layer, gradient, header, serial)
             after = (committed_s, landed_s)

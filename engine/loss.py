@@ -39,11 +39,11 @@ class Objective:
 @dataclass(frozen=True)
 class LossResult:
     """Loss of each chunk and plain cross-entropy of each (their shares of the step's), gradient of the hidden state,
-    gradients of the head's parameters; None where nothing flowed."""
+    gradients of the head's parameters; None where nothing flowed, and for what needs none."""
 
     losses: list[torch.Tensor]
     cross_entropies: list[torch.Tensor]
-    hidden: torch.Tensor
+    hidden: torch.Tensor | None
     parameters: list[torch.Tensor | None]
 
 
@@ -67,20 +67,28 @@ def chunked_loss(
     flat_targets = targets.reshape(-1)
     chunks = range(0, tokens.shape[1], chunk_tokens)
     losses, cross_entropies = [], []
-    hidden_gradient = torch.empty_like(tokens)
+    hidden_gradient = torch.empty_like(tokens) if hidden.requires_grad else None
     sums = _Sums(len(parameters), several=len(chunks) > 1)
     for start in chunks:
-        chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(True)
+        chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(hidden.requires_grad)
         with torch.enable_grad():
             scores = logits(chunk).float()
             total, plain = objective.sums(scores, flat_targets[start : start + chunk_tokens])
             loss = total / num_supervised
-        of_chunk, *of_parameters = torch.autograd.grad(loss, [chunk, *parameters], allow_unused=True)
-        hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
+        of_chunk, *of_parameters = _gradients(loss, [chunk, *parameters])
+        if hidden_gradient is not None:
+            hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
         sums.add(of_parameters)
         losses.append(loss.detach())
         cross_entropies.append(plain / num_supervised)
-    return LossResult(losses, cross_entropies, hidden_gradient.view(hidden.shape), sums.rounded())
+    of_hidden = None if hidden_gradient is None else hidden_gradient.view(hidden.shape)
+    return LossResult(losses, cross_entropies, of_hidden, sums.rounded())
+
+
+def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    wanted = [source for source in sources if source.requires_grad]
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    return [next(found) if source.requires_grad else None for source in sources]
 
 
 def cross_entropy_sums(

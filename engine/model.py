@@ -37,7 +37,7 @@ class ModelStructure:
     """Layers in the order of a forward: embedding, blocks, head."""
 
     layers: tuple[LayerSpec, ...]
-    parameter_order: tuple[str, ...]
+    parameter_order: tuple[str, ...]  # of those that are trained
     base: str  # path of the module that holds the layers and returns the final hidden state
     loss_modules: frozenset[str]  # of the head: called on the final hidden state, token chunk by token chunk
     unused: tuple[
@@ -54,6 +54,15 @@ class ModelStructure:
             ),
             self.parameter_order,
         )
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether a parameter of a layer is not trained."""
+        return any(not p.group.trained for layer in self.layers for p in layer.parameters)
+
+    @property
+    def lowest_trained(self) -> int:
+        return self.layout().lowest_trained
 
     def layer_of(self, path: str) -> int:
         return next(i for i, layer in enumerate(self.layers) if path in layer.modules)

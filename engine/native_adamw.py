@@ -33,16 +33,14 @@ class _Structure(ctypes.Structure):
 class _Part(_Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("gradient", "working", "residual", "m", "v")),
-        *((name, ctypes.c_int64) for name in ("length", "first_unit", "decays")),
+        *((name, ctypes.c_int64) for name in ("length", "first_unit")),
+        *((name, ctypes.c_double) for name in ("decay", "step_size")),
     ]
 
 
 class _Rates(_Structure):
     _fields_: ClassVar = [
-        *(
-            (n, ctypes.c_double)
-            for n in ("scale", "m_weight", "v_keep", "v_weight", "decay", "step_size", "root", "eps")
-        ),
+        *((name, ctypes.c_double) for name in ("scale", "m_weight", "v_keep", "v_weight", "root", "eps")),
         *((name, ctypes.c_int64) for name in ("bf16_gradient", "vector")),
     ]
 
@@ -105,7 +103,7 @@ class NativeAdamW:
         self._library.update(
             self._pool,
             self._variant,
-            (_Part * len(parts))(*(_part(part, gradient) for part in parts)),
+            (_Part * len(parts))(*(self._part(part, gradient, rates) for part in parts)),
             len(parts),
             parts[-1].units.stop,
             ctypes.byref(self._rates(rates, gradient.dtype)),
@@ -122,35 +120,33 @@ class NativeAdamW:
     def close(self) -> None:
         self._close()
 
+    def _part(self, part: Part, gradient: Tensor, rates: Rates) -> _Part:
+        """In double until here, as torch has it; so below."""
+        state, lr = part.state, rates.lr * part.weighting.lr_scale
+        return _Part(
+            gradient.data_ptr() + part.gradient_start * gradient.element_size(),
+            state.working.data_ptr(),
+            None if state.residual is None else state.residual.data_ptr(),
+            state.m.data_ptr(),
+            state.v.data_ptr(),
+            part.length,
+            part.first_unit,
+            decay=1 - lr * part.weighting.weight_decay,
+            step_size=-(lr / (1 - self._hyper.beta1 ** rates.step.item())),
+        )
+
     def _rates(self, rates: Rates, gradient_dtype: torch.dtype) -> _Rates:
-        """In double until here, as torch has it."""
         hyper, step = self._hyper, rates.step.item()
         return _Rates(
             scale=rates.scale,
             m_weight=1 - hyper.beta1,
             v_keep=hyper.beta2,
             v_weight=1 - hyper.beta2,
-            decay=1 - rates.lr * hyper.weight_decay,
-            step_size=-(rates.lr / (1 - hyper.beta1**step)),
             root=math.sqrt(1 - hyper.beta2**step),
             eps=hyper.eps,
             bf16_gradient=gradient_dtype == torch.bfloat16,
             vector=self._vector,
         )
-
-
-def _part(part: Part, gradient: Tensor) -> _Part:
-    state = part.state
-    return _Part(
-        gradient.data_ptr() + part.gradient_start * gradient.element_size(),
-        state.working.data_ptr(),
-        None if state.residual is None else state.residual.data_ptr(),
-        state.m.data_ptr(),
-        state.v.data_ptr(),
-        part.length,
-        part.first_unit,
-        part.decays,
-    )
 
 
 def _journal(transaction: Transaction) -> _Journal:

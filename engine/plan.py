@@ -78,12 +78,13 @@ class LayerPlan:
 
     name: str
     num_parameters: int
+    num_trained: int  # of these; the others have neither state nor gradient
     num_fragments: int
     weights: Tier
     state: Tier
     gradients: Tier
     activations: ActivationPolicy
-    updated_by: str  # cpu
+    updated_by: str  # cpu, or nobody where nothing is trained
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Plan:
     seq_len: int
     layers: tuple[LayerPlan, ...]
     slots: tuple[SlotSpec, ...]
-    gradient_slot_bytes: tuple[int, ...]  # one for each layer where sums stay on the device, else a ring
+    # Of layers with something to train: one each in the order of a backward where sums stay on the device, else a ring.
+    gradient_slot_bytes: tuple[int, ...]
     leaving_slot_bytes: tuple[int, ...]  # where rounded sums leave from; empty when nothing is rounded
     gradient_dtype: str  # of what leaves the device: bfloat16 or float32
     sum_dtype: str  # of the gradient slots
@@ -146,15 +148,29 @@ class Plan:
         return max(layer.num_fragments for layer in self.layers)
 
     @property
-    def layer_order(self) -> range:
-        """The order in which an update visits layers."""
-        num_layers = len(self.layers)
-        return range(num_layers) if self.update_order is UpdateOrder.FORWARD else range(num_layers - 1, -1, -1)
+    def layer_order(self) -> tuple[int, ...]:
+        """The order in which an update visits layers: those of which something is trained."""
+        updated = [i for i, layer in enumerate(self.layers) if layer.num_trained]
+        return tuple(updated if self.update_order is UpdateOrder.FORWARD else reversed(updated))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(layer.num_trained for layer in self.layers)
 
     @property
     def save_bytes(self) -> int:
-        """Of one save, without its manifest: 12 bytes per parameter."""
-        return self.precision.element_bytes * sum(layer.num_parameters for layer in self.layers)
+        """Of one save, without its manifest: 12 bytes per trained parameter, the working copy of the others."""
+        frozen = self.num_parameters - self.num_trained
+        return self.updated_bytes + self.precision.working_dtype.itemsize * frozen
+
+    @property
+    def updated_bytes(self) -> int:
+        """What an update changes."""
+        return self.precision.element_bytes * self.num_trained
 
     @property
     def update_deadline_s(self) -> float:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.units import format_bytes, format_count
+
+NUM_NAMED = 4  # layers
 
 
 def describe(plan: Plan) -> str:
     """Bytes per tier, then how a step runs."""
-    parameters = sum(layer.num_parameters for layer in plan.layers)
     recomputed = sum(layer.activations is ActivationPolicy.RECOMPUTE for layer in plan.layers)
     lines = [
-        f"{format_count(parameters)} parameters in {len(plan.layers)} layers, {plan.precision.value}, {plan.device}",
+        f"{format_count(plan.num_parameters)} parameters in {len(plan.layers)} layers, {plan.precision.value}, "
+        f"{plan.device}",
+        *_frozen_lines(plan),
         *_tier_lines(plan),
         "",
         f"step      {plan.num_micro_batches} micro-batches of {plan.micro_batch_size} × {plan.seq_len} tokens, "
@@ -25,6 +30,24 @@ def describe(plan: Plan) -> str:
         f"recover   {plan.recovery.value} when an optimizer shard dies, from the last save otherwise",
     ]
     return "\n".join(lines)
+
+
+def _frozen_lines(plan: Plan) -> list[str]:
+    """Nothing where everything is trained."""
+    if plan.num_trained == plan.num_parameters:
+        return []
+    partly = [layer.name for layer in plan.layers if 0 < layer.num_trained < layer.num_parameters]
+    wholly = [layer.name for layer in plan.layers if not layer.num_trained and layer.num_parameters]
+    return [
+        f"{format_count(plan.num_trained)} of them trained; frozen wholly: {_named(wholly)}; partly: {_named(partly)}"
+    ]
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first and the last of many."""
+    if len(names) > NUM_NAMED:
+        return f"{len(names)} layers, {names[0]} to {names[-1]}"
+    return ", ".join(names) or "none"
 
 
 def _tier_lines(plan: Plan) -> list[str]:

@@ -35,7 +35,7 @@ def hbm_rows(
         k for k, layer in zip(activations.kept, plan.layers, strict=True) if layer.activations is ActivationPolicy.KEEP
     )
     boundary = sum(activations.boundary)
-    largest = max(layer.size for layer in layout.layers) * plan.precision.working_dtype.itemsize
+    largest = max(layer.trained.size for layer in layout.layers) * plan.precision.working_dtype.itemsize
     rows: Mapping[str, tuple[int, str]] = {
         "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
         "gradient slots": (
@@ -45,7 +45,7 @@ def hbm_rows(
         "boundary activations": (live * boundary, f"{live} micro-batches × {format_bytes(boundary)}"),
         "kept activations": (live * kept, f"{live} micro-batches × {format_bytes(kept)}"),
         "one layer's backward": (
-            2 * max(activations.kept) + 2 * max(activations.boundary) + largest,
+            2 * activations.largest + 2 * max(activations.boundary) + largest,
             "2 × kept + 2 × boundary + gradients of the largest layer",
         ),
         "loss": (
@@ -62,12 +62,12 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     working = layout.size * plan.precision.working_dtype.itemsize
     per_element = plan.precision.state_bytes
     threads = plan.num_shards * plan.num_shard_threads
-    units = max(sum(num_units(segment.numel) for segment in layer.segments) for layer in layout.layers)
+    units = max(sum(num_units(segment.numel) for segment in layer.trained_segments) for layer in layout.layers)
     marks = WORD_BYTES * (units + plan.num_shards)
     processes = 4 + plan.num_shards
     rows: Mapping[str, tuple[int, str]] = {
         "working copy": (working, f"{layout.size} padded elements"),
-        "optimizer state": (layout.size * per_element, f"{per_element} bytes × {layout.size}"),
+        "optimizer state": (layout.trained_size * per_element, f"{per_element} bytes × {layout.trained_size}"),
         "gradients in waiting": (plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"),
         "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
         "processes": (processes * PROCESS_BYTES, f"{processes} × {format_bytes(PROCESS_BYTES)}"),
@@ -80,8 +80,9 @@ def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boun
     for each micro-batch whose owner of it has not had its backward."""
     head = layout.layers[-1]
     chunked = plan.loss_chunk_tokens < plan.micro_batch_size * plan.seq_len
-    elements = sum(max(s.numel, _size(s.shape)) for s in head.segments)
-    tied = sum({s.tied_to: _size(s.shape) for layer in layout.layers for s in layer.segments if s.tied_to}.values())
+    trained = [s for layer in layout.layers for s in layer.segments if s.group.trained]
+    elements = sum(max(s.numel, _size(s.shape)) for s in head.segments if s.group.trained)
+    tied = sum({s.tied_to: _size(s.shape) for s in trained if s.tied_to}.values())
     return (
         logits_bytes(structure, plan.precision, plan.loss_chunk_tokens, z_loss=z_loss)
         + 2 * boundary

@@ -137,7 +137,7 @@ class _Builder:
         r, c, m = self.request, self.candidate, self.machine
         num_shards = r.num_shards or m.num_nodes
         slots = self._slots()
-        of_step = visits(len(self.layout.layers), r.num_micro_batches, c.order)
+        of_step = visits(len(self.layout.layers), r.num_micro_batches, c.order, self.layout.lowest_trained)
         residency = _residency(of_step, self.structure, self.layout, r.precision, slots)
         plan = Plan(
             version=1,
@@ -174,7 +174,7 @@ class _Builder:
 
     def _with_copies(self, plan: Plan) -> Plan:
         """Half of the RAM that the plan leaves may hold copies for saves."""
-        num_bytes = max(0, min(plan.save_bytes, spare_ram(plan) // 2))
+        num_bytes = max(0, min(plan.updated_bytes, spare_ram(plan) // 2))
         row = ByteCount(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
         return replace(plan, save_copy_bytes=num_bytes, rows=(*plan.rows, row))
 
@@ -192,12 +192,13 @@ class _Builder:
             LayerPlan(
                 name=layer.name,
                 num_parameters=layer.logical_size,
+                num_trained=layer.num_trained,
                 num_fragments=len(layer.fragments),
                 weights=Tier.HOST,
                 state=Tier.HOST,
                 gradients=Tier.HOST,
                 activations=self.candidate.activations if spec.kind is LayerKind.BLOCK else ActivationPolicy.KEEP,
-                updated_by="cpu",
+                updated_by="cpu" if layer.num_trained else "nobody",
             )
             for layer, spec in zip(self.layout.layers, self.structure.layers, strict=True)
         )
@@ -221,23 +222,27 @@ class _Builder:
             edges = [max(edges)]
         return (*blocks, *(SlotSpec("edge", num_bytes) for num_bytes in edges))
 
+    def _gradient_sizes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of the gradients of layers that have one, in the order of a forward."""
+        return [self.layout.layers[i].trained.size * dtype.itemsize for i in self.layout.updated]
+
     def _gradient_slots(self) -> tuple[int, ...]:
-        sizes = [layer.size * self._sums.itemsize for layer in self.layout.layers]
+        sizes = self._gradient_sizes(self._sums)
         if self.candidate.sums is Tier.HOST:
             return (max(sizes),) * 3  # one arrives, one is added to, one leaves
         if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
-            return tuple(sizes)
+            return tuple(reversed(sizes))
         return (max(sizes),) * 2
 
     def _leaving_slots(self) -> tuple[int, ...]:
         if self._wire is self._sums:
             return ()
-        return (max(layer.size for layer in self.layout.layers) * self._wire.itemsize,) * 2
+        return (max(self._gradient_sizes(self._wire)),) * 2
 
     def _slab_bytes(self) -> int:
         if self.candidate.sums is Tier.HOST:
-            return self.layout.size * self._sums.itemsize
-        sizes = [layer.size * self._wire.itemsize for layer in self.layout.layers]
+            return self.layout.trained_size * self._sums.itemsize
+        sizes = self._gradient_sizes(self._wire)
         return sum(sizes) if self.request.clip else min(sum(sizes), 4 * max(sizes))
 
     def _chunk_tokens(self) -> int:

@@ -49,14 +49,15 @@ class Residents:
                 del self._regions[fragment]
 
     def parameter(self, layer: int, segment: Segment) -> torch.Tensor:
-        """A leaf that is a view of the slot; a tied parameter is a view of its owner's."""
+        """A leaf that is a view of the slot and wants a gradient if it is trained; a tied parameter is a view of its
+        owner's."""
         if segment.tied_to is not None:
             layer = self._layout.owner[segment.tied_to]
             segment = self._layout.layers[layer].segment(segment.tied_to)
         fragment = self._fragment_of(layer, segment)
         start = segment.start - self._layout.layers[layer].fragments[fragment.index].start
         flat = self._region(fragment).view(self._dtype)
-        return flat[start : start + segment.numel].view(segment.shape).detach().requires_grad_(True)
+        return flat[start : start + segment.numel].view(segment.shape).detach().requires_grad_(segment.group.trained)
 
     def saving(self) -> AbstractContextManager[None]:
         """Graphs built in this context save weights by identity."""

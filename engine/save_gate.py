@@ -79,10 +79,11 @@ class SaveGate:
     def __init__(
         self, shard: AdamShard, words: HostWords, order: Sequence[int], spare: SpareMemory, timeout_s: float
     ) -> None:
-        """`order`: in which updates visit layers. `spare`: RAM for copies. `timeout_s`: of any wait."""
+        """`order`: in which updates visit layers; those that none visits are written while nothing else is ready.
+        `spare`: RAM for copies. `timeout_s`: of any wait."""
         self._shard = shard
         self._words = words
-        self._order = order
+        self._order = (*shard.layout.model.fixed, *order)
         self._spare = spare
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -135,8 +136,9 @@ class SaveGate:
             yield from self._read(save, layer)
 
     def _next(self, save: GatedSave, left: Sequence[int]) -> int:
-        """The layer that an update waits for; else the one whose next update comes last. In the order of updates the
-        writer would always be reading just the layer that is to be updated, and nothing would be copied ahead of it."""
+        """The layer that an update waits for; else, before those that no update changes, the one whose next update
+        comes last. In the order of updates the writer would always be reading just the layer that is to be updated, and
+        nothing would be copied ahead of it."""
         index, generation = self._shard.layout.index, save.attempt.step
         self._await_generation(save, left[0])
         there = [layer for layer in left if self._words.shard_generation(index, layer) >= generation]
@@ -243,7 +245,7 @@ class SaveGate:
                 if save.abandoned:
                     raise _abandoned(save.attempt)
                 copy = save.copies.get(layer)
-                if copy is None:
+                if copy is None and save.states[layer] not in SETTLED:  # what is frozen never changes
                     self._set(save, layer, LayerState.READING)
                 save.to_come[layer] -= 1
                 save.in_hand[layer] += 1

@@ -1,7 +1,8 @@
 """Where weights come from and gradients go: the seam between the streaming engine and whoever keeps the state.
 
 An *update* is numbered like the step whose gradients it consumes, from 1. Generation g of a layer's working copy is
-what update g wrote; generation 0 is what the run started from.
+what update g wrote; generation 0 is what the run started from. A layer of which nothing is trained has every
+generation.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatrain_ray.engine.shard import UpdateHeader
+
+EVERY_GENERATION = 1 << 62  # larger than any
 
 
 class HostWeights(NamedTuple):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates
+from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.journal import Journal, Part, Transaction
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
-from megatrain_ray.engine.layout import Run, ShardLayout, Span, round_up
+from megatrain_ray.engine.layout import Run, Segment, ShardLayout, Span, round_up
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.update_kernel import Build
+from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
 
@@ -38,7 +39,8 @@ class UpdateHeader:
 
 
 class AdamShard:
-    """Owns span `layout.spans[i]` of every layer i. One caller at a time; padding is neither read nor written."""
+    """Owns span `layout.spans[i]` of every layer i, and loads and saves `layout.frozen_spans[i]`. One caller at a time;
+    padding is neither read nor written."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class AdamShard:
         self.layout = layout
         self._working = working
         self._own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
+        self._hyper = hyper
         self._journal = Journal(journal, layout, precision, num_threads)
         self._kernel = open_kernel(num_threads, hyper, kernels)
 
@@ -74,11 +77,11 @@ class AdamShard:
     def update(self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int) -> None:
         """One AdamW update of this shard's part of a layer: what of transaction `serial` is not done yet.
 
-        `gradient`: the whole layer's, 1-D, padded size, bf16 or fp32. It is only read. `serial`: positive, larger than
-        that of every update before; that of a torn one to finish it, with the same gradient and header.
+        `gradient`: of all that is trained of the layer, 1-D, padded, bf16 or fp32. It is only read. `serial`: positive,
+        larger than that of every update before; that of a torn one to finish it, with the same gradient and header.
         Raises MegatrainError for a gradient of another size or type.
         """
-        size = self.layout.model.layers[layer].size
+        size = self.layout.model.layers[layer].trained.size
         if gradient.numel() != size or gradient.dtype not in (torch.bfloat16, torch.float32):
             raise MegatrainError(
                 f"optimizer shard {self.layout.index}: the gradient of layer {layer} must be {size} elements of "
@@ -94,7 +97,8 @@ class AdamShard:
         self._journal.roll_back(self._parts(layer), serial)
 
     def load(self, source: WeightSource) -> None:
-        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v.
+        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v. What is frozen is
+        the working copy alone.
 
         Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
         """
@@ -103,38 +107,52 @@ class AdamShard:
                 state = self._state(layer, run)
                 state.m.zero_()
                 state.v.zero_()
-                for start in range(0, run.length, LOAD_ELEMENTS):
-                    span = Span(start, min(start + LOAD_ELEMENTS, run.length))
+                for span in _blocks(run):
                     state.cut(span).store(_read(source, run, span))
+            for run in self._frozen_runs(layer):
+                working = self._working_of(layer, run)
+                for span in _blocks(run):
+                    master = _read(source, run, span)
+                    working[slice(*span)] = master if working.dtype == torch.float32 else to_working(master)
 
     def pieces(self, layer: int) -> Iterator[Piece]:
-        """This shard's part of a layer, kind by kind, in logical coordinates; none where it owns nothing.
+        """This shard's part of a layer, kind by kind, in logical coordinates; none where it owns nothing. At last what
+        is frozen.
 
         The buffers are the state itself: read to save it, written to restore it.
         """
-        flat = self.layout.model.layers[layer]
-        logical = flat.logical(self.layout.spans[layer])
         for kind, tensors in self._kinds(layer).items():
-            yield Piece(flat.name, kind, logical.start, logical.stop, [tensor.numpy().data for tensor in tensors])
+            yield self._piece(layer, kind, self.layout.spans[layer], tensors)
+        yield from self._frozen_pieces(layer)
+
+    def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
+        frozen = [self._working_of(layer, run).view(torch.uint8) for run in self._frozen_runs(layer)]
+        if frozen:
+            yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
+
+    def _piece(self, layer: int, kind: str, span: Span, tensors: Sequence[Tensor]) -> Piece:
+        flat = self.layout.model.layers[layer]
+        return Piece(flat.name, kind, *flat.logical(span), [tensor.numpy().data for tensor in tensors])
 
     def copy_bytes(self, layer: int) -> int:
         """Room that `copy_layer` needs."""
         return sum(round_up(t.nbytes, COPY_ALIGN) for tensors in self._kinds(layer).values() for t in tensors)
 
     def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
-        """The same pieces over `memory` (1-D uint8, at least `copy_bytes`), with what the state holds now."""
+        """The same pieces, what an update changes over `memory` (1-D uint8, at least `copy_bytes`) with what the state
+        holds now; what is frozen is not copied."""
         pieces: list[Piece] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         start = 0
-        for piece, tensors in zip(self.pieces(layer), self._kinds(layer).values(), strict=True):
+        for kind, tensors in self._kinds(layer).items():
             copies = []
             for tensor in tensors:
                 copies.append(memory[start : start + tensor.nbytes])
                 start += round_up(tensor.nbytes, COPY_ALIGN)
             pairs += zip(copies, tensors, strict=True)
-            pieces.append(piece._replace(buffers=[copy.numpy().data for copy in copies]))
+            pieces.append(self._piece(layer, kind, self.layout.spans[layer], copies))
         self._kernel.copy(pairs)
-        return pieces
+        return [*pieces, *self._frozen_pieces(layer)]
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""
@@ -143,26 +161,41 @@ class AdamShard:
     def _runs(self, layer: int) -> Iterator[Run]:
         return self.layout.model.layers[layer].runs(self.layout.spans[layer])
 
-    def _state(self, layer: int, run: Run) -> AdamState:
+    def _frozen_runs(self, layer: int) -> Iterator[Run]:
+        return self.layout.model.layers[layer].runs(self.layout.frozen_spans[layer])
+
+    def _working_of(self, layer: int, run: Run) -> Tensor:
         start = self.layout.model.starts[layer] + run.padded
+        return self._working[start : start + run.length]
+
+    def _state(self, layer: int, run: Run) -> AdamState:
         own_start = self.layout.starts[layer] + run.padded - self.layout.spans[layer].start
         own = {kind: tensor[own_start : own_start + run.length] for kind, tensor in self._own.items()}
-        return AdamState(self._working[start : start + run.length], own.get("residual"), own["m"], own["v"])
+        return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], own["v"])
 
     def _parts(self, layer: int) -> list[Part]:
         parts, unit = [], 0
         for run in self._runs(layer):
-            part = Part(self._state(layer, run), run.padded, run.segment.decay, unit)
+            part = Part(self._state(layer, run), run.padded, self._weighting(run.segment), unit)
             parts.append(part)
             unit = part.units.stop
         return parts
 
+    def _weighting(self, segment: Segment) -> Weighting:
+        group = segment.group
+        common = self._hyper.weight_decay if segment.decay else 0.0
+        return Weighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay)
+
+    @property
+    def _working_kind(self) -> str:
+        return "working" if "residual" in self._own else "master"
+
     def _kinds(self, layer: int) -> dict[str, list[Tensor]]:
-        """The bytes of each kind of state, run after run."""
+        """The bytes of each kind of state of what is trained, run after run."""
         states = [self._state(layer, run) for run in self._runs(layer)]
         if not states:
             return {}
-        named = {"working" if "residual" in self._own else "master": [state.working for state in states]}
+        named = {self._working_kind: [state.working for state in states]}
         named |= {kind: [getattr(state, kind) for state in states] for kind in self._own}
         return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items()}
 
@@ -177,6 +210,11 @@ def _check(precision: Precision, layout: ShardLayout, tensors: dict[str, Tensor 
                 f"optimizer shard {layout.index}: {name} must be {expected.get(name)} for precision "
                 f"{precision.value}, got {got} (type, elements)"
             )
+
+
+def _blocks(run: Run) -> Iterator[Span]:
+    for start in range(0, run.length, LOAD_ELEMENTS):
+        yield Span(start, min(start + LOAD_ELEMENTS, run.length))
 
 
 def _read(source: WeightSource, run: Run, span: Span) -> Tensor:

@@ -29,8 +29,9 @@ class ShardLoop:
         order: Sequence[int],
         gate: SaveGate,
     ) -> None:
-        """`slab`: 1-D uint8, shared, gradients of `gradient_dtype` at byte offsets. What the words say that the shard
-        has done is not done again; a layer that a killed one left torn is rolled back first."""
+        """`order`: the layers of which something is trained. `slab`: 1-D uint8, shared, gradients of `gradient_dtype`
+        at byte offsets. What the words say that the shard has done is not done again; a layer that a killed one left
+        torn is rolled back first."""
         self._shard = shard
         self._index = shard.layout.index
         self._words = words
@@ -81,9 +82,9 @@ class ShardLoop:
         return True
 
     def _serial(self, layer: int, update: int) -> int:
-        return serial_of(update, layer, len(self._order))
+        return serial_of(update, layer, len(self._shard.layout.model.layers))
 
     def _gradient(self, layer: int) -> Tensor:
         start = self._words.gradient_start(layer)
-        num_bytes = self._shard.layout.model.layers[layer].size * self._gradient_dtype.itemsize
+        num_bytes = self._shard.layout.model.layers[layer].trained.size * self._gradient_dtype.itemsize
         return self._slab[start : start + num_bytes].view(self._gradient_dtype)

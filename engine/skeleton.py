@@ -77,12 +77,13 @@ class Skeleton:
 
     def auxiliary(self, output: Any) -> torch.Tensor | None:
         """What the model's own forward adds to its loss because of the side outputs in `output`, the base model's: a
-        router's load balancing, for instance. A scalar with a graph that ends at them; None where there is none.
+        router's load balancing, for instance. A scalar with a graph that ends at those that want a gradient; None where
+        there are none.
 
         The head's parameters must be bound: it runs on one token, whose loss is taken to be zero.
         """
         hidden = output.last_hidden_state[:1, :1].detach()
-        if not any(_wants_gradient(value) for name, value in vars(output).items() if name != "last_hidden_state"):
+        if not any(_is_side_output(value) for name, value in vars(output).items() if name != "last_hidden_state"):
             return None
         one_token = copy.copy(output)
         one_token.last_hidden_state = hidden
@@ -92,7 +93,7 @@ class Skeleton:
         labels = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
         try:
             with torch.enable_grad(), self._stand_in.returning(one_token):
-                loss = self._model(inputs_embeds=hidden, labels=labels, use_cache=False).loss
+                loss: torch.Tensor | None = self._model(inputs_embeds=hidden, labels=labels, use_cache=False).loss
         finally:
             vars(self._model).pop("_loss_function")
             if before is not None:
@@ -102,7 +103,7 @@ class Skeleton:
                 f"{type(self._model).__name__} computes its loss without self.loss_function: what it adds for its side "
                 "outputs cannot be told from the loss of tokens; switch them off in the model's configuration"
             )
-        return loss if loss is not None and loss.requires_grad else None
+        return loss
 
 
 class _ZeroLoss:
@@ -140,8 +141,8 @@ class _StandIn(nn.Module):
         return self._output
 
 
-def _wants_gradient(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+def _is_side_output(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in tree_leaves(value))
 
 
 def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:

@@ -28,13 +28,13 @@ class SlabPool:
         """
         self._check = check
         self._slab = slab
-        self._sizes = sizes = [layer.size * itemsize for layer in layout.layers]
+        self._sizes = sizes = [layer.trained.size * itemsize for layer in layout.layers]
         self._own_place = slab.nbytes >= sum(sizes)
         part = max(sizes)
         if slab.nbytes < part:
             raise CapacityError(f"the gradient slab has {slab.nbytes} bytes, the largest layer needs {part}")
         num_parts = len(sizes) if self._own_place else slab.nbytes // part
-        self._starts = [start * itemsize for start in layout.starts] if self._own_place else []
+        self._starts = [start * itemsize for start in layout.gradient_starts] if self._own_place else []
         self._free = [i * part for i in range(num_parts)]
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()

@@ -24,7 +24,7 @@ class SpareMemory:
         """`layer_bytes`: of each layer's copy, in the order in which layers will need one."""
         spans, total = [], 0
         for num_bytes in layer_bytes:
-            if total + round_up(num_bytes, PAGE_BYTES) <= budget_bytes:
+            if num_bytes and total + round_up(num_bytes, PAGE_BYTES) <= budget_bytes:
                 spans.append((total, num_bytes))
                 total += round_up(num_bytes, PAGE_BYTES)
         self._arena = _new_arena(total) if spans else None

@@ -103,9 +103,11 @@ class StepRunner:
             with self._streamer.layer(visit.index) as regions, self._residents.bound(regions):
                 for j in visit.micro_batches:
                     self._visit(visit, j, state)
+                if not self._has_gradient(visit):
+                    continue
                 if visit.last:
                     self._transfer(self._store.finish(visit.layer))
-                elif self._store.waits_on_host and visit.phase is not Phase.FORWARD:
+                elif self._store.waits_on_host:
                     self._transfer(self._store.suspend(visit.layer))
         output = self._output(state)
         self.whereabouts = f"after the backward of step {step.step}"
@@ -114,8 +116,11 @@ class StepRunner:
     def _fetch_ahead(self, coming: tuple[Visit, ...]) -> None:
         """Asks for the sum that the next visit will add to."""
         for visit in coming:
-            if visit.phase is not Phase.FORWARD and visit.micro_batches[0] > 0:
+            if self._has_gradient(visit) and visit.micro_batches[0] > 0:
                 self._transfer(self._store.fetch(visit.layer))
+
+    def _has_gradient(self, visit: Visit) -> bool:
+        return visit.phase is not Phase.FORWARD and self._layout.layers[visit.layer].trained.size > 0
 
     def _targets(self, step: StepInput) -> list[torch.Tensor]:
         """On the device before the first layer: a copy from pageable memory later would wait for the compute stage."""
@@ -123,22 +128,20 @@ class StepRunner:
 
     def _visit(self, visit: Visit, j: int, state: _StepState) -> None:
         forward_pass = state.passes[j]
-        if visit.phase is Phase.BACKWARD:
-            gradients = self._backward(visit.layer, j, state)
-            self._keep_tied(visit.layer, gradients, state.tied[j])
-            self._store.add(visit.layer, gradients, first=j == 0)
-            if not forward_pass.calls:
-                forward_pass.free()
-            return
         if visit.phase is Phase.FORWARD and visit.layer == 0:
             self._seed(state.step, j, 0, 1)
             forward_pass.start()
-        self._forward(visit.layer, j, state)
-        if visit.phase is Phase.HEAD:
-            gradients = self._loss(j, state)
-            gradients |= self._backward(visit.layer, j, state)
-            self._keep_tied(visit.layer, gradients, state.tied[j])
+        if visit.phase is not Phase.BACKWARD:
+            self._forward(visit.layer, j, state)
+        if visit.phase is Phase.FORWARD:
+            return
+        gradients = self._loss(j, state) if visit.phase is Phase.HEAD else {}
+        gradients |= self._backward(visit.layer, j, state)
+        self._keep_tied(visit.layer, gradients, state.tied[j])
+        if self._has_gradient(visit):
             self._store.add(visit.layer, gradients, first=j == 0)
+        if not forward_pass.calls:
+            forward_pass.free()
 
     def _forward(self, layer: int, j: int, state: _StepState) -> None:
         """Runs every call of the layer that the micro-batch's forward makes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
+from megatrain_ray.engine.parameter_group import ParameterGroup
+from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.trial import Answers, Call, Trial, run_trial
 from megatrain_ray.errors import ConfigError
 
@@ -18,41 +20,70 @@ from megatrain_ray.errors import ConfigError
 @dataclass(frozen=True)
 class ActivationBytes:
     """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
-    beyond them and the weights."""
+    beyond them and the weights. `largest`: what a layer has at most while it runs, kept or not."""
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
+    largest: int
+
+    def above(self, lowest: int, kept: tuple[int, ...]) -> ActivationBytes:
+        """With other kept bytes; nothing waits for a backward below layer `lowest`."""
+        zeros = (0,) * lowest
+        return ActivationBytes(zeros + self.boundary[lowest:], zeros + kept[lowest:], self.largest)
 
 
 def discover(
-    factory: ModelFactory, dtype: torch.dtype, micro_batch_size: int, seq_len: int
+    factory: ModelFactory,
+    dtype: torch.dtype,
+    micro_batch_size: int,
+    seq_len: int,
+    rules: ParameterRules = ALL_ALIKE,
 ) -> tuple[ModelStructure, ActivationBytes]:
-    """Runs one forward of [micro_batch_size, seq_len] ids on fake tensors.
+    """Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two where something is frozen.
 
-    Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run.
+    Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run,
+    and for `rules` that do not fit the model.
     """
     with FakeTensorMode(), Answers():
         model = factory(dtype)
-        model.train()
-        try:
-            trial = run_trial(model, torch.zeros(micro_batch_size, seq_len, dtype=torch.int64))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ConfigError(
-                f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}"
-            ) from error
-        return _Found(model, trial).result()
+        groups = rules.assign(model)
+        for parameter in model.parameters():  # all: by its graph what a layer hands on is told from a mask
+            parameter.requires_grad_(parameter.is_floating_point())
+        ids = torch.zeros(micro_batch_size, seq_len, dtype=torch.int64)
+        found = _Found(model, _run_trial(model, ids), groups)
+        structure = found.structure()
+        activations = found.activations(structure)
+        if not structure.has_frozen:
+            return structure, activations
+        model = factory(dtype)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(groups[name].trained)
+        kept = _Found(model, _run_trial(model, ids), groups).activations(structure).kept
+        return structure, activations.above(structure.lowest_trained, kept)
+
+
+def _run_trial(model: nn.Module, ids: torch.Tensor) -> Trial:
+    model.train()
+    try:
+        return run_trial(model, ids)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(
+            f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}"
+        ) from error
 
 
 class _Found:
     """A model and its trial; the parts of its structure one after the other."""
 
-    def __init__(self, model: nn.Module, trial: Trial) -> None:
+    def __init__(self, model: nn.Module, trial: Trial, groups: Mapping[str, ParameterGroup]) -> None:
+        """`groups`: of each parameter, by all of its names."""
         self._model = model
         self._trial = trial
+        self._groups = groups
         self._name = type(model).__name__
 
-    def result(self) -> tuple[ModelStructure, ActivationBytes]:
+    def structure(self) -> ModelStructure:
         list_path = self._find_list()
         base = self._find_base(list_path)
         blocks = self._blocks(list_path)
@@ -65,15 +96,18 @@ class _Found:
         )
         self._check_reads(layers)
         self._check_types(layers)
-        structure = ModelStructure(
+        of_layers = [owners[id(p)] for p in self._model.parameters() if id(p) in owners]
+        trained = tuple(name for name in of_layers if self._groups[name].trained)
+        if not trained:
+            raise ConfigError(f"{self._name}: a text reaches no parameter that is left to train; freeze less")
+        return ModelStructure(
             layers=layers,
-            parameter_order=tuple(owners[id(p)] for p in self._model.parameters() if id(p) in owners),
+            parameter_order=trained,
             base=base.path,
             loss_modules=frozenset(in_loss),
             unused=tuple(name for name, p in self._model.named_parameters() if id(p) not in owners),
             vocab_size=self._vocab_size(),
         )
-        return structure, self._activations(structure)
 
     def _find_list(self) -> str:
         """Path of the layer list: of the module lists whose members run, the one with most parameters."""
@@ -152,11 +186,11 @@ class _Found:
         for path in modules:
             for local, parameter in self._model.get_submodule(path).named_parameters():
                 full = f"{path}.{local}"
-                tied_to = owners.setdefault(id(parameter), full)
-                shape = tuple(parameter.shape)
+                owner = owners.setdefault(id(parameter), full)
                 # Decoupled weight decay is for matrices: norms and biases have one dimension.
-                decay = parameter.dim() > 1
-                parameters.append(ParameterSpec(full, local, shape, decay, None if tied_to == full else tied_to))
+                decay, tied_to = parameter.dim() > 1, None if owner == full else owner
+                shape, group = tuple(parameter.shape), self._groups[full]
+                parameters.append(ParameterSpec(full, local, shape, decay, tied_to, group))
         return LayerSpec(name, kind, tuple(modules), tuple(parameters))
 
     def _check_reads(self, layers: Sequence[LayerSpec]) -> None:
@@ -186,7 +220,7 @@ class _Found:
                     f"{self._name} keeps {name} in FP32 whatever the rest is: set train.precision: fp32 or tf32"
                 )
 
-    def _activations(self, structure: ModelStructure) -> ActivationBytes:
+    def activations(self, structure: ModelStructure) -> ActivationBytes:
         weights = {p.untyped_storage()._cdata for p in self._model.parameters()}
         boundary, kept = [], []
         for layer in structure.layers:
@@ -194,7 +228,7 @@ class _Found:
             boundary.append(_unique_bytes([t for t in calls[0].inputs if t.requires_grad], set()))
             own = [call for call in calls if call.path not in structure.loss_modules]
             kept.append(sum(self._kept(call, weights) for call in own))
-        return ActivationBytes(tuple(boundary), tuple(kept))
+        return ActivationBytes(tuple(boundary), tuple(kept), max(kept))
 
     def _kept(self, call: Call, weights: set[int]) -> int:
         inputs = {t.untyped_storage()._cdata for t in call.inputs}

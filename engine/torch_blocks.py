@@ -53,7 +53,7 @@ class TorchBlocks:
         state = part.state.cut(elements)
         if transaction:
             transaction.journal.save(scratch.thread, units, state, transaction.serial)
-        adamw_block(state, gradient[slice(*elements)], self._hyper, rates, scratch, decay=part.decays)
+        adamw_block(state, gradient[slice(*elements)], self._hyper, rates, part.weighting, scratch)
         if transaction:
             transaction.journal.mark(units, transaction.serial)
 

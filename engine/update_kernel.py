@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Scratch, adamw_block
+from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Scratch, Weighting, adamw_block
 from megatrain_ray.engine.block_pool import BlockPool
 from megatrain_ray.engine.journal import UNIT_ELEMENTS, Part, Transaction, num_units
 from megatrain_ray.engine.layout import Span
@@ -71,11 +71,11 @@ def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
     for is_split, dtype, scale, step in modes:
         rates = Rates(torch.tensor(float(step)), 1e-3, float(torch.tensor(scale)))
         gradient = _values(0, 1e-2).to(dtype)
-        got, want = list(_parts(is_split)), list(_parts(is_split))
+        got, want = list(_parts(is_split, hyper)), list(_parts(is_split, hyper))
         kernel.update(got, gradient, rates, None)
         for part, expected in zip(got, want, strict=True):
             own = gradient[part.gradient_start : part.gradient_start + part.length]
-            adamw_block(expected.state, own, hyper, rates, scratch, decay=part.decays)
+            adamw_block(expected.state, own, hyper, rates, part.weighting, scratch)
             if names := _different(part.state, expected.state):
                 raise MegatrainError(
                     f"{kernel.name} differs from torch {torch.__version__} in {', '.join(names)} of a parameter of "
@@ -84,13 +84,15 @@ def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
                 )
 
 
-def _parts(is_split: bool) -> Iterator[Part]:
-    """One parameter of each size, with numbers that are always the same; every second one decays."""
+def _parts(is_split: bool, hyper: Hyper) -> Iterator[Part]:
+    """One parameter of each size, with numbers that are always the same; every second one decays, every third one has
+    another learning rate."""
     master, m, v = _values(1, 1.0), _values(2, 1e-3), _values(3, 1e-5).abs_()
     working, residual = split(master) if is_split else (master, None)
     whole, start, unit = AdamState(working, residual, m, v), 0, 0
     for index, size in enumerate(SIZES):
-        yield Part(whole.cut(Span(start, start + size)), start, bool(index % 2), unit)
+        weighting = Weighting(0.3 if index % 3 == 2 else 1.0, hyper.weight_decay * (index % 2))
+        yield Part(whole.cut(Span(start, start + size)), start, weighting, unit)
         start, unit = start + size, unit + num_units(size)
 
 

@@ -23,7 +23,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Visit:
-    """One stay of a layer on the device. `last`: its gradient is complete afterwards."""
+    """One stay of a layer on the device. `last`: its gradient, if it has one, is complete afterwards."""
 
     index: int
     phase: Phase
@@ -32,14 +32,14 @@ class Visit:
     last: bool
 
 
-def visits(num_layers: int, num_micro_batches: int, order: LoopOrder) -> tuple[Visit, ...]:
-    """All visits of a step. Layer 0 is the embedding, `num_layers - 1` the head."""
+def visits(num_layers: int, num_micro_batches: int, order: LoopOrder, lowest_trained: int = 0) -> tuple[Visit, ...]:
+    """All visits of a step. Layer 0 is the embedding, `num_layers - 1` the head. Backward ends at `lowest_trained`."""
     everything = tuple(range(num_micro_batches))
     rounds = [everything] if order is LoopOrder.LAYERS_OUTER else [(j,) for j in everything]
     steps = (
         (phase, layer, micro_batches, micro_batches[-1] == num_micro_batches - 1 and phase is not Phase.FORWARD)
         for micro_batches in rounds
-        for phase, layer in _sweep(num_layers)
+        for phase, layer in _sweep(num_layers, lowest_trained)
     )
     return tuple(Visit(i, *step) for i, step in enumerate(steps))
 
@@ -50,8 +50,8 @@ def forward_visits(num_layers: int, num_micro_batches: int, order: LoopOrder) ->
     return tuple(replace(visit, index=i, last=False) for i, visit in enumerate(forward))
 
 
-def _sweep(num_layers: int) -> Iterator[tuple[Phase, int]]:
+def _sweep(num_layers: int, lowest_trained: int) -> Iterator[tuple[Phase, int]]:
     head = num_layers - 1
     yield from ((Phase.FORWARD, layer) for layer in range(head))
     yield Phase.HEAD, head
-    yield from ((Phase.BACKWARD, layer) for layer in reversed(range(head)))
+    yield from ((Phase.BACKWARD, layer) for layer in reversed(range(lowest_trained, head)))

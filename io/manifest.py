@@ -22,6 +22,7 @@ from megatrain_ray.io.disk_errors import UnreadableError, explained
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
+WEIGHT_KINDS = ("working", "master")  # the others are what the optimizer keeps beside them
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,21 @@ class ParameterEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """`logical_size`: elements, the same for every kind."""
+    """`logical_size`: elements. `num_frozen`: how many of them, the last ones, are not trained: only their weights are
+    there, `working` or `master`."""
 
     name: str
     logical_size: int
     parameters: tuple[ParameterEntry, ...]
+    num_frozen: int = 0
+
+    def size_of(self, kind: str) -> int:
+        """Elements of one kind."""
+        return self.logical_size if kind in WEIGHT_KINDS else self.num_trained
+
+    @property
+    def num_trained(self) -> int:
+        return self.logical_size - self.num_frozen
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class Manifest:
 
     def gaps(self) -> list[str]:
         """What the parts leave out or hold twice, in words; empty when every kind of every layer is there once."""
-        sizes = {(layer.name, kind): layer.logical_size for layer in self.layers for kind in self.itemsize}
+        sizes = {(layer.name, kind): layer.size_of(kind) for layer in self.layers for kind in self.itemsize}
         spans: dict[tuple[str, str], list[tuple[int, int]]] = {key: [] for key in sizes}
         for blob in self.blobs():
             for piece in blob.pieces:

@@ -26,7 +26,7 @@ from megatrain_ray.io.pieces import STORED_BYTES, write_blobs
 from megatrain_ray.io.pieces import Piece as Piece
 from megatrain_ray.io.save_reader import SaveReader
 
-NUM_KINDS = 4  # at most
+NUM_PIECES = 5  # of a layer in a part at most: the four kinds of what is trained, the weights of what is frozen
 ENTRY_BYTES = 512  # of a stored piece in the manifest, at most
 LAYER_BYTES = 64 << 10  # of a layer there, at most: 400 parameters
 REST_BYTES = 1 << 20  # of everything else there, at most
@@ -34,7 +34,7 @@ REST_BYTES = 1 << 20  # of everything else there, at most
 
 def save_room(num_bytes: int, num_layers: int, num_shards: int) -> int:
     """Bytes on disk that a save of `num_bytes` of state takes at most, compressed or not, its manifest included."""
-    num_pieces = -(-num_bytes // STORED_BYTES) + num_layers * NUM_KINDS * num_shards
+    num_pieces = -(-num_bytes // STORED_BYTES) + num_layers * NUM_PIECES * num_shards
     manifest = REST_BYTES + num_layers * LAYER_BYTES + num_pieces * ENTRY_BYTES
     return compressed_bound(num_bytes) + num_pieces * (64 + ALIGN_BYTES) + manifest
 

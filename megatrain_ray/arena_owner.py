@@ -34,7 +34,7 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     }
     for k in range(plan.num_shards):
         part = ShardLayout(layout, k, plan.num_shards, plan.shard_cut_elements)
-        sizes[state_arena(k)] = part.size * plan.precision.state_bytes
+        sizes[state_arena(k)] = max(1, part.size * plan.precision.state_bytes)  # none where little is trained
         sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.num_shard_threads)
     return sizes
 

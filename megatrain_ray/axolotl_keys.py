@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from megatrain_ray.axolotl_data import data_of
 from megatrain_ray.foreign_keys import RefusedError, Sets, Table, negated, number, one_of, or_null, whole
 from megatrain_ray.foreign_values import (
     DATA_LOADING,
+    GROUPS,
     KERNELS,
     LOGGED,
     LORA,
@@ -27,6 +29,13 @@ def template_of(value: Any) -> str:
     if "{" in str(value):
         raise RefusedError("write the template into a file, and name that")
     return str(value)
+
+
+def trainable_of(value: Any) -> list[str]:
+    """Patterns that match from the beginning of a name, with literal dots. Raises RefusedError for ranges of rows."""
+    if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in value or ()):
+        raise RefusedError("parameters are trained or frozen as a whole, not some of their rows")
+    return ["^(?:" + pattern.replace(".", r"\.") + ")" for pattern in value or ()]
 
 
 def only_a_pad(value: Any) -> None:
@@ -60,6 +69,7 @@ SETS = {
     "warmup_ratio": Sets("warmup_ratio", number),
     "warmup_steps": Sets("warmup_steps", number),
     "optimizer": Sets("optimizer", optimizer_of, True),
+    "unfrozen_parameters": Sets("train.trainable", trainable_of),
     "weight_decay": Sets("train.weight_decay", number, 0.0),
     "adam_beta1": Sets("beta1", number, 0.9),
     "adam_beta2": Sets("beta2", number, 0.999),
@@ -183,15 +193,14 @@ REFUSED = {
     "adapter": LORA,
     "lora_model_dir": LORA,
     "relora*": LORA,
-    "unfrozen_parameters": PARTLY,
     "lisa_*": PARTLY,
     "fp16": "compute is bf16, tf32 or fp32; set bf16",
     "float16": "compute is bf16, tf32 or fp32; set bf16",
     "fp8*": "compute is bf16, tf32 or fp32",
     "lr_scheduler_kwargs": "set train.min_lr where it is meant",
     "cosine_constant_lr_ratio": "only constant, linear and cosine are here",
-    "lr_groups": "all parameters have one learning rate",
-    "embedding_lr*": "all parameters have one learning rate",
+    "lr_groups": GROUPS,
+    "embedding_lr*": GROUPS,
     "optim_*": "the optimizer is AdamW",
     "adam_beta3": "the optimizer is AdamW",
     "adam_epsilon2": "the optimizer is AdamW",

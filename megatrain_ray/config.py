@@ -7,6 +7,7 @@ are refused by name (config_problems.py), never accepted and ignored.
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -56,6 +57,17 @@ def _names(value: Any) -> Any:
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"expected a name or a list of names, got {value!r}")
     return tuple(value) if isinstance(value, list) else value
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) and p for p in patterns):
+        raise ValueError(f"expected a pattern of parameter names or a list of them, got {value!r}")
+    try:
+        list(map(re.compile, patterns))
+    except re.error as error:
+        raise ValueError(f"{error.pattern!r} is no regular expression: {error}") from None
+    return tuple(patterns)
 
 
 def _weighted_path(source: dict[str, Any] | WeightedPath) -> WeightedPath:
@@ -161,6 +173,17 @@ class DataConfig(Group):
         return self.model_copy(update=own)
 
 
+class ParameterGroupConfig(Group):
+    """Parameters with a learning rate or decay of their own."""
+
+    match: Annotated[tuple[str, ...], BeforeValidator(_patterns), Field(min_length=1)]
+    """A pattern of parameter names, or a list of them."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Their peak learning rate; it follows the schedule in proportion. Unset: train.lr."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Of all that match, norms and biases too. Unset: train.weight_decay for matrices."""
+
+
 class OptimizationConfig(Group):
     steps: Count
     """Updates in total, those before a resume included."""
@@ -180,6 +203,12 @@ class OptimizationConfig(Group):
     """Updates until the learning rate has its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay of matrices per update, times the learning rate."""
+    trainable: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
+    """Patterns (regular expressions) of parameter names: whatever none of them matches is frozen. Empty: nothing is."""
+    freeze: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
+    """Patterns of the parameters that are frozen, out of the trainable ones."""
+    groups: Annotated[tuple[ParameterGroupConfig, ...], Field(strict=False)] = ()
+    """Parameters with a learning rate or decay of their own: {match, lr, weight_decay}; the first match counts."""
     betas: Annotated[tuple[Rate, Rate], Field(strict=False)] = (0.9, 0.95)
     """Decay of AdamW's two moments per update."""
     eps: Annotated[float, Field(gt=0)] = 1e-8

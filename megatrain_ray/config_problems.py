@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -60,6 +60,9 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
         yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; set fewer"
     if config.eval_every and config.data.eval_path is None:
         yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
+    for number, group in enumerate(train.groups):
+        if group.lr is None and group.weight_decay is None:
+            yield f"train.groups.{number}: has neither lr nor weight_decay; set one of them, or leave the group out"
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
 
@@ -103,7 +106,7 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
         case "extra_forbidden":
             yield _unknown(key, problem["input"], root)
         case "missing":
-            field = _fields(root).get(key)
+            field = _fields(root).get(_without_numbers(key))
             yield f"{key}: required. {(field and field.description) or ''}".rstrip()
         case "value_error":
             yield f"{key}: {problem['ctx']['error']}"
@@ -119,7 +122,7 @@ def _unknown(key: str, value: Any, root: type[BaseModel]) -> str:
         if isinstance(value, Mapping) and value:
             key = f"{key}.{next(iter(value))}"
         return f"{key}: comes with a later version; leave the key out"
-    group, _, name = key.rpartition(".")
+    group, _, name = _without_numbers(key).rpartition(".")
     keys = list(_fields(root))
     siblings = [other for other in keys if other.rpartition(".")[0] == group]
     near = _nearest(name, siblings) or _nearest(name, keys)
@@ -139,10 +142,16 @@ def _fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
     fields = {}
     for name, field in root.model_fields.items():
         fields[name] = field
-        group = field.annotation
-        if isinstance(group, type) and issubclass(group, BaseModel):
-            fields |= {f"{name}.{inner}": inner_field for inner, inner_field in group.model_fields.items()}
+        for group in (field.annotation, *get_args(field.annotation)):  # itself, or those of a list
+            if isinstance(group, type) and issubclass(group, BaseModel):
+                fields |= {f"{name}.{inner}": inner_field for inner, inner_field in _fields(group).items()}
     return fields
+
+
+def _without_numbers(key: str) -> str:
+    """A key inside of a list's entries without their numbers."""
+    *groups, name = key.split(".")
+    return ".".join([*(part for part in groups if not part.isdigit()), name])
 
 
 def _shown(value: Any) -> str:

@@ -27,5 +27,6 @@ LOGGED = "metrics.jsonl and TensorBoard always; log.wandb and log.mlflow name a 
 MULTI_GPU = "one GPU"
 RESUMES = "the same command resumes the run in run_dir"
 LORA = "there are no adapters"
-PARTLY = "a conversion freezes nothing"
+PARTLY = "set train.trainable or train.freeze; see freezing.md"
+GROUPS = "set train.groups; see freezing.md"
 PREFERENCES = "there is no training on preferences or rewards"

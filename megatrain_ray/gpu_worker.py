@@ -100,7 +100,7 @@ class GpuWorker:
         device.pin(working)
         device.pin(slab)
         words = HostWords(self._arenas[WORDS].buffer, len(layout.layers), plan.num_shards)
-        words.reset(progress.step)
+        words.reset(progress.step, layout.fixed)
         self._host = SharedHost(plan, layout, working.view(plan.precision.working_dtype), slab, words)
         self._engine = Engine(self._prepared.source.factory, structure, plan, device, self._host)
         self._progress = progress

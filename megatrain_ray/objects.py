@@ -4,6 +4,7 @@ other files. So a run on objects is a run on files."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -65,6 +66,8 @@ class Objects:
         is_object = not isinstance(self.model, (str, Path, type(None)))
         if is_object and "tokenizer" not in data and data.get("kind") != "tokens":
             raise ConfigError("tokenizer: a model object comes without one; give the object, or data.tokenizer")
+        if is_object:
+            _freeze_likewise(tree.setdefault("train", {}), self.model)
         return tree
 
     @contextmanager
@@ -99,6 +102,14 @@ class Objects:
         for name in PLACES:
             if (value := getattr(self, name)) is not None:
                 yield name, str(value) if isinstance(value, Path) else value
+
+
+def _freeze_likewise(train: Any, model: Any) -> None:
+    """What the object has frozen is frozen in the run too, beside what the settings freeze."""
+    frozen = [f"^{re.escape(name)}$" for name, p in model.named_parameters() if not p.requires_grad]
+    given = train.get("freeze", ()) if isinstance(train, dict) else None
+    if frozen and isinstance(given, (str, list, tuple)):  # else the settings are refused as they are
+        train["freeze"] = [*((given,) if isinstance(given, str) else given), *frozen]
 
 
 def _check_pretrained(name: str, value: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.config_file import leaves
+from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.errors import ConfigError
 
@@ -48,12 +49,14 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
         )
 
 
+def _parameter(spec: ParameterSpec) -> dict[str, Any]:
+    frozen = {} if spec.group.trained else {"frozen": True}  # not in what earlier versions wrote
+    return {"shape": spec.shape, "tied_to": spec.tied_to, **frozen}
+
+
 def _described(config: Mapping[str, Any], structure: ModelStructure) -> dict[str, Any]:
     """As JSON keeps it."""
-    layers = {
-        layer.name: {p.name: {"shape": p.shape, "tied_to": p.tied_to} for p in layer.parameters}
-        for layer in structure.layers
-    }
+    layers = {layer.name: {p.name: _parameter(p) for p in layer.parameters} for layer in structure.layers}
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
     described: dict[str, Any] = json.loads(json.dumps({"config": relevant, "layers": layers}))
     return described

@@ -162,7 +162,7 @@ def _manifest(
             working: precision.working_dtype.itemsize,
             **{kind: dtype.itemsize for kind, dtype in precision.state_kinds},
         },
-        layers=tuple(LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat))) for flat in layout.layers),
+        layers=tuple(_layer(flat) for flat in layout.layers),
         data=position,
         model=dict(prepared.source.config),
         config=config_to_dict(prepared.config),
@@ -170,6 +170,10 @@ def _manifest(
         generation_config=dict(generation) if (generation := prepared.source.generation_config) else None,
         timing=timing,
     )
+
+
+def _layer(flat: FlatLayout) -> LayerEntry:
+    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), flat.logical_size - flat.num_trained)
 
 
 def _parameters(flat: FlatLayout) -> Iterator[ParameterEntry]:

@@ -7,6 +7,7 @@ the product but the rounding of a working copy and the seed of dropout.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,15 @@ class Sequences(Protocol):
 
 
 @dataclass(frozen=True)
+class Own:
+    """A learning rate (its peak) or decay of their own for the parameters that the pattern matches."""
+
+    match: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The settings of a run that decide its numbers."""
 
@@ -46,6 +56,9 @@ class Recipe:
     schedule: str = "cosine"
     warmup_steps: int = 0
     weight_decay: float = 0.1
+    trainable: tuple[str, ...] = ()  # patterns: what none of them matches is frozen
+    freeze: tuple[str, ...] = ()
+    groups: tuple[Own, ...] = ()  # the first that matches counts
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float | None = 1.0
@@ -84,20 +97,19 @@ def train_reference(
 ) -> Result:
     """Trains the model of `folder` on one batch an update; continues from `start` where one is given.
 
-    `frozen`: prefixes of parameters that are left as they are.
+    `frozen`: prefixes of parameters that a text never reaches.
     """
     with _threads(recipe.num_threads):
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(recipe.device).train()
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # a view of the file, at any address: matrix products round by it
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(frozen))
+        _freeze(model, recipe, frozen)
         start = start or _beginning(folder, recipe, model)
         masters = {name: nn.Parameter(master.clone()) for name, master in start.masters.items()}
         optimizer = _optimizer(masters, recipe, start)
         place = _Place(recipe.seed, start.step)
-        _seed_dropout(model, place)
+        _seed_dropout(model, place, frozen)
         losses, norms, rates, skipped = [], [], [], []
         for batch in batches:
             place.step += 1
@@ -114,7 +126,7 @@ def train_reference(
                 if recipe.clip is not None:
                     clip_grads_with_norm_(masters.values(), recipe.clip, norm, foreach=False)
                 for group in optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = rate * group["lr_scale"]
                 optimizer.step()
             losses.append(loss)
             norms.append(norm.item())
@@ -122,6 +134,21 @@ def train_reference(
             skipped.append(skip)
         adam_steps = start.adam_steps + skipped.count(False)
         return Result(place.step, adam_steps, *_state(masters, optimizer), losses, norms, rates, skipped)
+
+
+def _freeze(model: Any, recipe: Recipe, unreached: tuple[str, ...]) -> None:
+    """A shared parameter goes by any of its names. What is frozen has the value that streams."""
+    aliases: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(parameter, []).append(name)
+    for parameter, names in aliases.items():
+        out = recipe.trainable and not _matches(recipe.trainable, names)
+        if out or _matches(recipe.freeze, names) or names[0].startswith(unreached):
+            parameter.requires_grad_(False)
+
+
+def _matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for name in names for pattern in patterns)
 
 
 def reference_learning_rate(
@@ -218,16 +245,18 @@ def _backward_in_chunks(
     losses, of_hidden, chunk = [], [], recipe.loss_chunk_tokens
     of_head: Any = None
     for h, t in zip(hidden.detach().flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True):
-        h.requires_grad_()
+        h.requires_grad_(hidden.requires_grad)
         part = _objective(head(h).float(), t, recipe) / num_supervised
         part.backward()
         losses.append(part.item())
         of_hidden.append(h.grad)
-        gradient = head.weight.grad.float()
-        of_head = gradient if of_head is None else of_head + gradient
-        head.weight.grad = None
-    head.weight.grad = of_head.to(head.weight.dtype)
-    hidden.backward(torch.cat(of_hidden).view_as(hidden))
+        if head.weight.requires_grad:
+            gradient = head.weight.grad.float()
+            of_head = gradient if of_head is None else of_head + gradient
+            head.weight.grad = None
+    head.weight.grad = None if of_head is None else of_head.to(head.weight.dtype)
+    if hidden.requires_grad:
+        hidden.backward(torch.cat(of_hidden).view_as(hidden))
     return losses
 
 
@@ -245,11 +274,11 @@ class _Place:
     layer: int = 0  # before the decoder layers, N + 1 after them
 
 
-def _seed_dropout(model: Any, place: _Place) -> None:
+def _seed_dropout(model: Any, place: _Place, unreached: tuple[str, ...]) -> None:
     """Seeds before (call 0) and after (call 1) each decoder layer, and whatever else has parameters."""
-    trained = {id(p) for _, p in _trained(model)}
+    reached = {id(p) for name, p in model.named_parameters() if not name.startswith(unreached)}
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters() if id(p) in trained))
+    layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters() if id(p) in reached))
     inside = {id(m) for layer in layers for m in layer.modules()}
 
     def seed(call: int) -> None:
@@ -275,15 +304,21 @@ def _seed_dropout(model: Any, place: _Place) -> None:
 def _beginning(folder: Path, recipe: Recipe, model: Any) -> Result:
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(recipe.device)
     masters = {name: whole.get_parameter(name).detach() for name, _ in _trained(model)}
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    _set_weights(frozen, dict(whole.named_parameters()))
     zeros = {name: torch.zeros_like(master) for name, master in masters.items()}
     return Result(0, 0, masters, zeros, zeros)
 
 
 def _optimizer(masters: Mapping[str, nn.Parameter], recipe: Recipe, start: Result) -> torch.optim.AdamW:
-    """AdamW with no decay on norms and biases, in the state of `start`."""
-    decayed = [p for p in masters.values() if p.dim() > 1]
-    plain = [p for p in masters.values() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    """AdamW with no decay on norms and biases but for groups that say so, in the state of `start`."""
+    groups = []
+    for name, p in masters.items():
+        own = next((own for own in recipe.groups if _matches([own.match], [name])), Own(""))
+        decay = recipe.weight_decay if p.dim() > 1 else 0.0
+        decay = decay if own.weight_decay is None else own.weight_decay
+        lr_scale = 1.0 if own.lr is None else own.lr / recipe.lr
+        groups.append({"params": [p], "weight_decay": decay, "lr_scale": lr_scale})
     optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
     for name, p in masters.items():
         step = torch.tensor(float(start.adam_steps), device=p.device)

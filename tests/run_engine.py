@@ -25,6 +25,8 @@ from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
+from megatrain_ray.engine.parameter_group import ParameterGroup
+from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.planner import build_plan
@@ -62,6 +64,7 @@ class EngineResult:
     plan: Plan
     reports: list[StepReport] = field(default_factory=list)
     masters: dict[str, Tensor] = field(default_factory=dict)
+    frozen: dict[str, Tensor] = field(default_factory=dict)
     exp_avg: dict[str, Tensor] = field(default_factory=dict)
     exp_avg_sq: dict[str, Tensor] = field(default_factory=dict)
     records: list[tuple[Record, ...]] = field(default_factory=list)
@@ -87,7 +90,9 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     """The plan of one mode: a candidate chosen by the test, everything else as the product does it."""
     precision = Precision(recipe.precision)
     num_sequences, seq_len = batch
-    structure, activations = discover(factory, precision.working_dtype, recipe.micro_batch_size, seq_len)
+    structure, activations = discover(
+        factory, precision.working_dtype, recipe.micro_batch_size, seq_len, rules_of(recipe)
+    )
     request = Request(
         precision=precision,
         round_gradients=recipe.grad_dtype == "bf16",
@@ -104,6 +109,14 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     if recipe.loss_chunk_tokens:
         changes["loss_chunk_tokens"] = recipe.loss_chunk_tokens
     return structure, dataclasses.replace(plan, **changes)
+
+
+def rules_of(recipe: Recipe) -> ParameterRules:
+    groups = (
+        GroupRule((g.match,), ParameterGroup(True, (g.lr or recipe.lr) / recipe.lr, g.weight_decay))
+        for g in recipe.groups
+    )
+    return ParameterRules(recipe.trainable, recipe.freeze, tuple(groups))
 
 
 def train_engine(
@@ -163,6 +176,7 @@ def train_engine(
 
     asyncio.run(main())
     result.masters = state.named(state.masters())
+    result.frozen = state.frozen()
     result.exp_avg = state.named(state.whole("m"))
     result.exp_avg_sq = state.named(state.whole("v"))
     return result
@@ -233,7 +247,15 @@ class HostState:
         return {
             s.name: layer.view(flat[start : start + layer.size], s.name)
             for layer, start in zip(self.layout.layers, self.layout.starts, strict=True)
+            for s in layer.trained_segments
+        }
+
+    def frozen(self) -> dict[str, Tensor]:
+        return {
+            s.name: layer.view(self.working[start : start + layer.size], s.name)
+            for layer, start in zip(self.layout.layers, self.layout.starts, strict=True)
             for s in layer.owned
+            if not s.group.trained
         }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.weights import WeightFolder
-from tests.reference import Recipe, Result, train_reference
+from tests.reference import Own, Recipe, Result, train_reference
 from tests.tiny import TEXT, text_batches
 
 ROOT = Path(__file__).parent.parent
@@ -86,6 +86,10 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch
     recipe = Recipe(
         steps=train["steps"],
         lr=train["lr"],
+        schedule=train.get("schedule", "cosine"),
+        trainable=tuple(train.get("trainable", ())),
+        freeze=tuple(train.get("freeze", ())),
+        groups=tuple(Own(**group) for group in train.get("groups", ())),
         clip=train.get("clip", 1.0),
         seed=train.get("seed", 0),
         precision=train["precision"],

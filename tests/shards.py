@@ -14,6 +14,7 @@ from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.kernel_choice import NATIVE
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
 from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.parameter_group import FROZEN, ParameterGroup
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.update_kernel import Build
@@ -24,15 +25,17 @@ NAN_BYTES = 0xFF  # of bf16 and fp32 alike; as int16 it is -1
 
 
 def model_layout() -> ModelLayout:
-    """Odd sizes, a tied parameter, a layer smaller than one cut and one with a parameter over several shards."""
+    """Odd sizes, a tied parameter, a layer smaller than one cut and one with a parameter over several shards; groups,
+    and a frozen parameter among others."""
     layers = (
         FlatLayout.build("embedding", [ParameterSpec("embed", "weight", (301, 33))]),
         FlatLayout.build(
             "layers.0",
             [
                 ParameterSpec("norm", "norm", (77,), decay=False),
-                ParameterSpec("up", "up", (129, 67)),
-                ParameterSpec("bias", "bias", (1,), decay=False),
+                ParameterSpec("up", "up", (129, 67), group=ParameterGroup(lr_scale=0.3)),
+                ParameterSpec("gate", "gate", (67, 131), group=FROZEN),
+                ParameterSpec("bias", "bias", (1,), decay=False, group=ParameterGroup(weight_decay=0.7)),
                 ParameterSpec("down", "down", (67, 129)),
             ],
         ),
@@ -56,7 +59,9 @@ class Dictionary:
 
 def random_masters(layout: ModelLayout) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {s.name: torch.randn(s.shape, generator=generator) for layer in layout.layers for s in layer.owned}
+    masters = {s.name: torch.randn(s.shape, generator=generator) for layer in layout.layers for s in layer.owned}
+    frozen = [s.name for layer in layout.layers for s in layer.owned if not s.group.trained]
+    return masters | {name: masters[name].bfloat16().float() for name in frozen}
 
 
 def poisoned(size: int, dtype: torch.dtype) -> Tensor:
@@ -83,14 +88,20 @@ class ShardedState:
         return torch.cat([own[kind][part.slice(layer)] for part, own in zip(self.parts, self.own, strict=True)])
 
     def values(self, kind: str) -> dict[str, Tensor]:
-        """Every parameter's master, m or v."""
+        """Every parameter's master, or the m or v of every one that is trained."""
         found = {}
         for index, layer in enumerate(self.layout.layers):
-            flat = self.flat("working" if kind == "master" else kind, index)
-            if kind == "master" and "residual" in self.own[0]:
-                flat = join(flat, self.flat("residual", index))
-            found |= {s.name: layer.view(flat, s.name) for s in layer.owned}
+            segments = layer.owned if kind == "master" else layer.trained_segments
+            flat = self.masters(index) if kind == "master" else self.flat(kind, index)
+            found |= {s.name: layer.view(flat, s.name) for s in segments}
         return found
+
+    def masters(self, layer: int) -> Tensor:
+        working = self.flat("working", layer)
+        if "residual" not in self.own[0]:
+            return working
+        residual = self.flat("residual", layer)
+        return torch.cat([join(working[: residual.numel()], residual), working[residual.numel() :].float()])
 
     def all_bytes(self) -> list[Tensor]:
         tensors = [self.working, *(t for own in self.own for t in own.values())]
@@ -167,9 +178,9 @@ def headers(num: int) -> list[UpdateHeader]:
 def flat_gradients(layout: ModelLayout, update: int, dtype: torch.dtype) -> list[Tensor]:
     """NaN in the padding."""
     generator = torch.Generator().manual_seed(update)
-    flats = [poisoned(layer.size, dtype) for layer in layout.layers]
+    flats = [poisoned(layer.trained.size, dtype) for layer in layout.layers]
     for layer, flat in zip(layout.layers, flats, strict=True):
-        for segment in layer.owned:
+        for segment in layer.trained_segments:
             layer.view(flat, segment.name).copy_(torch.randn(segment.shape, generator=generator))
     return flats
 
@@ -177,10 +188,9 @@ def flat_gradients(layout: ModelLayout, update: int, dtype: torch.dtype) -> list
 def reference(layout: ModelLayout, num_updates: int, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     """master, m and v by parameter from torch's own optimizer on whole tensors."""
     parameters = {name: torch.nn.Parameter(t) for name, t in random_masters(layout).items()}
-    segments = [(layer, s) for layer in layout.layers for s in layer.owned]
-    decaying = [parameters[s.name] for _, s in segments if s.decay]
-    others = [parameters[s.name] for _, s in segments if not s.decay]
-    groups = [{"params": decaying, "weight_decay": HYPER.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    segments = [(layer, s) for layer in layout.layers for s in layer.trained_segments]
+    decays = {s.name: HYPER.weight_decay if s.decay else 0.0 for _, s in segments} | {"bias": 0.7}
+    groups = [{"params": [parameters[s.name]], "weight_decay": decays[s.name]} for _, s in segments]
     optimizer = torch.optim.AdamW(groups, betas=(HYPER.beta1, HYPER.beta2), eps=HYPER.eps, fused=True)
     for header in headers(num_updates):
         flats = dict(
@@ -188,11 +198,11 @@ def reference(layout: ModelLayout, num_updates: int, dtype: torch.dtype) -> dict
         )
         for layer, s in segments:
             parameters[s.name].grad = layer.view(flats[layer.name], s.name).float() * torch.tensor(header.scale)
-        for group in optimizer.param_groups:
-            group["lr"] = header.lr
+        for (_, s), group in zip(segments, optimizer.param_groups, strict=True):
+            group["lr"] = header.lr * (0.3 if s.name == "up" else 1.0)
         if not header.skip:
             optimizer.step()
-    states = {name: optimizer.state[p] for name, p in parameters.items()}
+    states = {s.name: optimizer.state[parameters[s.name]] for _, s in segments}
     return {
         "master": {name: p.detach() for name, p in parameters.items()},
         "m": {name: state["exp_avg"] for name, state in states.items()},

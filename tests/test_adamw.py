@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Scratch, adamw_block
+from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Scratch, Weighting, adamw_block
 from megatrain_ray.engine.block_pool import BlockPool
 from megatrain_ray.engine.layout import Span
 from megatrain_ray.engine.working_copy import join, split
@@ -77,11 +77,11 @@ def new_state(master: Tensor, case: Case) -> AdamState:
 
 def in_blocks(master: Tensor, case: Case, feed: Iterable[Tensor], spans: Iterable[Span]) -> AdamState:
     state = new_state(master, case)
-    spans = list(spans)
+    spans, weighting = list(spans), Weighting(1.0, HYPER.weight_decay if case.decay else 0.0)
     for step, gradient in enumerate(feed, 1):
         rates = Rates(torch.tensor(float(step)), case.lr(step), case.scale)
         for span in spans:
-            adamw_block(state.cut(span), gradient[slice(*span)], HYPER, rates, SCRATCH, decay=case.decay)
+            adamw_block(state.cut(span), gradient[slice(*span)], HYPER, rates, weighting, SCRATCH)
     return state
 
 
@@ -150,7 +150,8 @@ def test_any_number_of_threads(num_threads: int) -> None:
             rates = Rates(torch.tensor(float(step)), case.lr(step), case.scale)
 
             def job(span: Span, scratch: Scratch, gradient: Tensor = gradient, rates: Rates = rates) -> None:
-                adamw_block(state.cut(span), gradient[slice(*span)], HYPER, rates, scratch, decay=True)
+                weighting = Weighting(1.0, HYPER.weight_decay)
+                adamw_block(state.cut(span), gradient[slice(*span)], HYPER, rates, weighting, scratch)
 
             pool.run(partial(job, span) for span in blocks(size))
     assert_bit_equal(state, whole(master, case, gradients(size, case)))

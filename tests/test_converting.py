@@ -229,6 +229,11 @@ def test_texts_of_both(folder: Path) -> None:
         (LLAMA_FACTORY, {"gradient_accumulation_steps": None, "learning_rate": None}, {"accumulate": 1, "lr": 5e-5}),
         (AXOLOTL, {"warmup_ratio": 0.05}, {"warmup_steps": 5}),
         (AXOLOTL, {"batch_size": 32, "gradient_accumulation_steps": None}, {"micro_batch_size": 2, "accumulate": 16}),
+        (
+            AXOLOTL,
+            {"unfrozen_parameters": ["^lm_head.weight$", "model.layers.2[0-9]+.mlp"]},
+            {"trainable": [r"^(?:^lm_head\.weight$)", r"^(?:model\.layers\.2[0-9]+\.mlp)"]},
+        ),
         (AXOLOTL, {"seed": 7, "adam_epsilon": "1e-6"}, {"seed": 7, "eps": 1e-6}),
     ],
 )
@@ -307,6 +312,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         AXOLOTL,
         {"datasets": [{"path": "chats", "type": "alpaca"}, {"path": "chats", "type": "completion"}]},
         "datasets: are of several types",
+    ),
+    "rows": (
+        AXOLOTL,
+        {"unfrozen_parameters": ["^lm_head.weight$[:32000]"]},
+        "unfrozen_parameters: ['^lm_head.weight$[:32000]']: parameters are trained or frozen as a whole",
     ),
     "doubles": (AXOLOTL, {"dataset_exact_deduplication": True}, "dataset_exact_deduplication: all records are read"),
     "unknown": (AXOLOTL, {"brand_new": 1}, "brand_new: is no key of Axolotl that is known here"),

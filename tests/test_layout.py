@@ -70,7 +70,7 @@ def test_fragments_cover_the_layer_and_cut_no_parameter(parameter_shapes: list[t
 @given(shapes, st.integers(1, 7))
 def test_cuts_cover_the_layer_on_safe_boundaries(parameter_shapes: list[tuple[int, ...]], num_shards: int) -> None:
     layout = build(parameter_shapes)
-    cuts = layout.cuts(num_shards)
+    cuts = layout.cuts(layout.trained, num_shards)
     assert len(cuts) == num_shards
     assert (cuts[0].start, cuts[-1].stop) == (0, layout.size)
     assert all(a.stop == b.start for a, b in pairwise(cuts))
@@ -83,7 +83,7 @@ def test_runs_of_all_shards_are_every_element_once(parameter_shapes: list[tuple[
     layout = build(parameter_shapes)
     seen = torch.zeros(layout.size, dtype=torch.int32)
     logical = 0
-    for cut in layout.cuts(num_shards):
+    for cut in layout.cuts(layout.trained, num_shards):
         assert layout.logical(cut).start == logical
         for run in layout.runs(cut):
             assert run.logical == logical
@@ -131,7 +131,7 @@ def test_shards_store_their_parts_one_after_the_other() -> None:
 def test_cuts_lie_on_vector_boundaries_of_every_parameter(
     layout: FlatLayout, num_shards: int, granularity: int
 ) -> None:
-    cuts = layout.cuts(num_shards, granularity)
+    cuts = layout.cuts(layout.trained, num_shards, granularity)
     assert [cut.start for cut in cuts[1:]] == [cut.stop for cut in cuts[:-1]]
     assert (cuts[0].start, cuts[-1].stop) == (0, layout.size)
     for cut in cuts:
@@ -194,5 +194,5 @@ def test_shards_own_every_element_of_a_model_once(flats: list[FlatLayout], num_s
 def test_a_layer_of_tied_parameters_alone_is_empty() -> None:
     layout = FlatLayout.build("head", [ParameterSpec("head", "weight", (9, 8), tied_to="e")], num_fragments=3)
     assert (layout.size, layout.logical_size, layout.fragments) == (0, 0, (Span(0, 0),))
-    assert layout.cuts(3) == 3 * (Span(0, 0),)
+    assert layout.cuts(layout.trained, 3) == 3 * (Span(0, 0),)
     assert list(layout.runs(Span(0, 0))) == []

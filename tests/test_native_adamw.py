@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain_ray.engine import kernel_choice, native_adamw
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates
+from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.journal import Part, Transaction, num_units
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
 from megatrain_ray.engine.layout import Span
@@ -39,10 +39,11 @@ def state_of(size: int, *, is_split: bool) -> AdamState:
 
 
 def parts_of(state: AdamState, sizes: Sequence[int]) -> list[Part]:
-    """Parameters one after the other; every second one decays."""
+    """Parameters one after the other; every second one decays, every third one has another learning rate."""
     parts, start, unit = [], 0, 0
     for index, size in enumerate(sizes):
-        parts.append(Part(state.cut(Span(start, start + size)), start, bool(index % 2), unit))
+        weighting = Weighting(1.0 if index % 3 else 0.7, HYPER.weight_decay * (index % 2))
+        parts.append(Part(state.cut(Span(start, start + size)), start, weighting, unit))
         start, unit = start + size, unit + num_units(size)
     return parts
 

@@ -198,3 +198,12 @@ def test_what_json_cannot_hold_is_named(tmp_path: Path, spoil: Callable[[dict[st
     with pytest.raises(ConfigError, match="record 2 cannot be written as JSON: it holds a "), written:
         pass
     assert not list((tmp_path / "run").iterdir())
+
+
+def test_what_a_model_object_has_frozen_is_frozen(tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(build_tiny(tmp_path / "model"))
+    model.model.layers[1].mlp.requires_grad_(False)
+    tree = settings(tmp_path / "run", train__freeze="embed_tokens")
+    names = [rf"^model\.layers\.1\.mlp\.{name}_proj\.weight$" for name in ("gate", "up", "down")]
+    assert Objects(model, RECORDS).fill(tree)["train"]["freeze"] == ["embed_tokens", *names]
+    assert tree["train"]["freeze"] == "embed_tokens", "the settings stay as they are"

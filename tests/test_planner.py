@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.engine.model import ModelStructure
+from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.plan_rows import PROCESS_BYTES
@@ -24,12 +25,16 @@ MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=64 << 30, h
 REQUEST = Request(Precision.BF16, False, True, BATCH, 1, SEQ)
 
 
-def model(*, tied: bool = False) -> tuple[ModelStructure, ActivationBytes]:
+def model(*, tied: bool = False, rules: ParameterRules = ALL_ALIKE) -> tuple[ModelStructure, ActivationBytes]:
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, vocab_size=VOCAB, tie_word_embeddings=tied,
     )  # fmt: skip
-    return discover(lambda dtype: AutoModelForCausalLM.from_config(config, dtype=dtype), torch.bfloat16, BATCH, SEQ)
+
+    def factory(dtype: torch.dtype) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+    return discover(factory, torch.bfloat16, BATCH, SEQ, rules)
 
 
 def rows(plan: Plan, tier: Tier) -> dict[str, int]:
@@ -58,6 +63,41 @@ def test_twelve_bytes_a_parameter() -> None:
     assert "copies for saves" not in rows(without, Tier.HOST)
     assert without.save_copy_bytes == 0
     assert padded - parameters < (LAYERS + 2) * 2048
+
+
+def test_two_bytes_a_frozen_parameter() -> None:
+    """The lower half of the blocks and the embedding: no state, no gradient, no activation that waits, no upload in
+    backward."""
+    rules = ParameterRules(freeze=("embed", rf"layers\.[0-{LAYERS // 2 - 1}]\."))
+    everything, structure = model(), model(rules=rules)[0]
+    activations = model(rules=rules)[1]
+    plan = make_plan(structure, activations, MACHINE, REQUEST)
+    padded, whole = structure.layout().size, make_plan(*everything, MACHINE, REQUEST)
+    assert padded == everything[0].layout().size
+    trained = LAYERS // 2 * BLOCK + VOCAB * HIDDEN + HIDDEN
+    assert (plan.num_trained, plan.num_parameters) == (trained, whole.num_parameters)
+    assert plan.save_bytes == 12 * trained + 2 * (plan.num_parameters - trained)
+    host, trained_size = rows(plan, Tier.HOST), structure.layout().trained_size
+    assert 0 <= trained_size - trained < (LAYERS // 2 + 1) * 2048
+    assert host["working copy"] == 2 * padded
+    assert host["optimizer state"] == 10 * trained_size
+    assert host["gradients in waiting"] == plan.slab_bytes == 2 * trained_size
+    assert host["copies for saves"] == 12 * trained
+    assert plan.layer_order == (3, 4, 5)
+    hbm = rows(plan, Tier.HBM)
+    assert hbm["boundary activations"] == (LAYERS // 2 + 1) * BATCH * SEQ * HIDDEN * 2
+    assert activations.kept[:3] == (0, 0, 0)
+    assert activations.kept[3] < everything[1].kept[3], "its first norm hands nothing on"
+    assert activations.kept[4:] == everything[1].kept[4:]
+    assert plan.uploads_per_step == LAYERS + 2
+    assert whole.uploads_per_step > LAYERS + 2
+
+
+def test_frozen_matrices_keep_fewer_activations() -> None:
+    """Products with a frozen matrix need no inputs in backward."""
+    all_of_it, norms_alone = model()[1], model(rules=ParameterRules(trainable=("norm",)))[1]
+    assert norms_alone.kept[1] < 0.8 * all_of_it.kept[1]
+    assert norms_alone.largest == all_of_it.largest
 
 
 def test_device_bytes_by_hand() -> None:

@@ -41,7 +41,7 @@ def test_flops_by_hand(tmp_path: Path, tied: bool, head_dim: int) -> None:
     d_attn, d_kv = HEADS * head_dim, KV_HEADS * head_dim
     block = 2 * HIDDEN * d_attn + 2 * HIDDEN * d_kv + 3 * HIDDEN * INNER  # q and o, k and v, MLP
     num_matmul = LAYERS * block + VOCAB * HIDDEN
-    assert flops == FlopCount(num_matmul, LAYERS, d_attn)
+    assert flops == FlopCount(6 * num_matmul, 6 * LAYERS * d_attn)
     lengths = (32, 32, 20)
     tokens, squares = sum(lengths), sum(n * n for n in lengths)
     assert flops.per_step(tokens, squares) == 6 * num_matmul * tokens + 6 * LAYERS * d_attn * squares
@@ -49,7 +49,15 @@ def test_flops_by_hand(tmp_path: Path, tied: bool, head_dim: int) -> None:
 
 def test_a_head_dim_that_is_not_given_is_hidden_over_heads(tmp_path: Path) -> None:
     ready = prepared(tmp_path, {})
-    assert FlopCount.of(ready.structure, ready.source).d_attn == HIDDEN
+    assert FlopCount.of(ready.structure, ready.source).of_pair == 6 * LAYERS * HIDDEN
+
+
+def test_flops_of_what_is_frozen_are_not_counted(tmp_path: Path) -> None:
+    """A forward of everything, what goes on to the inputs down to the lowest trained layer, gradients of the rest."""
+    ready = prepared(tmp_path, {}, train__freeze=["embed", r"layers\.0\.", "mlp"])
+    attention, mlp = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2, 3 * HIDDEN * INNER
+    of_token = 2 * (attention + mlp) + 2 * (6 * attention + 4 * mlp) + 6 * VOCAB * HIDDEN
+    assert FlopCount.of(ready.structure, ready.source) == FlopCount(of_token, (2 + 2 * 6) * HIDDEN)
 
 
 def test_no_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.parameter_group import COMMON, FROZEN
 from megatrain_ray.engine.save_gate import GatedSave, LayerState, SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.spare_memory import PAGE_BYTES, SpareMemory
@@ -30,9 +31,10 @@ def attempt(step: int, number: int | None = None) -> SaveAttempt:
     return SaveAttempt(step, step if number is None else number)
 
 
-def layout() -> ShardLayout:
-    layers = tuple(FlatLayout.build(f"layers.{i}", [ParameterSpec(f"w{i}", "w", (2,))]) for i in range(NUM_LAYERS))
-    return ShardLayout(ModelLayout(layers, ()), 0, 1)
+def layout(fixed: Collection[int] = ()) -> ShardLayout:
+    groups = [FROZEN if i in fixed else COMMON for i in range(NUM_LAYERS)]
+    layers = [FlatLayout.build(f"layers.{i}", [ParameterSpec("w", "w", (2,), group=g)]) for i, g in enumerate(groups)]
+    return ShardLayout(ModelLayout(tuple(layers), ()), 0, 1)
 
 
 @dataclass
@@ -51,7 +53,7 @@ class FakeShard:
             yield Piece(f"layers.{layer}", kind, 0, 2, [memoryview(self.state[layer, kind])])
 
     def copy_bytes(self, layer: int) -> int:
-        return 0 if layer in self.absent else LAYER_BYTES
+        return 0 if layer in self.absent or layer in self.layout.model.fixed else LAYER_BYTES
 
     def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
         self.copied.append(layer)
@@ -96,12 +98,13 @@ class Run:
 
 
 @contextmanager
-def running(num_copies: int = 0, timeout_s: float = WAIT_S) -> Iterator[Run]:
+def running(num_copies: int = 0, timeout_s: float = WAIT_S, fixed: Collection[int] = ()) -> Iterator[Run]:
     words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(NUM_LAYERS, 1))), NUM_LAYERS, 1)
-    words.reset(0)
-    shard = FakeShard()
+    words.reset(0, fixed)
+    shard = FakeShard(layout(fixed))
     spare = SpareMemory([LAYER_BYTES] * NUM_LAYERS, num_copies * PAGE_BYTES)
-    gate = SaveGate(shard, words, range(NUM_LAYERS), spare, timeout_s)  # type: ignore[arg-type]
+    order = [i for i in range(NUM_LAYERS) if i not in fixed]
+    gate = SaveGate(shard, words, order, spare, timeout_s)  # type: ignore[arg-type]
     with ThreadPoolExecutor(4) as pool:
         try:
             yield Run(gate, shard, words, pool)
@@ -271,6 +274,20 @@ def test_the_writer_waits_for_updates_that_have_not_been_made() -> None:
         assert first.result(WAIT_S) == [1, 1]
 
 
+def test_layers_that_no_update_changes_are_written_while_others_are_not_there() -> None:
+    with running(fixed=(0, 2)) as run:
+        save = run.gate.begin(attempt(1))
+        pieces = run.gate.pieces(save)
+        assert [next(pieces).layer for _ in KINDS] == ["layers.0"] * 2, "before the update that the save wants"
+        run.words.commit(UpdateHeader(1, 1, 0.1, 1.0, skip=False, save=True))
+        run.words.land(1, 1, 0)
+        run.update(1, 1)
+        assert [next(pieces).layer for _ in KINDS] == ["layers.1"] * 2, "what updates may wait for goes first"
+        assert [piece.layer for piece in pieces] == ["layers.2"] * 2
+        assert run.words.generation(0) > 1
+        assert run.words.torn(0) is None
+
+
 def test_the_update_waits_for_a_save_that_has_not_begun() -> None:
     with running(num_copies=NUM_LAYERS) as run:
         run.update_all(1, save=True)
@@ -379,3 +396,9 @@ def test_a_save_that_was_abandoned_before_it_began_stays_so() -> None:
         with pytest.raises(MegatrainError, match="the save of step 1 was abandoned"):
             run.gate.begin(attempt(1))
         run.update_all(2, save=False)
+
+
+def test_a_shard_that_owns_nothing_of_any_layer_needs_no_memory_for_copies() -> None:
+    spare = SpareMemory([0, 0], 1 << 20)
+    assert spare.take(0) is None
+    spare.close()
