@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.working_copy import to_working
@@ -86,7 +87,7 @@ def train_reference(
     """
     with _threads(recipe.num_threads):
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(recipe.device).train()
+        model = load_model(folder, dtype).to(recipe.device).train()
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # a view of the file, at any address: matrix products round by it
         for name, parameter in model.named_parameters():
@@ -222,6 +223,12 @@ def _backward_in_chunks(
     return losses
 
 
+def load_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The model by the class that its configuration names: a causal language model, or one that has one inside."""
+    model_class = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
+    return model_class.from_pretrained(folder, dtype=dtype)
+
+
 def _trained(model: Any) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
@@ -264,7 +271,7 @@ def _seed_dropout(model: Any, place: _Place) -> None:
 
 
 def _beginning(folder: Path, recipe: Recipe, model: Any) -> Result:
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(recipe.device)
+    whole = load_model(folder, torch.float32).to(recipe.device)
     masters = {name: whole.get_parameter(name).detach() for name, _ in _trained(model)}
     zeros = {name: torch.zeros_like(master) for name, master in masters.items()}
     return Result(0, 0, masters, zeros, zeros)
