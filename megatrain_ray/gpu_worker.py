@@ -27,7 +27,8 @@ from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.planning import FlopCount, Prepared
+from megatrain_ray.flop_count import FlopCount
+from megatrain_ray.planning import Prepared
 
 # With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
 M_MMAP_THRESHOLD = -3  # of malloc.h
