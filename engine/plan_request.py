@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.plan import ActivationPolicy, Precision, Tier
 from megatrain_ray.engine.visits import LoopOrder
 
@@ -32,6 +33,8 @@ class Request:
     num_shards: int | None = None
     num_fragments: int = 1
     saves: bool = True  # while training goes on
+    attention: Attention = Attention.SDPA
+    packed_attention: Attention = Attention.SDPA
 
 
 @dataclass(frozen=True)

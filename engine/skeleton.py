@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatrain_ray.engine.attention import AttentionSwitch, packed_arguments
 from megatrain_ray.engine.forward_pass import LayerProxy
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.recorder import Recorder
@@ -18,7 +19,8 @@ from megatrain_ray.errors import ConfigError
 
 
 class Skeleton:
-    """Takes over a model on the meta device: `modules` are its layers' modules by path, to be called as templates."""
+    """Takes over a model on the meta device: `modules` are its layers' modules by path, to be called as templates.
+    `attention`: of all of them."""
 
     def __init__(self, model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
         self.modules = {p: model.get_submodule(p) for layer in structure.layers for p in layer.modules}
@@ -34,6 +36,7 @@ class Skeleton:
         self._stand_in = _StandIn(self._base)
         _replace(model, structure.base, self._stand_in)
         self._model = model
+        self.attention = AttentionSwitch(model)
         anchor = torch.empty(0, dtype=next(dtypes), device=device)
         for module in {model, *self._base.modules()}:
             if hasattr(module, "base_model_prefix"):
@@ -42,8 +45,7 @@ class Skeleton:
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
         """The base model's output for [B, T] ids; to be run by a ForwardPass. `positions`: [B, T], of several documents
         in a row, by which the model keeps them apart (packing.py)."""
-        packed = {} if positions is None else {"position_ids": positions}
-        output = self._base(input_ids=input_ids, use_cache=False, **packed)
+        output = self._base(input_ids=input_ids, use_cache=False, **packed_arguments(self._model, positions))
         self._stand_in.kind = type(output)
         return output
 

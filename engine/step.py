@@ -97,6 +97,8 @@ class StepRunner:
     def run(self, step: StepInput, visits: tuple[Visit, ...]) -> StepOutput:
         """All visits; returns when the loss and the norm are known on the host."""
         self._store.begin()
+        packed = any(micro_batch.positions is not None for micro_batch in step.micro_batches)
+        self._skeleton.attention.set(self._plan.packed_attention if packed else self._plan.attention)
         state = _StepState(step, [self._forward_pass(mb) for mb in step.micro_batches], self._targets(step))
         for visit in visits:
             if self._store.waits_on_host:

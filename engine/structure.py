@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain_ray.engine.attention import Attention, imagined_masks, mask_bytes
 from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
 from megatrain_ray.engine.trial import Answers, Call, Trial, run_trial
@@ -18,16 +19,23 @@ from megatrain_ray.errors import ConfigError
 @dataclass(frozen=True)
 class ActivationBytes:
     """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
-    beyond them and the weights."""
+    beyond them and the weights. `masks`: the attention masks that all layers share."""
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
+    masks: int = 0
 
 
 def discover(
-    factory: ModelFactory, dtype: torch.dtype, micro_batch_size: int, seq_len: int
+    factory: ModelFactory,
+    dtype: torch.dtype,
+    micro_batch_size: int,
+    seq_len: int,
+    attention: Attention = Attention.SDPA,
+    *,
+    packed: bool = False,
 ) -> tuple[ModelStructure, ActivationBytes]:
-    """Runs one forward of [micro_batch_size, seq_len] ids on fake tensors.
+    """Runs one forward of [micro_batch_size, seq_len] ids on fake tensors. `packed`: of several documents in a row.
 
     Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run.
     """
@@ -35,21 +43,25 @@ def discover(
         model = factory(dtype)
         model.train()
         try:
-            trial = run_trial(model, torch.zeros(micro_batch_size, seq_len, dtype=torch.int64))
+            with imagined_masks(model, attention, packed=packed):
+                zeros = torch.zeros(micro_batch_size, seq_len, dtype=torch.int64)
+                trial = run_trial(model, zeros, torch.zeros_like(zeros) if packed else None)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ConfigError(
                 f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}"
             ) from error
-        return _Found(model, trial).result()
+        return _Found(model, trial, (micro_batch_size, seq_len), attention).result()
 
 
 class _Found:
     """A model and its trial; the parts of its structure one after the other."""
 
-    def __init__(self, model: nn.Module, trial: Trial) -> None:
+    def __init__(self, model: nn.Module, trial: Trial, batch: tuple[int, int], attention: Attention) -> None:
         self._model = model
         self._trial = trial
+        self._batch = batch
+        self._attention = attention
         self._name = type(model).__name__
 
     def result(self) -> tuple[ModelStructure, ActivationBytes]:
@@ -72,8 +84,10 @@ class _Found:
             loss_modules=frozenset(in_loss),
             unused=tuple(name for name, p in self._model.named_parameters() if id(p) not in owners),
             vocab_size=self._vocab_size(),
+            attention_widths=tuple(block.attention / self._batch[0] for block in blocks),
+            looked_up=frozenset(self._trial.looked_up),
         )
-        return structure, self._activations(structure)
+        return structure, self._activations(structure, blocks)
 
     def _find_list(self) -> str:
         """Path of the layer list: of the module lists whose members run, the one with most parameters."""
@@ -186,7 +200,7 @@ class _Found:
                     f"{self._name} keeps {name} in FP32 whatever the rest is: set train.precision: fp32 or tf32"
                 )
 
-    def _activations(self, structure: ModelStructure) -> ActivationBytes:
+    def _activations(self, structure: ModelStructure, blocks: Sequence[Call]) -> ActivationBytes:
         weights = {p.untyped_storage()._cdata for p in self._model.parameters()}
         boundary, kept = [], []
         for layer in structure.layers:
@@ -194,7 +208,8 @@ class _Found:
             boundary.append(_unique_bytes([t for t in calls[0].inputs if t.requires_grad], set()))
             own = [call for call in calls if call.path not in structure.loss_modules]
             kept.append(sum(self._kept(call, weights) for call in own))
-        return ActivationBytes(tuple(boundary), tuple(kept))
+        masks = mask_bytes(self._attention, [t for block in blocks for t in block.inputs], *self._batch)
+        return ActivationBytes(tuple(boundary), tuple(kept), masks)
 
     def _kept(self, call: Call, weights: set[int]) -> int:
         inputs = {t.untyped_storage()._cdata for t in call.inputs}
