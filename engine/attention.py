@@ -1,8 +1,8 @@
 """How layers attend, and what that costs in masks.
 
 A Transformers model builds its masks before the first layer, for the attention implementation that its configuration
-names. SDPA gets whole masks, [B, 1, T, T], unless plain causal attention over whole rows is all there is; flex attention
-gets block masks, which hold two numbers for 128 × 128 positions.
+names. SDPA gets whole masks, [B, 1, T, T], unless plain causal attention over whole rows is all there is; flex
+attention gets block masks, which hold four numbers for 128 × 128 positions.
 """
 
 from __future__ import annotations
@@ -74,23 +74,26 @@ def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> I
     For flex attention there are none, and what it keeps for backward is what SDPA keeps without a mask.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    masks, functions = ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
     built = masks["sdpa"]
 
     def whole_rows(*args: Any, **kwargs: Any) -> Any:
         """No mask where a plain causal one would do; a pattern of the model's own (use_vmap) stays."""
         return built(*args, **kwargs | {"allow_is_causal_skip": not kwargs.get("use_vmap")})
 
+    switch = AttentionSwitch(model)
     if attention is Attention.FLEX:
-        AttentionSwitch(model).set(attention)
+        switch.set(attention)
         masks[FLEX], functions[FLEX] = (lambda *args, **kwargs: None), sdpa_attention_forward
     elif not packed:
         masks["sdpa"] = whole_rows
     try:
         yield
     finally:
+        switch.set(Attention.SDPA)
         for interface, name in ((masks, FLEX), (functions, FLEX), (masks, "sdpa")):
             interface._local_mapping.pop(name, None)
 
@@ -106,7 +109,7 @@ def mask_bytes(attention: Attention, inputs: list[torch.Tensor], batch_size: int
 
 def attention_width(func: Any, args: tuple[Any, ...], seq_len: int) -> float:
     """Of an operation on [.., T, ..]: the numbers that are multiplied for each pair of tokens, in both of attention's
-    products together, halved: B × heads × head_dim where keys and values are equally wide. 0: it is none of attention's."""
+    products together, halved: B × heads × head_dim where keys and values are equally wide. 0: it is neither product."""
     if func._opname.startswith("_scaled_dot_product"):
         query, _, value = args[:3]
         return float(query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3]) / 2)

@@ -23,6 +23,7 @@ from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.offload import Departure, Fetch, GradientOffloader
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import step_residency
+from megatrain_ray.engine.rehearsal import rehearse
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.seams import GradSink, ParamSource
 from megatrain_ray.engine.shard import UpdateHeader
@@ -87,20 +88,28 @@ class Engine:
         self._offloader = GradientOffloader(device, host)
         self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order)
         model = build_empty(factory, plan.precision.working_dtype)
+        self._skeleton = Skeleton(model, structure, device.torch_device)
+        self._residents = Residents(self._layout, plan.precision.working_dtype, memory)
         self.runner = StepRunner(
             plan=plan,
             structure=structure,
             layout=self._layout,
             device=device,
-            skeleton=Skeleton(model, structure, device.torch_device),
+            skeleton=self._skeleton,
             streamer=self.streamer,
-            residents=Residents(self._layout, plan.precision.working_dtype, memory),
+            residents=self._residents,
             store=GradientStore(plan, self._layout, device, poison=poison),
             transfer=self._transfer,
         )
 
     def _transfer(self, transfer: Departure | Fetch) -> None:
         self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
+
+    async def rehearse(self) -> None:
+        """Compiles what the plan's layers need compiled; before the first step."""
+        await self.on_compute_thread(
+            lambda: rehearse(self._skeleton, self._plan, self.device.torch_device, self._residents.saving())
+        )
 
     async def step(self, step: StepInput, settings: UpdateSettings) -> StepReport:
         """One step: update `step.step` is committed when it returns, not yet done.

@@ -48,8 +48,9 @@ def discover(
                 trial = run_trial(model, zeros, torch.zeros_like(zeros) if packed else None)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            hint = "; with data.packing: false it is given no positions" if packed else ""
             raise ConfigError(
-                f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}"
+                f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}{hint}"
             ) from error
         return _Found(model, trial, (micro_batch_size, seq_len), attention).result()
 

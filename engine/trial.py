@@ -68,13 +68,19 @@ class Trial:
 
 
 def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Trial:
-    """Runs `model` in training mode on [B, T] ids, at `positions` of that shape where given. Build the model and call this under a FakeTensorMode and Answers."""
+    """Runs `model` in training mode on [B, T] ids, at `positions` of that shape where given.
+
+    Build the model and call this under a FakeTensorMode and Answers.
+    """
     trial = Trial()
     for path, module in model.named_modules():
         module.register_forward_pre_hook(_entering(trial, path), with_kwargs=True)
         module.register_forward_hook(lambda module, inputs, output: trial.leave(output))
     names = {id(p): name for name, p in model.named_parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(trial.save, lambda tensor: tensor), _Watched(trial, names, input_ids.shape[1]):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(trial.save, lambda tensor: tensor),
+        _Watched(trial, names, input_ids.shape[1]),
+    ):
         model(input_ids=input_ids, use_cache=False, **packed_arguments(model, positions))
     return trial
 

@@ -18,7 +18,6 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine import probe_machine
 from megatrain_ray.model_source import ModelSource, open_model
 
-
 log = logging.getLogger(__name__)
 
 
@@ -99,4 +98,3 @@ def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool
     if problem is not None:
         log.info("no flex attention: %s; rows of several documents get whole masks", problem)
     return problem is None
-

@@ -52,7 +52,9 @@ def attention_matrices(hidden: int, heads: int, kv_heads: int, head_dim: int) ->
 
 def test_mixtral_8x7b() -> None:
     flops = counted({"model_type": "mixtral", "num_hidden_layers": 2})
-    block = attention_matrices(4096, 32, 8, 128) + 4096 * 8 + 2 * (3 * 4096 * 14336)  # attention, router, 2 of 8 experts
+    block = (
+        attention_matrices(4096, 32, 8, 128) + 4096 * 8 + 2 * (3 * 4096 * 14336)
+    )  # attention, router, 2 of 8 experts
     assert flops == FlopCount(2 * block + 32000 * 4096, (BlockAttention(4096, None),) * 2)
 
 
@@ -88,7 +90,9 @@ def test_gpt_oss_20b() -> None:
 
 def test_experts_with_parameters_of_their_own() -> None:
     names = [f"b.mlp.experts.{i}.{part}.weight" for i in range(4) for part in ("up", "down")]
-    parameters = [ParameterSpec(name, name, (6, 5)) for name in (*names, "b.mlp.shared_expert.up.weight", "b.gate.weight")]
+    parameters = [
+        ParameterSpec(name, name, (6, 5)) for name in (*names, "b.mlp.shared_expert.up.weight", "b.gate.weight")
+    ]
     convolution = ParameterSpec("b.conv.weight", "conv.weight", (7, 1, 4))
     block = LayerSpec("layers.0", LayerKind.BLOCK, ("b",), (*parameters, convolution))
     structure = ModelStructure((block,), (), "", frozenset(), (), 9, (8.0,), frozenset())
