@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain_ray.engine.model import kept_in_fp32
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.weights import WeightFolder
 
 
@@ -97,11 +98,13 @@ def _keep_in_fp32(model: nn.Module) -> None:
 
 
 def _load_buffers(model: nn.Module, folder: WeightFolder) -> None:
-    """Integers are left as the model made them: they are indices, never learned."""
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             full = f"{path}.{name}" if path else name
             if buffer is None or name in module._non_persistent_buffers_set or full not in folder.names:
                 continue
-            if buffer.is_floating_point() and not buffer.is_meta and not isinstance(buffer, FakeTensor):
-                buffer.copy_(folder.read(full, 0, buffer.numel()).view(buffer.shape))
+            if buffer.is_meta or isinstance(buffer, FakeTensor):
+                continue
+            if folder.shape(full) != buffer.shape:
+                raise ConfigError(f"{folder.path}: {full} has shape {folder.shape(full)}, not {tuple(buffer.shape)}")
+            buffer.copy_(folder.whole(full))

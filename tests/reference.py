@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.working_copy import to_working
@@ -224,9 +224,11 @@ def _backward_in_chunks(
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> Any:
-    """The model by the class that its configuration names: a causal language model, or one that has one inside."""
-    model_class = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
-    return model_class.from_pretrained(folder, dtype=dtype)
+    """The model by the class that its configuration names: a causal language model, or one that has one inside; by the
+    folder's own code where there is some."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model_class = getattr(transformers, config.architectures[0], AutoModelForCausalLM)
+    return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=True)
 
 
 def _trained(model: Any) -> list[tuple[str, nn.Parameter]]:

@@ -40,11 +40,11 @@ def test_the_same_bytes_come_out(tmp_path: Path, name: str) -> None:
     state.load(source.weights())
     manifest = save(state, tmp_path, Precision.FP32)  # type: ignore[arg-type]  # layout and shards are all it looks at
     manifest = dataclasses.replace(manifest, model=json.loads((folder / "config.json").read_text()))
-    names, rest = beside_the_save(ModelConfig(path=str(folder)), manifest)
-    export_save(save_folder(tmp_path, 0), manifest, tmp_path / "out", names=names, rest=rest)
+    beside = beside_the_save(ModelConfig(path=str(folder)), manifest)
+    export_save(save_folder(tmp_path, 0), manifest, tmp_path / "out", names=beside.names, rest=beside.rest)
     assert_same_bytes(exported(tmp_path / "out"), exported(folder))
-    assert (names != {}) == (name not in ("GPT-2", "GPT-OSS", "Zamba2", "Qwen3-VL"))
-    assert bool(rest) == bool(FAMILIES[name].frozen or name == "DeepSeek-V3")
+    assert (beside.names != {}) == (name not in ("GPT-2", "GPT-OSS", "Zamba2", "Qwen3-VL"))
+    assert bool(beside.rest) == bool(FAMILIES[name].frozen or name == "DeepSeek-V3")
 
 
 def test_a_transposed_piece_is_read_in_any_range(tmp_path: Path) -> None:
