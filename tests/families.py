@@ -34,7 +34,7 @@ QWEN_VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32, "num_heads": 2, "patch_size": 14,
 }  # fmt: skip
 QWEN_IMAGE = {"vision_start_token_id": 120, "vision_end_token_id": 121, "image_token_id": 122, "video_token_id": 123}
-THREE_AXES: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+THREE_AXES: dict[str, Any] = {"type": "default", "rope_type": "default", "mrope_section": [2, 1, 1]}
 
 
 @dataclass(frozen=True)
@@ -145,19 +145,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2-VL": Family(
         {"model_type": "qwen2_vl",
-         "text_config": {"model_type": "qwen2_vl_text", **SIZES, "rope_parameters": THREE_AXES}, **QWEN_IMAGE,
+         "text_config": {"model_type": "qwen2_vl_text", **SIZES, "rope_scaling": THREE_AXES}, **QWEN_IMAGE,
          "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 14}},
         "positions along three axes", ("model.visual.",),
     ),
     "Qwen2.5-VL": Family(
         {"model_type": "qwen2_5_vl",
-         "text_config": {"model_type": "qwen2_5_vl_text", **SIZES, "rope_parameters": THREE_AXES}, **QWEN_IMAGE,
+         "text_config": {"model_type": "qwen2_5_vl_text", **SIZES, "rope_scaling": THREE_AXES}, **QWEN_IMAGE,
          "vision_config": {**QWEN_VISION, "depth": 2, "fullatt_block_indexes": [1]}},
         "positions along three axes", ("model.visual.",),
     ),
     "Qwen3-VL": Family(
         {"model_type": "qwen3_vl",
-         "text_config": {"model_type": "qwen3_vl_text", **SIZES, "head_dim": 8, "rope_parameters": THREE_AXES},
+         "text_config": {"model_type": "qwen3_vl_text", **SIZES, "head_dim": 8, "rope_scaling": THREE_AXES},
          "vision_config": {**QWEN_VISION, "depth": 3, "deepstack_visual_indexes": [0, 1]}, **QWEN_IMAGE},
         "positions along three axes, images that enter at several layers", ("model.visual.",),
     ),
