@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatrain_ray.engine.attention import attention_width, packed_arguments
 
@@ -117,18 +118,23 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
-    Whether all of something holds: yes; any other question about values: zero; which elements: all of them. So checks
-    pass, and the trial takes every expert for busy, which makes its bytes an upper bound.
+    Whether all of something holds: yes; what was computed from positions alone: that; any other question about values:
+    zero; which elements: all of them. So checks pass, and the trial takes every expert for busy, which makes its bytes
+    an upper bound.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alls: dict[int, torch.Tensor] = {}
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: the fake one and its values
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default and id(args[0]) in self._known:
+            with unset_fake_temporarily():
+                return self._known[id(args[0])][1].item()
         if func is aten._local_scalar_dense.default:
             return _zero(args[0].dtype) if id(args[0]) not in self._alls else True
         if func is aten.nonzero.default:
@@ -140,7 +146,19 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs or {})
         if func in (aten.all.default, aten._is_all_true.default):
             self._alls[id(result)] = result
+        self._follow(func, args, kwargs or {}, result)
         return result
+
+    def _follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Notes the values of integers that come from a range."""
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        begins = func._opname == "arange" or any(id(value) in self._known for value in given)
+        follows = all(id(value) in self._known for value in given) and not func._schema.is_mutable
+        if begins and follows and isinstance(result, torch.Tensor) and not result.is_floating_point():
+            known = {key: values for key, (_, values) in self._known.items()}
+            real_args, real_kwargs = tree_map(lambda value: known.get(id(value), value), (tuple(args), dict(kwargs)))
+            with unset_fake_temporarily():
+                self._known[id(result)] = (result, func(*real_args, **real_kwargs))
 
 
 def _zero(dtype: torch.dtype) -> float | int | bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ class Architecture:
     weights: Path | None = None
 
     def __call__(self, dtype: torch.dtype) -> Any:
-        model = self._auto_class.from_config(self.config, dtype=dtype, trust_remote_code=self.code is not None)
+        model = _without_values(
+            partial(self._auto_class.from_config, self.config, dtype=dtype, trust_remote_code=self.code is not None)
+        )
         _keep_in_fp32(model)
         if self.weights is not None:
             _load_buffers(model, WeightFolder.open(self.weights))
@@ -71,6 +74,20 @@ class Architecture:
         if type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             return "causal"
         return "image and text" if type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+
+
+def _without_values(build: Callable[[], Any]) -> Any:
+    """The model that `build` makes. Transformers 4 draws random weights also where there is no memory for them, which
+    some of its models cannot; nobody reads them there."""
+    from transformers import modeling_utils
+
+    skipping = getattr(modeling_utils, "no_init_weights", None)
+    if skipping is None:
+        return build()
+    with skipping():
+        model = build()
+    model.tie_weights()  # otherwise a part of drawing them
+    return model
 
 
 def is_known(model_type: object) -> bool:
