@@ -47,6 +47,17 @@ def train_and_stop() -> None:
         sys.exit(f"expected exit code 130 after an interrupt, got {code}")
 
 
+def run(*arguments: str) -> None:
+    """One command to its end. It hears a Ctrl-C as well, and has something to save."""
+    process = subprocess.Popen(megatrain(*arguments))
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        code = process.wait()
+    if code:
+        sys.exit(code)
+
+
 def generate() -> str:
     """Bytes after a prompt, from the exported folder, in plain Transformers."""
     import torch
@@ -71,13 +82,13 @@ def main() -> None:
     for folder in (RUN, EXPORT):
         shutil.rmtree(folder, ignore_errors=True)
     say(f"1. What will happen: megatrain plan {CONFIG}")
-    subprocess.run(megatrain("plan", CONFIG), check=True)
+    run("plan", CONFIG)
     say(f"2. Train: megatrain train {CONFIG} (stopped by Ctrl-C after {STOP_AFTER} steps, on purpose)")
     train_and_stop()
     say(f"3. Resume: the same command, megatrain train {CONFIG}")
-    subprocess.run(megatrain("train", CONFIG), check=True)
+    run("train", CONFIG)
     say(f"4. Export: megatrain export {RUN} {EXPORT}")
-    subprocess.run(megatrain("export", str(RUN), str(EXPORT)), check=True)
+    run("export", str(RUN), str(EXPORT))
     say("5. Generate with transformers.AutoModelForCausalLM.from_pretrained:")
     print(generate())
     losses = [row["loss"] for row in rows()]

@@ -7,8 +7,8 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -96,15 +96,29 @@ class _MemoryBlob:
 class FileStore:
     """Blobs as files of one folder, past the page cache (O_DIRECT) where the file system can."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` exists."""
+    def __init__(self, folder: Path, folder_fd: int | None = None) -> None:
+        """`folder` exists. `folder_fd`: open on it as long as blobs are created; they are in this very folder then, not
+        in another one that took its name."""
         self._folder = folder
+        self._folder_fd = folder_fd
+
+    @staticmethod
+    @contextmanager
+    def to_write(folder: Path) -> Iterator[FileStore]:
+        """Raises MegatrainError where there is no such folder."""
+        with explained("write", folder):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield FileStore(folder, fd)
+        finally:
+            os.close(fd)
 
     @asynccontextmanager
     async def create(self, name: str) -> AsyncIterator[BlobWriter]:
         path = self._folder / name
+        opener = partial(_open_direct, folder_fd=self._folder_fd)
         with explained("write", path):
-            file = await aiofiles.open(path, "wb", buffering=0, opener=_open_direct)
+            file = await aiofiles.open(path if self._folder_fd is None else name, "wb", buffering=0, opener=opener)
         try:
             yield _FileBlob(path, file.fileno())
             with explained("write", path):
@@ -176,13 +190,13 @@ def _transfer(fd: int, call: Callable[[], int]) -> int:
         return call()
 
 
-def _open_direct(path: str, flags: int) -> int:
+def _open_direct(path: str, flags: int, folder_fd: int | None = None) -> int:
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o666)
+        return os.open(path, flags | os.O_DIRECT, 0o666, dir_fd=folder_fd)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags, 0o666)
+        return os.open(path, flags, 0o666, dir_fd=folder_fd)
 
 
 def _too_short(where: str, expected: int, got: int) -> UnreadableError:

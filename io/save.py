@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ def save_folder(saves_dir: Path, step: int) -> Path:
 
 def list_saves(saves_dir: Path) -> list[int]:
     """Steps of the committed saves, ascending."""
-    return sorted(step for step, folder in _folders(saves_dir).items() if (folder / MANIFEST_NAME).is_file())
+    return sorted(step for step, folder in _folders(saves_dir).items() if _is_committed(folder))
 
 
 def list_set_aside(saves_dir: Path) -> list[Path]:
@@ -64,7 +65,7 @@ def prepare_save(saves_dir: Path, step: int) -> Path:
     cannot be made.
     """
     folder = save_folder(saves_dir, step)
-    if (folder / MANIFEST_NAME).exists():
+    if _is_committed(folder):
         raise MegatrainError(f"{folder} is a finished save already; delete it to save step {step} once more")
     with explained("make", folder):
         if folder.exists():
@@ -85,8 +86,9 @@ async def write_part(
     `pieces` may block until there is a next one; it is iterated in worker threads, one call at a time and, after an
     error, no more. A piece's bytes must not change from when it is yielded until `done(piece)` is called.
     """
-    with _abandoned_when_full(folder):
-        return await write_blobs(FileStore(folder), part, pieces, done, compression)
+    # A writer that was given up may still be at work when its save is made again, in a new folder of the same name.
+    with _abandoned_when_full(folder), FileStore.to_write(folder) as store:
+        return await write_blobs(store, part, pieces, done, compression)
 
 
 def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:
@@ -111,7 +113,7 @@ def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:
 def abandon_save(saves_dir: Path, step: int) -> None:
     """Deletes what was written of a save that will not be finished; nobody writes to it any more."""
     folder = save_folder(saves_dir, step)
-    if not (folder / MANIFEST_NAME).exists():
+    if not _is_committed(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -142,7 +144,7 @@ def clean_unfinished(saves_dir: Path) -> list[Path]:
 
     Raises MegatrainError when that cannot be deleted.
     """
-    left = [folder for folder in _folders(saves_dir).values() if not (folder / MANIFEST_NAME).exists()]
+    left = [folder for folder in _folders(saves_dir).values() if not _is_committed(folder)]
     for folder in left:
         with explained("delete", folder):
             shutil.rmtree(folder)
@@ -196,6 +198,15 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
     sync(folder)  # the names of the blobs, before the one name that vouches for them
     partial.rename(folder / MANIFEST_NAME)
     sync(folder, folder.parent, folder.parent.parent)
+
+
+def _is_committed(folder: Path) -> bool:
+    """Raises MegatrainError where that cannot be told just now: a save must not be deleted for it."""
+    with explained("read", folder / MANIFEST_NAME):
+        try:
+            return stat.S_ISREG((folder / MANIFEST_NAME).stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def _folders(saves_dir: Path) -> dict[int, Path]:

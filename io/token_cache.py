@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatrain_ray.io.token_writer import (
     LENGTH_TYPE,
     LENGTHS_NAME,
     MASK_NAME,
+    READ_BYTES,
     TOKENS_NAME,
     TokenWriter,
     id_bytes,
@@ -37,6 +39,9 @@ class Watcher(Protocol):
 
     def wait(self, folder: Path) -> None:
         """Another process makes this folder."""
+
+    def replace(self, folder: Path) -> None:
+        """The folder is damaged and will be made again."""
 
     def advance(self, read_bytes: int, total_bytes: int) -> None:
         """This much of the files has been read, and what came of it written."""
@@ -129,14 +134,27 @@ def read_meta(folder: Path) -> TokenMeta | None:
     return meta if whole and meta.itemsize in ID_TYPES else None
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether the folder holds what was written, byte for byte: reads all of it."""
+    meta = read_meta(folder)
+    if meta is None:
+        return False
+    crc = 0
+    for name in (TOKENS_NAME, LENGTHS_NAME, *(() if meta.num_supervised is None else (MASK_NAME,))):
+        with explained("read", folder / name), (folder / name).open("rb") as file:
+            while data := file.read(READ_BYTES):
+                crc = zlib.crc32(data, crc)
+    return crc == meta.crc32[meta.itemsize]
+
+
 def find_tokens(recipe: Recipe, root: Path) -> Path | None:
-    """The complete folder of a recipe in `root`, if there is one. Raises ConfigError as make_tokens."""
+    """The undamaged folder of a recipe in `root`, if there is one. Raises as make_tokens."""
     folder = root / key_of(recipe.provenance())
-    return folder if read_meta(folder) else None
+    return folder if is_whole(folder) else None
 
 
 def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -> Path:
-    """The complete folder of a recipe in `root`, made where it is missing; by one process, for which others wait.
+    """The folder of a recipe in `root`, made where it is missing or damaged; by one process, for which others wait.
 
     Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError where the disk fails.
     """
@@ -144,8 +162,10 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
     folder = root / key_of(provenance)
     lock = root / f"{folder.name}.lock"
     with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder)):
-        if read_meta(folder) is None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if not is_whole(folder):
+            if folder.exists():
+                watcher.replace(folder)
+                shutil.rmtree(folder)
             remove_abandoned(root)
             with complete_or_absent(folder) as partial:
                 start = time.monotonic()

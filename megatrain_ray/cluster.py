@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -52,7 +53,10 @@ class Daemons:
 
     @property
     def alive(self) -> bool:
-        return all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in self.processes)
+        try:
+            return all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in self.processes)
+        except psutil.NoSuchProcess:  # between the two questions
+            return False
 
     def check(self) -> None:
         """Raises MegatrainError when one died. Ray itself notices late and then ends this process."""
@@ -154,22 +158,21 @@ def _remove_stale_folders() -> None:
 
 
 def _init(problem: str, advice: str, **options: Any) -> None:
-    """ray.init; a SIGTERM meanwhile, for which Ray raises SystemExit, counts as an interrupt. Raises MegatrainError.
+    """ray.init; a SIGTERM meanwhile is heard by its handler afterwards. Raises MegatrainError.
 
     What Ray starts inherits a blocked SIGTERM (Ray blocks SIGINT itself): where the signal goes to the whole process
     group, as schedulers send it, the run needs its processes for its last save.
     """
+    handler, before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        try:
-            ray.init(**options)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    except SystemExit as error:
-        raise KeyboardInterrupt from error
+        ray.init(**options)
     except Exception as error:  # Ray has many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MegatrainError(f"{problem}: {reason}; {advice}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)  # Ray's own prints a stack and aborts
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_daemon(process: psutil.Process) -> bool:

@@ -22,8 +22,11 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import list_saves, load_manifest, save_folder
 from megatrain_ray.io.weight_map import CheckpointTensor, WeightMap
 from megatrain_ray.io.weights import BUFFER_DTYPES, WeightFolder
+from megatrain_ray.logs import say
 from megatrain_ray.model_source import open_model
 from megatrain_ray.run_dir import RunFiles
+
+MAX_TRIES = 5
 
 
 def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
@@ -35,18 +38,21 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
     files = RunFiles(run_dir.absolute())
     model = files.read_config().model
     chosen = ExportDtype(dtype) if dtype else None
-    while True:
+    for _ in range(MAX_TRIES):
         saves = list_saves(files.saves)
         if not saves:
             raise ConfigError(f"{run_dir} holds no save yet: train until one is made (save_every), then export")
         step = saves[-1]
         try:
-            _export(files, step, out_dir, chosen, model)
+            return _export(files, step, out_dir, chosen, model)
         except MegatrainError:
             if step in list_saves(files.saves):
-                raise  # else the training that goes on has deleted it, and has made another one
-        else:
-            return
+                raise
+            say(f"the save of step {step} was deleted by the run that goes on before it was read: taking the next one")
+    raise MegatrainError(
+        f"{MAX_TRIES} saves were deleted before they were read: set a larger save_keep or save_every, or export when "
+        "the run is over"
+    )
 
 
 def _export(files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, model: ModelConfig) -> None:

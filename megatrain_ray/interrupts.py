@@ -26,7 +26,8 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        self.listen()
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     @contextmanager
@@ -37,13 +38,6 @@ class Interrupts:
             yield
         finally:
             self._puts_off = False
-
-    def listen(self) -> None:
-        """Once more after something that takes the signals for itself, as Ray does with SIGTERM when it connects."""
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                before = signal.signal(number, self._handle)
-                self._before.setdefault(number, before)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+
+from megatrain_ray.errors import InterruptedRunError
 
 log = logging.getLogger(__name__)
 
@@ -31,22 +34,33 @@ class _FileLog(logging.FileHandler):
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Appends what this package logs, from INFO on, to a file for the time of the block, once its folder is there. What
-    ends the block is logged too."""
+    ends the block or a thread is logged too."""
     logger = logging.getLogger("megatrain_ray")
     before = logger.level
     handler = _FileLog(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    in_threads, threading.excepthook = threading.excepthook, _log_thread
     try:
         yield
+    except InterruptedRunError as end:
+        log.info("%s", end)
+        raise
     except BaseException as error:
         log.error("ended by %s", type(error).__name__, exc_info=error)
         raise
     finally:
+        threading.excepthook = in_threads
         logger.setLevel(before)
         logger.removeHandler(handler)
         handler.close()
+
+
+def _log_thread(ended: threading.ExceptHookArgs) -> None:
+    """For libraries' threads; ours hand their errors over."""
+    name = ended.thread.name if ended.thread else "a thread"
+    log.error("%s ended by %s", name, ended.exc_type.__name__, exc_info=ended.exc_value)
 
 
 def say(message: str) -> None:

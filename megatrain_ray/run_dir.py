@@ -27,10 +27,10 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import dump_config, load_config, resume_diff
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat_template import TEMPLATE_NAME, load_chat_template
-from megatrain_ray.io.disk_errors import explained
+from megatrain_ray.io.disk_errors import UnreadableError, explained
 from megatrain_ray.io.durable import sync
 from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
-from megatrain_ray.io.save import clean_unfinished
+from megatrain_ray.io.save import clean_unfinished, list_saves
 from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.run_lock import hold_lock
 from megatrain_ray.run_model import MODEL_NAME
@@ -75,6 +75,11 @@ class RunFiles:
     def holds_run(self) -> bool:
         return self.config_file.exists()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether something of the run would be lost with it. Raises MegatrainError."""
+        return bool(list_saves(self.saves)) or bool(self.rows())
+
     def read_config(self) -> TrainConfig:
         """Raises ConfigError where there is no run, and where its configuration is not one of this version."""
         if not self.holds_run:
@@ -82,10 +87,13 @@ class RunFiles:
         return load_config(self.config_file)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics, without a torn last line that a kill can leave."""
+        """The rows of metrics, without lines that are none: a kill can tear the last. Raises MegatrainError."""
         try:
-            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
+            with explained("read", self.metrics_file):
+                lines = self.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except UnreadableError:
+            if self.metrics_file.exists():
+                raise
             return []
         return [row for line in lines if (row := _parse_row(line))]
 
@@ -106,7 +114,7 @@ class RunDir(RunFiles):
         """
         files = RunFiles(Path(config.run_dir).absolute())
         with hold_lock(files.path):
-            earlier = files.read_config() if files.holds_run else None
+            earlier = files.read_config() if files.holds_run and files.has_begun else None
             if earlier is not None:
                 _check_resume(files.path, earlier, config)
             yield RunDir(files.path, config.resolve(earlier))
@@ -134,12 +142,12 @@ class RunDir(RunFiles):
         write_atomically(self.config_file, dump_config(self.config))
 
     def keep_tokenizer(self) -> None:
-        """Copies the tokenizer's files into the folder, once, with the chat template that the run uses.
-
-        Raises ConfigError, MegatrainError.
+        """Copies the tokenizer's files into the folder, with the chat template that is used; once the run has begun
+        they stay. Raises ConfigError, MegatrainError.
         """
-        if self.tokenizer.exists():
+        if self.has_begun and self.tokenizer.exists():
             return
+        shutil.rmtree(self.tokenizer, ignore_errors=True)  # of a start with other settings
         files, template = tokenizer_files(self.config.tokenizer), self._chat_template()
         if files or template is not None:
             with complete_or_absent(self.tokenizer) as folder:
@@ -187,7 +195,7 @@ def _parse_row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and "step" in row else None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _finite(value: Any) -> Any:

@@ -20,6 +20,7 @@ from megatrain_ray.engine.save_cost import predict_stall_s
 from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
+from megatrain_ray.io.disk_errors import DiskFullError
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import save_folder
 from megatrain_ray.logs import say
@@ -155,9 +156,11 @@ class Session:
         try:
             self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
         except CapacityError as error:  # while running: nothing of the configuration is wrong
-            last = f"the save of step {self._saved} is intact" if self._saved >= 0 else "there is no save yet"
-            raise MegatrainError(f"{error}; {last}, and the same command resumes") from None
+            raise MegatrainError(f"{error}; {self._safe()}, and the same command resumes") from None
         self._missed = False
+
+    def _safe(self) -> str:
+        return f"the save of step {self._saved} is intact" if self._saved >= 0 else "there is no save yet"
 
     def _wait(self, crew: Crew, view: ProgressView) -> None:
         """Until a step or a part of the save ends, or a moment has passed."""
@@ -178,7 +181,10 @@ class Session:
         self._completed = result.progress.step
         self._progress = result.progress
         self._last_row = result.row
-        self._run.append(result.row)
+        try:
+            self._run.append(result.row)
+        except DiskFullError as error:
+            raise MegatrainError(f"{error}; {self._safe()}: free some space, and the same command resumes") from None
         self._sinks.write(result.row)
         view.update(result.row)
 

@@ -88,6 +88,9 @@ class Reports:
     def wait(self, folder: Path) -> None:
         say(f"waiting for another process that makes the tokens of {self._name} in {folder}")
 
+    def replace(self, folder: Path) -> None:
+        say(f"the tokens of {self._name} in {folder} are damaged: they are made again")
+
     def advance(self, read_bytes: int, total_bytes: int) -> None:
         self._bar.start_task(self._task)
         self._bar.update(self._task, completed=read_bytes, total=total_bytes)

@@ -63,10 +63,21 @@ class Trainer:
             if manifest is not None and manifest.step >= run.config.train.steps:
                 return TrainSummary(manifest.step, None, run.path)
             prepared = prepare(run.config)
-            if run.holds_run:
+            if run.has_begun:
                 check_model(run.path, prepared.source.config, prepared.structure)
+            if manifest is not None:
+                _tell_of_resume(run, manifest.step)
             tokens = _check_inputs(prepared, run.path, manifest)
             return _run(prepared, tokens, run, manifest, interrupts)
+
+
+def _tell_of_resume(run: RunDir, step: int) -> None:
+    num_again = sum(row["step"] > step for row in run.rows())
+    again = f"; {num_again} steps that were not saved are made again" if num_again else ""
+    say(f"resuming from the save of step {step}{again}")
+    before, now = run.read_config().train, run.config.train
+    if before.steps != now.steps and now.schedule != "constant":
+        say(f"train.steps was {before.steps}: from here on the learning rate follows the schedule of {now.steps} steps")
 
 
 def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) -> tuple[Path, ...]:
@@ -91,7 +102,6 @@ def _run(
     prepared: Prepared, tokens: tuple[Path, ...], run: RunDir, manifest: Manifest | None, interrupts: Interrupts
 ) -> TrainSummary:
     left = run.clean()
-    first = manifest.step + 1 if manifest else 1
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
     run.begin(plan.to_json(), manifest.step if manifest else 0)
@@ -100,24 +110,24 @@ def _run(
         log.info("deleted what a dead run left: %s", path)
     try:
         with cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons:
-            interrupts.listen()
             job = Job(prepared, tokens, run, interrupts, daemons)
-            step, loss = _train(job, manifest)
+            first, step, loss = _train(job, manifest)
             return TrainSummary(step, loss, run.path, [row for row in run.rows() if row["step"] >= first])
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved
 
 
-def _train(job: Job, manifest: Manifest | None) -> tuple[int, float | None]:
-    """Steps completed and the last one's loss. Once more from an earlier save whenever one turns out to be damaged."""
+def _train(job: Job, manifest: Manifest | None) -> tuple[int, int, float | None]:
+    """The first step, steps completed and the last one's loss. Once more from an earlier save whenever one turns out to
+    be damaged."""
     run, plan = job.run, job.prepared.plan
     while True:
         step = manifest.step if manifest else 0
         log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
         try:
             with open_sinks(run.config, run.path, step + 1) as sinks:
-                return Session(job, manifest, sinks).train()
+                return (step + 1, *Session(job, manifest, sinks).train())
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
         await_end(run.path)  # the memory of two crews would not fit

@@ -27,10 +27,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "files, buffered":
         real_open = os.open
 
-        def refuse_direct(path: str, flags: int, mode: int) -> int:
+        def refuse_direct(path: str, flags: int, mode: int, dir_fd: int | None = None) -> int:
             if flags & os.O_DIRECT:
                 raise OSError(errno.EINVAL, "this file system knows no O_DIRECT")
-            return real_open(path, flags, mode)
+            return real_open(path, flags, mode, dir_fd=dir_fd)
 
         monkeypatch.setattr(os, "open", refuse_direct)
     return MemoryStore() if request.param == "memory" else FileStore(tmp_path)
@@ -172,7 +172,7 @@ async def test_what_lacks_in_this_process_says_nothing_about_the_file(
 ) -> None:
     await write(FileStore(tmp_path), "blob", b"good")
 
-    def fail(*_: object) -> int:
+    def fail(*_: object, **__: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "open", fail)

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from megatrain_ray.cluster import _init
 from megatrain_ray.interrupts import SIGNALS, Interrupts
 
 
@@ -74,16 +75,20 @@ def test_without_a_signal_nothing_changes() -> None:
     assert handlers() == before
 
 
-def test_listening_again_takes_signals_back_and_still_restores_the_first_handlers() -> None:
+def test_a_signal_while_ray_starts_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray takes SIGTERM for itself: its handler would print a stack and abort."""
+
+    def init(**options: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("Ray's handler"))
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        assert signal.SIGTERM in signal.sigpending()
+
+    monkeypatch.setattr("ray.init", init)
     before = handlers()
-    with Interrupts() as interrupts, interrupts.put_off():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        send(signal.SIGTERM)
-        assert not interrupts.requested
-        interrupts.listen()
-        send(signal.SIGTERM)
-        assert interrupts.requested
+    with Interrupts(), pytest.raises(KeyboardInterrupt):
+        _init("Ray did not start", "start it")
     assert handlers() == before
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_outside_the_main_thread_it_leaves_handlers_alone() -> None:

@@ -34,6 +34,12 @@ def begin(folder: Path, step: int = 0, **changes: Any) -> None:
         run.begin("{}\n", step)
 
 
+def train(folder: Path, **changes: Any) -> None:
+    """A run that has made a step."""
+    begin(folder, **changes)
+    (folder / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
+
+
 def row(step: int, **changes: Any) -> dict[str, Any]:
     return {"step": step, "loss": 2.5, "exposed_s": {"h2d": 0.1}} | changes
 
@@ -96,7 +102,7 @@ def test_the_tokenizer_is_kept_with_the_template_that_chats_were_written_with(tm
 
 
 def test_a_resume_has_the_runs_split_and_its_own_other_settings(tmp_path: Path) -> None:
-    begin(tmp_path, train__micro_batch_size=2, train__accumulate=3)
+    train(tmp_path, train__micro_batch_size=2, train__accumulate=3)
     with RunDir.open(in_folder(tmp_path, train__batch_size=6, train__steps=99)) as run:
         assert run.config.split() == (2, 3)
         run.begin("{}", 0)
@@ -118,10 +124,39 @@ def test_a_relative_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.
     ],
 )  # fmt: skip
 def test_a_refused_resume_changes_nothing(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    begin(tmp_path)
+    train(tmp_path)
     before = content(tmp_path)
     assert refusal(in_folder(tmp_path, **changes)) == message.format(tmp_path)
     assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("changes", [{"resume": False}, {"train__lr": 1.0}, {"data__tokenizer": "other"}])
+def test_a_start_that_made_no_step_may_be_made_again_with_other_settings(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(name)
+    for settings in ({"data__tokenizer": "model"}, changes):
+        names = {key: str(tmp_path / value) if key == "data__tokenizer" else value for key, value in settings.items()}
+        with RunDir.open(in_folder(tmp_path / "run", **names)) as run:
+            run.begin("{}", 0)
+            run.keep_tokenizer()
+    assert RunFiles(tmp_path / "run").read_config().train.lr == changes.get("train__lr", 1e-4)
+    if "data__tokenizer" in changes:
+        assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text() == "other"
+
+
+@pytest.mark.parametrize(
+    "damage", [b'{"step": 2, "lo\xf3s": 1.0}\n', b'{"step": "2"}\n', b'{"step": null}\n', b"[1]\n"]
+)
+def test_a_damaged_row_costs_no_more_than_itself(tmp_path: Path, damage: bytes) -> None:
+    train(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(damage + (json.dumps(row(3)) + "\n").encode())
+    assert [found["step"] for found in RunFiles(tmp_path).rows() if "loss" in found] == [1, 3]
+    begin(tmp_path, step=2)
+    assert [found["step"] for found in RunFiles(tmp_path).rows() if "loss" in found] == [1]
 
 
 def test_resume_false_is_fine_in_a_folder_without_a_run(tmp_path: Path) -> None:
@@ -204,7 +239,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_broken_configuration_in_the_folder_is_named(tmp_path: Path) -> None:
-    begin(tmp_path)
+    train(tmp_path)
     (tmp_path / "config.yaml").write_text("train: [")
     assert refusal(in_folder(tmp_path)).startswith(f"{tmp_path / 'config.yaml'}, line 1, column 9: broken YAML")
 

@@ -14,7 +14,7 @@ import pytest
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.errors import CapacityError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.free_space import check_room
-from megatrain_ray.io.save import list_saves, save_room, set_aside, verify
+from megatrain_ray.io.save import clean_unfinished, list_saves, save_room, set_aside, verify
 from tests.saves import flip, make_state, read_save, write_save
 
 ROOT = Path(__file__).parents[1]
@@ -29,13 +29,18 @@ def make_folder(path: Path) -> None:
     path.mkdir()
 
 
-def flip_middle(path: Path) -> None:
-    flip(path, min(2000, path.stat().st_size // 2))
+def flip_content(path: Path) -> None:
+    flip(path, 100)
+
+
+def flip_padding(path: Path) -> None:
+    """Of the first piece of a blob: 1952 bytes at most, to the next multiple of 4096. The manifest has none."""
+    flip(path, 4000 if path.suffix != ".json" else 100)
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("name", ["manifest.json", "part_1.working", "part_1.residual", "part_1.m", "part_1.v"])
-@pytest.mark.parametrize("harm", [Path.unlink, truncate, make_folder, flip_middle])
+@pytest.mark.parametrize("harm", [Path.unlink, truncate, make_folder, flip_content, flip_padding])
 def test_a_damaged_file_is_named_and_the_save_before_restores(
     tmp_path: Path, compression: SaveCompression, name: str, harm: Callable[[Path], None]
 ) -> None:
@@ -166,3 +171,22 @@ with pytest.raises(MegatrainError, match=r"cannot rename .*step_1: Read-only fil
     set_aside(saves, 1)
 """,
     )
+
+
+@pytest.mark.parametrize("act", [list_saves, clean_unfinished])
+def test_a_save_that_cannot_be_looked_at_just_now_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object]
+) -> None:
+    folder = write_save(tmp_path, 1, make_state("bf16"))
+    look = Path.stat
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        if self.name == "manifest.json":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return look(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stat)
+        with pytest.raises(MegatrainError, match=f"cannot read {folder}/manifest.json: Stale file handle"):
+            act(tmp_path)
+    assert read_save(tmp_path, 1) == make_state("bf16")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
-from megatrain_ray.engine.save_gate import GatedSave, SaveAttempt, SaveGate
+from megatrain_ray.engine.save_gate import GatedSave, LayerState, SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.spare_memory import PAGE_BYTES, SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -44,13 +44,14 @@ class FakeShard:
         default_factory=lambda: {(i, kind): bytearray(PIECE_BYTES) for i in range(NUM_LAYERS) for kind in KINDS}
     )
     copied: list[int] = field(default_factory=list)
+    absent: set[int] = field(default_factory=set)  # layers of which it owns nothing
 
     def pieces(self, layer: int) -> Iterator[Piece]:
-        for kind in KINDS:
+        for kind in () if layer in self.absent else KINDS:
             yield Piece(f"layers.{layer}", kind, 0, 2, [memoryview(self.state[layer, kind])])
 
     def copy_bytes(self, layer: int) -> int:
-        return LAYER_BYTES
+        return 0 if layer in self.absent else LAYER_BYTES
 
     def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
         self.copied.append(layer)
@@ -163,6 +164,60 @@ def test_copies_are_made_ahead_of_the_writer() -> None:
         last = run.in_thread(lambda: run.update(NUM_LAYERS - 1, 2))
         assert read(run, save, pieces, 5) == [1] * 5
         last.result(WAIT_S)
+
+
+def test_a_layer_is_copied_while_it_is_written() -> None:
+    """Its update waits for the part that is in hand, not for the disk; the writer goes on with the copy."""
+    last = NUM_LAYERS - 1
+    with running(num_copies=NUM_LAYERS) as run:
+        run.update_all(1, save=True)
+        save = run.gate.begin(attempt(1))
+        pieces = run.gate.pieces(save)
+        in_hand = next(pieces)
+        run.commit(2, save=False)
+        overwriting = run.in_thread(lambda: run.update(last, 2))
+        while save.states[last] is not LayerState.COPYING:
+            assert not overwriting.done()
+        reading = run.in_thread(lambda: next(pieces))
+        assert set(in_hand.buffers[0]) == {1}
+        run.gate.done(save, in_hand)
+        overwriting.result(WAIT_S)
+        assert run.shard.copied == [last]
+        of_copy = reading.result(WAIT_S)
+        assert isinstance(of_copy, Piece)
+        assert set(of_copy.buffers[0]) == {1}, "the writer waited for the copy"
+        run.gate.done(save, of_copy)
+        assert read(run, save, pieces, 4) == [1] * 4
+
+
+def test_a_layer_whose_last_part_was_in_hand_is_not_copied() -> None:
+    last = NUM_LAYERS - 1
+    with running(num_copies=1) as run:
+        run.update_all(1, save=True)
+        save = run.gate.begin(attempt(1))
+        pieces = run.gate.pieces(save)
+        assert read(run, save, pieces, 1) == [1]
+        in_hand = next(pieces)
+        run.commit(2, save=False)
+        overwriting = run.in_thread(lambda: run.update(last, 2))
+        while save.states[last] is not LayerState.COPYING:
+            assert not overwriting.done()
+        run.gate.done(save, in_hand)
+        overwriting.result(WAIT_S)
+        run.update(0, 2)
+        assert run.shard.copied == [0], "its memory is free again"
+        assert read(run, save, pieces, 4) == [1] * 4
+
+
+def test_a_shard_without_a_part_of_a_layer_keeps_no_memory_for_it() -> None:
+    with running(num_copies=2) as run:
+        run.shard.absent.add(1)
+        for update in (1, 3):
+            run.update_all(update, save=True)
+            save = run.gate.begin(attempt(update))
+            run.update_all(update + 1, save=False)
+            assert read(run, save, run.gate.pieces(save), 4) == [update] * 4
+        assert run.shard.copied == [0, 2, 0, 2]
 
 
 def test_what_an_update_waits_for_is_written_next() -> None:

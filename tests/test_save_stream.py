@@ -15,7 +15,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io import pieces as pieces_module
 from megatrain_ray.io.blob_store import MemoryStore
 from megatrain_ray.io.pieces import Piece, write_blobs
-from megatrain_ray.io.save import commit_save, prepare_save, write_part
+from megatrain_ray.io.save import abandon_save, commit_save, prepare_save, write_part
 from tests.saves import make_manifest, make_state, pieces_of, read_save
 
 WAIT_S = 20.0
@@ -99,3 +99,28 @@ async def test_what_the_pieces_raise_passes_through() -> None:
 
     with pytest.raises(LookupError, match="the shard was stopped"):
         await write_blobs(MemoryStore(), 0, pieces())
+
+
+async def test_a_writer_that_was_given_up_touches_no_save_made_after_it(tmp_path: Path) -> None:
+    """It hangs in the disk while its save is abandoned and made again for the same step; then it goes on."""
+    old, new = make_state("bf16", 1), make_state("bf16", 2)
+    first = prepare_save(tmp_path, 1)
+    hanging, made_again = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def pieces() -> Iterator[Piece]:
+        for index, piece in enumerate(pieces_of(old, "bf16", 0, 1)):
+            if index == 1:
+                loop.call_soon_threadsafe(hanging.set)
+                assert made_again.wait(WAIT_S)
+            yield piece
+
+    late = asyncio.create_task(write_part(first, 0, pieces()))
+    await hanging.wait()
+    abandon_save(tmp_path, 1)
+    part = await write_part(prepare_save(tmp_path, 1), 0, pieces_of(new, "bf16", 0, 1))
+    await asyncio.to_thread(commit_save, tmp_path, 1, make_manifest([part]))
+    made_again.set()
+    with pytest.raises(MegatrainError, match=r"cannot write .*step_1/part_0.*No such file"):
+        await late
+    assert await asyncio.to_thread(read_save, tmp_path, 1) == new

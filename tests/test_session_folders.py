@@ -10,9 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from megatrain_ray.cluster import LOCK_NAME, _remove_stale_folders
+from megatrain_ray.cluster import LOCK_NAME, Daemons, _remove_stale_folders
 from megatrain_ray.io.durable import take_lock
 
 HOLDER = """
@@ -57,3 +58,16 @@ def test_one_of_this_process_stays(folder: Path) -> None:
     _remove_stale_folders()
     assert folder.exists()
     os.close(lock)
+
+
+def test_a_daemon_that_goes_between_two_looks_is_dead() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+
+    class Watched(psutil.Process):
+        def is_running(self) -> bool:
+            running = super().is_running()
+            child.kill()
+            child.wait()
+            return running
+
+    assert not Daemons((Watched(child.pid),)).alive

@@ -6,7 +6,7 @@ import mmap
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.host_words import NUM_HEADERS, HostWords, TornLayer
-from megatrain_ray.engine.layout import ModelLayout, ShardLayout
+from megatrain_ray.engine.journal import Journal, serial_of
+from megatrain_ray.engine.layout import ModelLayout, ShardLayout, Span
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
@@ -31,6 +32,7 @@ from tests.shards import (
     headers,
     model_layout,
     open_shards,
+    poisoned,
     random_masters,
     reference,
     shard_over,
@@ -102,6 +104,46 @@ def serving(shards: Shards, words: HostWords, slab: Tensor, order: tuple[int, ..
         yield loops
     finally:
         words.stop()
+
+
+def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
+    """Layer 0 is done, layer 1 torn in its last unit, layer 2 untouched: the first stays, the second is rolled back and
+    made again, the third is made."""
+    layout, gradients, update_header = model_layout(), flat_gradients(model_layout(), 1, torch.bfloat16), headers(1)[0]
+    part = ShardLayout(layout, 0, 1)
+    working = poisoned(layout.size, PRECISION.working_dtype)
+    own = {kind: poisoned(part.size, dtype) for kind, dtype in PRECISION.state_kinds}
+    memory = memoryview(mmap.mmap(-1, Journal.num_bytes(part, PRECISION, 1)))
+    words, slab = new_words(), torch.zeros(2 * layout.size, dtype=torch.uint8)
+    with closing(shard_over(part, PRECISION, working, own, 1, memory)) as killed:
+        killed.load(Dictionary(random_masters(layout)))
+        words.commit(update_header)
+        for layer in FORWARD:
+            Worker(layout, words, slab).land(1, layer, gradients[layer])
+        words.begin(0, 0, 1)
+        killed.update(0, gradients[0], update_header, serial_of(1, 0, 3))
+        words.finish(0, 0, 1)
+        words.begin(0, 1, 1)
+        tear(killed, Journal(memory, part, PRECISION, 1), serial_of(1, 1, 3))
+    with closing(shard_over(part, PRECISION, working, own, 1, memory)) as shard:
+        loop = ShardLoop(shard, words, slab, torch.bfloat16, FORWARD, gate_of(shard, words, FORWARD))
+        loop.start()
+        for layer in FORWARD:
+            wait_generation(words, layer, 1, num_shards=1)
+        words.stop()
+        loop.join(WAIT_S)
+    assert_equal(ShardedState([part], working, [own]), reference(layout, 1, torch.bfloat16))
+
+
+def tear(shard: AdamShard, journal: Journal, serial: int) -> None:
+    """The last unit of layer 1 as a kill can leave it: saved, half overwritten."""
+    last = shard._parts(1)[-1]
+    unit = Span(last.units.stop - 1, last.units.stop)
+    elements = last.elements(unit)
+    state = last.state.cut(elements)
+    journal.save(0, unit, state, serial)
+    for tensor in (state.working, state.m):
+        tensor[: elements.size // 2].fill_(7.0)
 
 
 @pytest.mark.parametrize(("order", "commit_first"), [(FORWARD, False), (BACKWARD, True)])

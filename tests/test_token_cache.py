@@ -22,6 +22,7 @@ from megatrain_ray.io.corpus import open_corpus
 from megatrain_ray.io.token_cache import TokenMeta, TokenRecipe, find_tokens, make_tokens, read_meta
 from megatrain_ray.io.token_writer import LENGTH_TYPE, TokenWriter
 from megatrain_ray.io.tokens import TokenBlock
+from tests.saves import flip
 from tests.texts import write
 
 
@@ -30,6 +31,7 @@ class Watch:
     """Remembers what it is told."""
 
     waiting: list[Path] = field(default_factory=list)
+    replaced: list[Path] = field(default_factory=list)
     made: list[TokenMeta] = field(default_factory=list)
     on_advance: Callable[[], None] = lambda: None
     on_wait: Callable[[], None] = lambda: None
@@ -37,6 +39,9 @@ class Watch:
     def wait(self, folder: Path) -> None:
         self.waiting.append(folder)
         self.on_wait()
+
+    def replace(self, folder: Path) -> None:
+        self.replaced.append(folder)
 
     def advance(self, read_bytes: int, total_bytes: int) -> None:
         assert 0 < read_bytes <= total_bytes
@@ -161,6 +166,20 @@ def test_a_folder_that_is_not_what_was_written_is_made_again(recipe: TokenRecipe
     watch = Watch()
     assert make_tokens(recipe, root, 257, watch) == folder
     assert watch.made == [meta] == [read_meta(folder)]
+    assert watch.replaced == [folder]
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "lengths.bin"])
+def test_a_flipped_bit_is_noticed_at_the_next_start(recipe: TokenRecipe, root: Path, name: str) -> None:
+    folder = make_tokens(recipe, root, 257, Watch())
+    before = (folder / name).read_bytes()
+    flip(folder / name, len(before) // 2, 0x01)
+    assert find_tokens(recipe, root) is None
+    watch = Watch()
+    make_tokens(recipe, root, 257, watch)
+    assert watch.replaced == [folder]
+    assert (folder / name).read_bytes() == before
+    assert find_tokens(recipe, root) == folder
 
 
 def test_two_starts_do_the_work_once(recipe: TokenRecipe, root: Path) -> None:

@@ -1,0 +1,144 @@
+"""GSM8K on a 137M-parameter model with random weights, byte by byte, through the CLI, export and plain Transformers.
+
+    python -m benchmarks.gsm8k OUT_FOLDER COMMIT memorise [TRAIN.jsonl] [key=value …]
+    python -m benchmarks.gsm8k OUT_FOLDER COMMIT held_out TRAIN.jsonl HELD_OUT.jsonl [key=value …]
+
+memorise: trains on the first 100 problems (of examples/gsm8k unless told otherwise), exports, and lets Transformers
+answer the 100 questions greedily: how many answers are the same to the last character, and how many final numbers.
+held_out: trains on one file and evaluates on the other, from before the first step on.
+
+Writes OUT_FOLDER/gsm8k_PART.json.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.vertical_slice import ROOT, machine, train
+from tests.runs import cli
+
+CONFIG = ROOT / "examples" / "gsm8k" / "config.yaml"
+SHIPPED = ROOT / "examples" / "gsm8k" / "train_400.jsonl"
+RUNS = ROOT / "runs"
+NUM_PROBLEMS = 100
+SHAPE = {
+    "hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 14, "num_attention_heads": 14,
+    "num_key_value_heads": 14,
+}  # fmt: skip
+SETTINGS = ["train.micro_batch_size=16", "train.precision=bf16", "train.lr=5e-4", "save_every=0"]
+END = "<|im_end|>"
+PAD = 0
+PROMPTS_AT_ONCE = 50
+
+
+def settings(data: Path, *more: str) -> list[str]:
+    shape = [f"model.config.{key}={value}" for key, value in SHAPE.items()]
+    return [*shape, f"data.path={data}", *SETTINGS, *more]
+
+
+def chats(path: Path, data: Path, num: int | None = None) -> list[tuple[str, str]]:
+    """The first `num` problems of a file (question and answer as in the original, or messages), as pairs; `data` has
+    them as chats."""
+    pairs = []
+    with path.open(encoding="utf-8") as file:
+        for record in map(json.loads, islice(file, num)):
+            question, answer = (m["content"] for m in record["messages"]) if "messages" in record else record.values()
+            pairs.append((question, answer))
+    with data.open("w", encoding="utf-8") as file:
+        for question, answer in pairs:
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return pairs
+
+
+def memorise(overrides: Sequence[str]) -> dict[str, Any]:
+    files = [Path(text) for text in overrides if "=" not in text]
+    data, run_dir, exported = RUNS / "gsm8k_100.jsonl", RUNS / "gsm8k_memorise", RUNS / "gsm8k_memorise_hf"
+    chosen = chats(files[0] if files else SHIPPED, data, NUM_PROBLEMS)
+    rest = [text for text in overrides if "=" in text]
+    run = train(CONFIG, run_dir, *settings(data, "train.steps=500", "train.warmup_steps=50", *rest))
+    start_s = time.monotonic()
+    shutil.rmtree(exported, ignore_errors=True)
+    done = cli("export", str(run_dir), str(exported))
+    assert done.returncode == 0, done.stderr
+    answers = list(answers_of(exported, [question for question, _ in chosen]))
+    pairs = list(zip(answers, (answer for _, answer in chosen), strict=True))
+    return {
+        "same_text": sum(answer == expected for answer, expected in pairs),
+        "same_number": sum(number_of(answer) == number_of(expected) for answer, expected in pairs),
+        "of": len(pairs),
+        "train_wall_s": run["wall_s"],
+        "export_and_answer_wall_s": time.monotonic() - start_s,
+        "first_loss": run["rows"][0]["loss"],
+        "last_loss": run["rows"][-1]["loss"],
+        "wrong": [pair for pair in pairs if pair[0] != pair[1]][:5],
+        "raw": run,
+    }
+
+
+def answers_of(folder: Path, questions: Sequence[str]) -> Iterator[str]:
+    """What the exported model answers, greedily, to prompts made with the exported chat template."""
+    template = jinja2.Environment().from_string((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder).to(device)
+    prompts = [
+        template.render(messages=[{"role": "user", "content": question}], add_generation_prompt=True).encode()
+        for question in questions
+    ]
+    for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+        yield from _generate(model, prompts[start : start + PROMPTS_AT_ONCE])
+
+
+def _generate(model: PreTrainedModel, prompts: Sequence[bytes]) -> Iterator[str]:
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    room = model.config.max_position_embeddings - longest
+    made = model.generate(
+        ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=room, do_sample=False,
+        pad_token_id=PAD, eos_token_id=256,
+    )  # fmt: skip
+    for row in made[:, longest:].tolist():
+        yield bytes(i for i in row if i < 256).decode(errors="replace").split(END)[0]
+
+
+def number_of(answer: str) -> str:
+    return answer.rpartition("####")[2].strip()
+
+
+def held_out(overrides: Sequence[str]) -> dict[str, Any]:
+    data, other, run_dir = RUNS / "gsm8k_train.jsonl", RUNS / "gsm8k_other.jsonl", RUNS / "gsm8k_held_out"
+    chats(Path(overrides[0]), data)
+    chats(Path(overrides[1]), other)
+    evaluation = [f"data.eval_path={other}", "eval_every=50"]
+    steps = ["train.steps=600", "train.warmup_steps=50"]
+    run = train(CONFIG, run_dir, *settings(data, *steps, *evaluation, *overrides[2:]))
+    return {"wall_s": run["wall_s"], "raw": run}
+
+
+def main() -> None:
+    out, part, overrides = Path(sys.argv[1]), sys.argv[3], sys.argv[4:]
+    out.mkdir(parents=True, exist_ok=True)
+    RUNS.mkdir(exist_ok=True)
+    report = {
+        "machine": machine(),
+        "arguments": overrides,
+        part: {"memorise": memorise, "held_out": held_out}[part](overrides),
+    }
+    (out / f"gsm8k_{part}.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps({key: value for key, value in report[part].items() if key != "raw"}))
+
+
+if __name__ == "__main__":
+    main()
