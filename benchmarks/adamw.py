@@ -1,9 +1,11 @@
-"""AdamW on the host: both kernels, with and without the journal, by number of threads, against STREAM's triad.
+"""AdamW on the host: both kernels, with and without the journal, by number of threads, against STREAM's triad; and
+how fast they copy a layer's state aside for a save.
 
     python benchmarks/adamw.py OUT.json [--elements N] [--threads 1,8,16] [--repeats N] [--commit ID]
 
 One layer of N parameters, split bf16 masters, bf16 gradient. Counted are 26 bytes per parameter (gradient 2, state 12
-read and 12 written) and, for the triad, 16 per element (with write-allocate). Rates are those of the median call.
+read and 12 written), for the triad 16 per element (with write-allocate), for copies the 12 of the state, once. Rates
+are those of the median call.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from megatrain_ray.io.arena_holder import ArenaHolder
 from megatrain_ray.io.compiled import declare, load_compiled
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-UPDATE_BYTES, TRIAD_BYTES = 26, 16
+UPDATE_BYTES, TRIAD_BYTES, STATE_BYTES = 26, 16, 12
 TRIAD = Path(__file__).with_name("triad.c")
 
 
@@ -85,6 +87,7 @@ class Layer:
             tensors.append(memory[start:stop].view(dtype)[:elements])
             start = stop
         *state, self.gradient = tensors
+        self.state = state
         state[0].fill_(0.02)
         self.gradient.fill_(1e-3)
         self.parts = [Part(AdamState(*state), 0, True, 0)]
@@ -96,6 +99,18 @@ class Layer:
             kernel.update(self.parts, self.gradient, rates, Transaction(journal, 1 + index) if journal else None)
 
         return call
+
+
+def copies(layer: Layer, num_threads: int, repeats: int, elements: int) -> Iterator[dict[str, Any]]:
+    with closing(ArenaHolder.create({"copy": STATE_BYTES * elements})) as holder:
+        memory, pairs, start = torch.frombuffer(holder.map("copy").buffer, dtype=torch.uint8), [], 0
+        for source in (tensor.view(torch.uint8) for tensor in layer.state):
+            pairs.append((memory[start : start + source.nbytes], source))
+            start += source.nbytes
+        for kernel in kernels(num_threads):
+            with closing(kernel):
+                measured = rate(lambda _, kernel=kernel: kernel.copy(pairs), repeats, elements, STATE_BYTES)  # type: ignore[misc]
+                yield {"kernel": kernel.name, "threads": num_threads} | measured
 
 
 def kernels(num_threads: int) -> Iterator[UpdateKernel]:
@@ -115,12 +130,14 @@ def updates(layer: Layer, num_threads: int, repeats: int, elements: int) -> Iter
                 yield {"kernel": kernel.name, "journal": is_logged, "threads": num_threads} | measured
 
 
-def report(rows: list[dict[str, Any]], triad_row: dict[str, Any]) -> None:
+def report(rows: list[dict[str, Any]], copy_rows: list[dict[str, Any]], triad_row: dict[str, Any]) -> None:
     print(f"{triad_row['threads']} threads: triad {triad_row['gb_per_s']:.1f} GB/s")
     for row in rows:
         share = row["gb_per_s"] / triad_row["gb_per_s"]
         logged = "with journal" if row["journal"] else "without"
         print(f"  {row['kernel']}, {logged}: {row['gelements_per_s']:.3f} Gparam/s = {share:.2f} of triad", flush=True)
+    for row in copy_rows:
+        print(f"  {row['kernel']}: copies {row['gb_per_s']:.1f} GB/s", flush=True)
 
 
 def main() -> None:
@@ -137,6 +154,7 @@ def main() -> None:
         "elements": arguments.elements,
         "triad": [],
         "updates": [],
+        "copies": [],
     }
     with closing(ArenaHolder.create({"layer": 14 * (arguments.elements + 4096)})) as holder:
         arena = holder.map("layer")
@@ -147,7 +165,9 @@ def main() -> None:
             result["triad"].append({"threads": num_threads} | measured)
             rows = list(updates(layer, num_threads, arguments.repeats, arguments.elements))
             result["updates"] += rows
-            report(rows, result["triad"][-1])
+            copied = list(copies(layer, num_threads, arguments.repeats, arguments.elements))
+            result["copies"] += copied
+            report(rows, copied, result["triad"][-1])
             arguments.out.write_text(json.dumps(result, indent=1))
 
 

@@ -58,10 +58,10 @@ def run_races(overrides: list[str]) -> dict[str, Any]:
 
 
 def run_resume(overrides: list[str]) -> dict[str, Any]:
-    """Undisturbed without saves; then with a save after step 4, a kill once it is there, and the rest."""
+    """Undisturbed without saves; then with saves after steps 4 and 8, a kill once both are there, and the rest."""
     config, run_dir = CONFIGS / "qwen2.5_3b.yaml", RUNS / "real_3b"
     undisturbed = train(config, run_dir, *overrides)
-    saved = start_and_kill(config, run_dir, overrides)
+    killed = save_twice_and_kill(config, run_dir, overrides)
     start_s = time.monotonic()
     command = [sys.executable, "-m", "megatrain_ray", "train", str(config), f"run_dir={run_dir}", *overrides]
     resumed = subprocess.run(command, capture_output=True, text=True)
@@ -73,7 +73,7 @@ def run_resume(overrides: list[str]) -> dict[str, Any]:
         "identical_to_undisturbed": same,
         "num_rows": len(rows),
         "undisturbed": undisturbed,
-        "killed": saved,
+        "killed": killed,
         "resumed": {"exit": resumed.returncode, "wall_s": time.monotonic() - start_s, "stderr": resumed.stderr[-2000:]},
         "driver_log": (run_dir / "logs" / "driver.log").read_text()[-4000:],
         "rows": rows,
@@ -81,23 +81,18 @@ def run_resume(overrides: list[str]) -> dict[str, Any]:
 
 
 def run_save(overrides: list[str]) -> dict[str, Any]:
-    """Saves after steps 4 and 8 of 24, killed once the second is there and a step has followed it."""
-    run_dir = RUNS / "real_3b"
-    process = start(CONFIGS / "qwen2.5_3b.yaml", run_dir, ["train.steps=24", *overrides])
+    return save_twice_and_kill(CONFIGS / "qwen2.5_3b.yaml", RUNS / "real_3b", ["train.steps=24", *overrides])
+
+
+def save_twice_and_kill(config: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+    """Saves after steps 4 and 8, killed once the second is there and a step has followed it."""
+    process = start(config, run_dir, overrides)
     saves = [wait_for_save(run_dir, step, process) for step in (4, 8)]
     kill(process)
     rows = rows_of(run_dir)
-    quiet = sorted(row["step_s"] for row in rows[1:4])[1]
-    longer_s = {row["step"]: row["step_s"] - quiet for row in rows[4:]}
-    return {"quiet_step_s": quiet, "steps_longer_by_s": longer_s, "saves": saves, "rows": rows}
-
-
-def start_and_kill(config: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
-    """Kills the driver as soon as the save of step 4 exists and a step after it has ended."""
-    process = start(config, run_dir, overrides)
-    save = wait_for_save(run_dir, 4, process)
-    kill(process)
-    return {**save, "steps_when_killed": len(rows_of(run_dir)), "rows": rows_of(run_dir)}
+    quiet_s = sorted(row["step_s"] for row in rows[1:4])[1]
+    longer_s = {row["step"]: row["step_s"] - quiet_s for row in rows[4:]}
+    return {"quiet_step_s": quiet_s, "steps_longer_by_s": longer_s, "saves": saves, "rows": rows}
 
 
 def start(config: Path, run_dir: Path, overrides: list[str]) -> subprocess.Popen[str]:

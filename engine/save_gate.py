@@ -2,14 +2,16 @@
 
 A save is one generation of the whole model, and training goes on meanwhile: a layer is written after its update n and
 before its update n + 1. An update that comes before its layer was written copies the layer's part into spare RAM, and
-waits only where there is none left.
+waits for the disk only where there is none left. Layers are written in parts, so that one can be copied even while it
+is written: the writer goes on with the copy.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
-from megatrain_ray.io.pieces import Piece
+from megatrain_ray.io.pieces import STORED_BYTES, Piece
 
 WATCH_S = 1.0  # an update that waits looks at the stop word at least this often
 
@@ -31,8 +33,8 @@ class LayerState(Enum):
 
     WAITING = "in the state, which must not change"
     COPYING = "being copied aside"
-    COPIED = "in a copy; the state may change"
-    READING = "being written from the state, which must not change"
+    COPIED = "in a copy, or parts of it written; the state may change"
+    READING = "parts are written, from the state, which must not change"
     WRITTEN = "in the blobs; the state may change"
 
 
@@ -40,7 +42,7 @@ SETTLED = (LayerState.COPIED, LayerState.WRITTEN)
 
 
 class _Copy(NamedTuple):
-    pieces: list[Piece]
+    parts: list[Piece]
     memory: Tensor
 
 
@@ -61,7 +63,8 @@ class GatedSave:
     attempt: SaveAttempt
     states: dict[int, LayerState]
     copies: dict[int, _Copy] = field(default_factory=dict)
-    unread: dict[int, int] = field(default_factory=dict)  # pieces of a layer that are not in the blobs yet
+    in_hand: Counter[int] = field(default_factory=Counter)  # parts of a layer that are being read
+    to_come: Counter[int] = field(default_factory=Counter)  # parts of a layer that nobody has read yet
     stall_s: float = 0.0
     wanted: int | None = None
     abandoned: bool = False
@@ -96,7 +99,8 @@ class SaveGate:
             if attempt.number <= self._abandoned.number:
                 raise _abandoned(attempt)
             self._leave(self._save)
-            self._save = GatedSave(attempt, dict.fromkeys(self._order, LayerState.WAITING))
+            states = {i: LayerState.WAITING if self._shard.copy_bytes(i) else LayerState.WRITTEN for i in self._order}
+            self._save = GatedSave(attempt, states)
             self._changed.notify_all()
             return self._save
 
@@ -120,7 +124,7 @@ class SaveGate:
             self._drop_copy(save, layer)
 
     def pieces(self, save: GatedSave) -> Iterator[Piece]:
-        """The shard's part, layer after layer, each once it has the generation.
+        """The shard's state, layer after layer in parts, each once it has the generation.
 
         Raises MegatrainError when the save was abandoned or a shard failed, DeadlineError when updates do not get on.
         """
@@ -157,16 +161,17 @@ class SaveGate:
             else:
                 return
 
-    def done(self, save: GatedSave, piece: Piece) -> None:
-        """The piece was read: its bytes are not needed any more."""
-        layer = self._layers[piece.layer]
+    def done(self, save: GatedSave, part: Piece) -> None:
+        """The part was read: its bytes are not needed any more."""
+        layer = self._layers[part.layer]
         with self._changed:
             if save.abandoned:
                 return
-            save.unread[layer] -= 1
-            if not save.unread[layer]:
+            save.in_hand[layer] -= 1
+            if not save.in_hand[layer] and not save.to_come[layer]:
                 self._drop_copy(save, layer)
                 self._set(save, layer, LayerState.WRITTEN)
+            self._changed.notify_all()
 
     def enter(self, layer: int, update: int) -> None:
         """Returns when the layer may be overwritten by `update`.
@@ -181,15 +186,7 @@ class SaveGate:
             save = self._save
             if save.attempt.step != update - 1 or save.abandoned:
                 return
-            memory = self._memory_for_copy(save, layer)
-            if memory is None:
-                save.wanted = layer
-                self._wait(
-                    lambda: save.abandoned or save.states[layer] in SETTLED,
-                    f"layer {layer} of the save of step {update - 1} to be written",
-                )
-            else:
-                self._set(save, layer, LayerState.COPYING)
+            memory = self._let_go(save, layer)
         if memory is not None:
             self._copy(save, layer, memory)
         save.stall_s += time.monotonic() - start_s
@@ -198,15 +195,31 @@ class SaveGate:
         """The newest step whose save was begun or abandoned."""
         return max(self._save.attempt.step, self._abandoned.step)
 
+    def _let_go(self, save: GatedSave, layer: int) -> Tensor | None:
+        """Waits until the writer does not read the layer: memory to copy it to, or None where that is not needed."""
+        memory = self._memory_for_copy(save, layer)
+        if memory is None:
+            save.wanted = layer
+        else:
+            self._set(save, layer, LayerState.COPYING)
+        self._wait(
+            lambda: save.abandoned or save.states[layer] in SETTLED or not (memory is None or save.in_hand[layer]),
+            f"layer {layer} of the save of step {save.attempt.step} to be written",
+        )
+        if memory is not None and (save.abandoned or save.states[layer] in SETTLED):  # its last part was in hand
+            self._spare.give_back(memory)
+            return None
+        return memory
+
     def _memory_for_copy(self, save: GatedSave, layer: int) -> Tensor | None:
-        if save.states[layer] is not LayerState.WAITING:
+        if save.states[layer] in SETTLED:
             return None
         return self._spare.take(self._shard.copy_bytes(layer))
 
     def _copy(self, save: GatedSave, layer: int, memory: Tensor) -> None:
-        pieces = self._shard.copy_layer(layer, memory)
+        parts = _cut(self._shard.copy_layer(layer, memory))
         with self._changed:
-            save.copies[layer] = _Copy(pieces, memory)
+            save.copies[layer] = _Copy(parts, memory)
             if save.abandoned:
                 self._drop_copy(save, layer)
             self._set(save, layer, LayerState.COPIED)
@@ -216,22 +229,25 @@ class SaveGate:
         if copy is not None:
             self._spare.give_back(copy.memory)
 
-    def _read(self, save: GatedSave, layer: int) -> list[Piece]:
+    def _read(self, save: GatedSave, layer: int) -> Iterator[Piece]:
+        """From the state, and from a copy as soon as there is one."""
+        parts = _cut(self._shard.pieces(layer))
         with self._changed:
-            self._wait(
-                lambda: save.abandoned or save.states[layer] is not LayerState.COPYING,
-                f"layer {layer} to be copied",
-            )
-            if save.abandoned:
-                raise _abandoned(save.attempt)
-            copy = save.copies.get(layer)
-            pieces = copy.pieces if copy else list(self._shard.pieces(layer))
-            save.unread[layer] = len(pieces)
-            if not pieces:
-                self._set(save, layer, LayerState.WRITTEN)
-            elif save.states[layer] is LayerState.WAITING:
-                self._set(save, layer, LayerState.READING)
-            return pieces
+            save.to_come[layer] = len(parts)
+        for index, part in enumerate(parts):
+            with self._changed:
+                self._wait(
+                    lambda: save.abandoned or save.states[layer] is not LayerState.COPYING,
+                    f"layer {layer} to be copied",
+                )
+                if save.abandoned:
+                    raise _abandoned(save.attempt)
+                copy = save.copies.get(layer)
+                if copy is None:
+                    self._set(save, layer, LayerState.READING)
+                save.to_come[layer] -= 1
+                save.in_hand[layer] += 1
+            yield part if copy is None else copy.parts[index]
 
     def _set(self, save: GatedSave, layer: int, state: LayerState) -> None:
         save.states[layer] = state
@@ -246,6 +262,10 @@ class SaveGate:
                 raise DeadlineError(
                     f"optimizer shard {self._shard.layout.index} waited {self._timeout_s:.0f} s for {what}"
                 )
+
+
+def _cut(pieces: Iterable[Piece]) -> list[Piece]:
+    return [part for piece in pieces for part in piece.cut(STORED_BYTES)]
 
 
 def _abandoned(attempt: SaveAttempt) -> MegatrainError:

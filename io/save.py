@@ -78,13 +78,14 @@ async def write_part(
     folder: Path,
     part: int,
     pieces: Iterable[Piece],
-    done: Callable[[Piece], None] = lambda piece: None,
+    done: Callable[[Piece], None] = lambda part: None,
     compression: SaveCompression = "none",
 ) -> PartManifest:
     """Writes one shard's pieces; durable on return. Raises MegatrainError, DiskFullError when there is no room.
 
     `pieces` may block until there is a next one; it is iterated in worker threads, one call at a time and, after an
-    error, no more. A piece's bytes must not change from when it is yielded until `done(piece)` is called.
+    error, no more. A piece's bytes must not change from when it is yielded until `done` was called for all of it, in
+    parts of at most STORED_BYTES, in any order.
     """
     # A writer that was given up may still be at work when its save is made again, in a new folder of the same name.
     with _abandoned_when_full(folder), FileStore.to_write(folder) as store:

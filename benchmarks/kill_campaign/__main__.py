@@ -112,7 +112,8 @@ def main() -> int:
 
 def all_cases(options: argparse.Namespace, save_bytes: int) -> list[Case]:
     source = random.Random(options.seed)
-    return [case for case in table(source, NUM_BLOCKS + 2, save_bytes, options.random) if options.only in case.name]
+    cases = table(source, NUM_BLOCKS + 2, save_bytes, options.random)
+    return [case for case in cases if options.only in f"{case.variant.name}/{case.name}"]
 
 
 class Report:
@@ -168,7 +169,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--random", type=int, default=16, help="kills at random moments, on top of the named ones")
-    parser.add_argument("--only", default="", help="cases whose name (ROLE/PHASE) holds this; export: only those")
+    parser.add_argument(
+        "--only", default="", help="cases whose name (VARIANT/ROLE/PHASE) holds this; export: only those"
+    )
     return parser.parse_args()
 
 
