@@ -125,6 +125,7 @@ def main() -> None:
     dtype = prepared.plan.precision.working_dtype
     with no_init_weights():  # which takes minutes on the host; buffers are made there, as the engine makes them
         model = prepared.source.factory(dtype)
+    model.tie_weights()  # which no_init_weights leaves out
     model = model.to(prepared.plan.device)  # type: ignore[arg-type]
     for p in model.parameters():
         p.data.normal_(0.0, 0.02) if p.dim() > 1 else p.data.fill_(1.0)

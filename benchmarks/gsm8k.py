@@ -104,7 +104,7 @@ def _generate(model: PreTrainedModel, prompts: Sequence[bytes]) -> Iterator[str]
     longest = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    room = model.config.max_position_embeddings - longest
+    room = model.config.max_position_embeddings - min(map(len, prompts))  # positions begin after the padding
     made = model.generate(
         ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=room, do_sample=False,
         pad_token_id=PAD, eos_token_id=256,

@@ -22,10 +22,12 @@ class Fate(Enum):
     BAD = "bad, skipped"
     NO_ANSWER = "without an assistant turn, dropped"
     NOTHING = "without a token that its template marks as the assistant's, dropped"
+    NOTHING_LABELLED = "without a token to learn, dropped"
     TRAILING = "with turns after the last answer, which were left out"
     SPLIT = "made into several sequences, as the template writes earlier answers otherwise"
     CUT_AT_TURN = "too long, cut after an answer"
     CUT_INSIDE = "too long, cut inside an answer"
+    CUT = "too long, cut at the end"
     TOO_LONG = "too long, dropped"
 
 

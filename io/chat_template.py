@@ -13,6 +13,7 @@ import jinja2
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.record_files import RecordError
+from megatrain_ray.io.tokenizer import tokenizer_folder
 
 Message = Mapping[str, Any]
 
@@ -98,15 +99,15 @@ def load_chat_template(
 ) -> ChatTemplate:
     """The template of `data.chat_template`, else of the tokenizer's folder, else the plain one.
 
-    `arguments`: variables of the template, such as enable_thinking. Raises ConfigError for files that are broken, and
-    for arguments that are not the user's to give.
+    `arguments`: variables of the template, such as enable_thinking. Raises ConfigError for files that are broken, for
+    arguments that are not the user's to give, and as find_on_hub.
     """
     if own := OWN_VARIABLES & (arguments or {}).keys():
         raise ConfigError(
             f"data.chat_template_args: {min(own)} is what the program gives a template itself; expected a variable of "
             "your template, such as enable_thinking"
         )
-    folder = None if tokenizer == "bytes" else Path(tokenizer)
+    folder = None if tokenizer == "bytes" else tokenizer_folder(tokenizer)
     variables = {**(special_tokens(folder) if folder else {}), **(arguments or {})}
     if file is not None:
         return ChatTemplate(file, _read(Path(file)), variables=variables)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,20 +16,11 @@ from megatrain_ray.io.chat_template import ChatTemplate
 from megatrain_ray.io.chat_turns import MarkedText, TurnMarker
 from megatrain_ray.io.highest_id import HighestId
 from megatrain_ray.io.record_files import Place, RecordError, read_records
+from megatrain_ray.io.sequence_files import TokenIds, TokenSequence
 from megatrain_ray.io.tokenizer import Tokenizer
 from megatrain_ray.io.tokens import Mask
 
 Truncation = Literal["turn", "drop"]
-TokenIds = NDArray[np.uint32]
-
-
-@dataclass(frozen=True, eq=False)
-class ChatSequence:
-    """A conversation up to one of its answers."""
-
-    ids: TokenIds  # [num_tokens]
-    supervised: Mask  # [num_tokens], true where the model has to generate the token
-    place: Place
 
 
 class EncodedChat(NamedTuple):
@@ -79,7 +69,7 @@ def read_chats(
     max_tokens: int,
     truncation: Truncation,
     vocab_size: int,
-) -> Iterator[ChatSequence]:
+) -> Iterator[TokenSequence]:
     """Every sequence of these files in their order, at most `max_tokens` long (seq_len + 1), with something to learn.
 
     Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, an id outside of the
@@ -96,7 +86,7 @@ def read_chats(
                     tally.note(fate, place)
                 if length:
                     tally.learn(chat.supervised[:length])
-                    yield ChatSequence(chat.ids[:length], chat.supervised[:length], place)
+                    yield TokenSequence(chat.ids[:length], chat.supervised[:length], place)
     if not tally.num_sequences:
         raise ConfigError("\n".join(["data.path: nothing to learn", *tally.lines()]))
 

@@ -98,10 +98,12 @@ class TokenRecipe:
         return _Making(self, vocab_size, advance).write(folder)
 
 
-def provenance_of(files: Sequence[Path], tokenizer: str) -> dict[str, Any]:
-    """What all recipes have. Raises ConfigError where a file cannot be read."""
+def provenance_of(files: Sequence[Path], tokenizer: str | None) -> dict[str, Any]:
+    """What all recipes have. `tokenizer`: None where ids come as they are. Raises ConfigError where a file cannot be
+    read."""
     try:
-        hashes = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in tokenizer_files(tokenizer)]
+        parts = tokenizer_files(tokenizer) if tokenizer else ()
+        hashes = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in parts]
         return {
             "version": VERSION,
             "files": [_identity(file) for file in files],

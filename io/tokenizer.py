@@ -1,4 +1,4 @@
-"""Text to token ids: plain bytes, or the tokenizer of a Hugging Face folder."""
+"""Text to token ids: plain bytes, or the tokenizer of a Hugging Face folder, of this machine or of the hub."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import processors
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.hub import find_on_hub
 from megatrain_ray.io.records import TextBlock
 from megatrain_ray.io.text_pieces import Joiner, Piece, cut_texts
 from megatrain_ray.io.tokens import TokenArray, TokenBlock
@@ -29,6 +30,7 @@ FILE_NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 
 
 class PlacedTokens(NamedTuple):
@@ -147,8 +149,16 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or a folder that holds a tokenizer.json. Raises ConfigError."""
-    return ByteTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
+    """`bytes`, or a folder or repository of the hub that holds a tokenizer.json. Raises ConfigError."""
+    return ByteTokenizer() if name == "bytes" else FolderTokenizer(tokenizer_folder(name))
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The folder that a name other than `bytes` means. What the hub has of it is fetched; a folder of this machine may
+    be missing. Raises ConfigError as find_on_hub."""
+    required, *optional = FILE_NAMES
+    found = find_on_hub(name, "data.tokenizer", required, [*optional, TOOL_TEMPLATE_NAME])
+    return found.path if found else Path(name)
 
 
 def _read(folder: Path) -> tokenizers.Tokenizer:
@@ -157,7 +167,7 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
         missing = file if folder.is_dir() else folder
         raise ConfigError(
             f"data.tokenizer: no such {'file' if folder.is_dir() else 'folder'}: {missing}; "
-            "expected `bytes` or a local folder that holds a tokenizer.json"
+            "expected `bytes`, a folder that holds a tokenizer.json, or a hub id"
         )
     try:
         return tokenizers.Tokenizer.from_file(str(file))
@@ -166,8 +176,10 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 
 
 def tokenizer_files(name: str) -> tuple[Path, ...]:
-    """The files that make up a tokenizer; none for `bytes`, and none where its folder is gone."""
-    paths = () if name == "bytes" else tuple(Path(name) / file for file in FILE_NAMES)
+    """The files that make up a tokenizer; none for `bytes`, and none where its folder is gone. Raises ConfigError as
+    find_on_hub."""
+    folder = None if name == "bytes" else tokenizer_folder(name)
+    paths = [folder / file for file in FILE_NAMES] if folder else []
     return tuple(path for path in paths if path.is_file())
 
 

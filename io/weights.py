@@ -132,20 +132,32 @@ class WeightFolder:
         return self._stored[name]
 
 
+def weight_files(folder: Path) -> tuple[str, ...]:
+    """The files that hold the weights of a folder, whether they are there or not: those that its index names, or the
+    single one. Raises ConfigError for a broken index."""
+    index = folder / INDEX_NAME
+    return tuple(sorted(set(_read_index(index).values()))) if index.exists() else (SINGLE_NAME,)
+
+
 def _dtype(name: str, stored: _Stored, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
     if stored.dtype not in allowed:
         raise ConfigError(f"{stored.file}: {name} is of type {stored.dtype}, expected one of {', '.join(allowed)}")
     return allowed[stored.dtype]
 
 
-def _read_indexed(index: Path, present: Set[str]) -> dict[str, _Stored]:
+def _read_index(index: Path) -> dict[str, str]:
+    """The file of each parameter."""
     try:
         files = json.loads(index.read_bytes())["weight_map"]
-        names = {str(name): str(file) for name, file in files.items()}
+        return {str(name): str(file) for name, file in files.items()}
     except OSError as error:
         raise ConfigError(f"cannot read {index}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
+
+
+def _read_indexed(index: Path, present: Set[str]) -> dict[str, _Stored]:
+    names = _read_index(index)
     for file in names.values():
         if file not in present:
             raise ConfigError(f"{index} names {file}, which is not in its folder: download the model again")

@@ -33,7 +33,7 @@ class Architecture:
         )
         _keep_in_fp32(model)
         if self.weights is not None:
-            _load_buffers(model, WeightFolder.open(self.weights))
+            _load_buffers(model, self.weights)
         return model
 
     @cached_property
@@ -45,6 +45,10 @@ class Architecture:
             return AutoConfig.from_pretrained(self.code, trust_remote_code=True)
         values = {k: _decoded(v) for k, v in self.settings.items() if k != "model_type"}
         return AutoConfig.for_model(self.settings["model_type"], **values)
+
+    def load(self, folder: Path) -> Any:
+        """The model with the weights of a Hugging Face folder, in their own type."""
+        return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True)
 
     def refusal(self) -> str | None:
         """Why no such model can be trained, from its configuration alone; None: nothing speaks against it."""
@@ -114,14 +118,22 @@ def _keep_in_fp32(model: nn.Module) -> None:
                 module._buffers[name] = buffer.float()
 
 
-def _load_buffers(model: nn.Module, folder: WeightFolder) -> None:
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            full = f"{path}.{name}" if path else name
-            if buffer is None or name in module._non_persistent_buffers_set or full not in folder.names:
-                continue
-            if buffer.is_meta or isinstance(buffer, FakeTensor):
-                continue
-            if folder.shape(full) != buffer.shape:
-                raise ConfigError(f"{folder.path}: {full} has shape {folder.shape(full)}, not {tuple(buffer.shape)}")
-            buffer.copy_(folder.whole(full))
+def _load_buffers(model: nn.Module, weights: Path) -> None:
+    """Where there is nothing to load, no file is opened: a plan needs no weights."""
+    wanted = {
+        (f"{path}.{name}" if path else name): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set and _is_loaded(buffer)
+    }
+    folder = WeightFolder.open(weights) if wanted else None
+    for name, buffer in wanted.items():
+        if folder is None or name not in folder.names:
+            continue
+        if folder.shape(name) != buffer.shape:
+            raise ConfigError(f"{weights}: {name} has shape {folder.shape(name)}, the model's {tuple(buffer.shape)}")
+        buffer.copy_(folder.whole(name))
+
+
+def _is_loaded(buffer: torch.Tensor) -> bool:
+    return not buffer.is_meta and not isinstance(buffer, FakeTensor)

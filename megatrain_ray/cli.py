@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatrain_ray import __version__
@@ -12,7 +12,7 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 
-LATER_COMMANDS = ("bench", "tokenizer")
+LATER_COMMANDS = ("bench",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,25 +61,49 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     doctor = commands.add_parser("doctor", help="what of this machine would stop a run or slow it down")
     doctor.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="where runs will be")
+    _add_tokenizer(commands.add_parser("tokenizer", help="train a tokenizer on a corpus of your own"))
+    _add_convert(commands.add_parser("convert-config", help="a YAML of LLaMA-Factory or Axolotl as one of ours"))
     for name in LATER_COMMANDS:
         commands.add_parser(name, add_help=False)
     return parser
 
 
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    train = actions.add_parser("train", help="a byte-level BPE, written as a folder that data.tokenizer can name")
+    train.add_argument("paths", nargs="+", metavar="PATH", help="file, folder or glob, as in data.path")
+    train.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new or empty")
+    train.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N", help="ids, 256 bytes and specials included"
+    )
+    train.add_argument("--field", default="text", help="key or column that holds the text (text)")
+    train.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="special tokens of your own")
+    train.add_argument("--bad-records", choices=("error", "skip"), default="error", help="records without a text")
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="FILE", help="YAML file of theirs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of ours, as in train.steps=300")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="new file to write; default: standard output")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="that the file was meant for (1)")
+    parser.add_argument(
+        "--ignore-unsupported", action="store_true", help="leave out what cannot be honoured, which ends it otherwise"
+    )
+
+
 def _run(options: argparse.Namespace) -> int:
-    match options.command:
-        case "train":
-            return _train(load_config(options.config, options.overrides))
-        case "plan":
-            return _plan(load_config(options.config, options.overrides), as_json=options.json)
-        case "export":
-            return _export(options.run_dir, options.out_dir, options.dtype)
-        case "inspect":
-            return _inspect(options.run_dir)
-        case "doctor":
-            return _doctor(options.folder)
-        case later:
-            raise ConfigError(f"megatrain {later} comes with a later version")
+    commands: dict[str, Callable[[], int]] = {
+        "train": lambda: _train(load_config(options.config, options.overrides)),
+        "plan": lambda: _plan(load_config(options.config, options.overrides), as_json=options.json),
+        "export": lambda: _export(options.run_dir, options.out_dir, options.dtype),
+        "inspect": lambda: _inspect(options.run_dir),
+        "doctor": lambda: _doctor(options.folder),
+        "tokenizer": lambda: _train_tokenizer(options),
+        "convert-config": lambda: _convert(options),
+    }
+    if options.command not in commands:
+        raise ConfigError(f"megatrain {options.command} comes with a later version")
+    return commands[options.command]()
 
 
 def _train(config: TrainConfig) -> int:
@@ -131,3 +155,42 @@ def _doctor(folder: Path) -> int:
         print(finding, flush=True)
         states.add(finding.state)
     return MegatrainError.exit_code if State.STOP in states else 0
+
+
+def _train_tokenizer(options: argparse.Namespace) -> int:
+    from megatrain_ray.tokenizer_training import train_tokenizer
+
+    num_ids = train_tokenizer(
+        options.paths,
+        options.out,
+        vocab_size=options.vocab_size,
+        text_field=options.field,
+        specials=options.special,
+        bad_records=options.bad_records,
+    )
+    fewer = f": the corpus has no more pairs to merge for {options.vocab_size}" if num_ids < options.vocab_size else ""
+    print(f"wrote {num_ids} ids to {options.out}{fewer}; data.tokenizer: {options.out}")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from megatrain_ray.converting import convert
+
+    if options.gpus < 1:
+        raise ConfigError(f"--gpus: {options.gpus}: expected 1 or more")
+    if options.out is not None and options.out.exists():
+        raise ConfigError(f"--out: {options.out} exists: nothing is overwritten; name another one")
+    lenient = options.ignore_unsupported
+    found = convert(options.config, options.overrides, num_gpus=options.gpus, lenient=lenient)
+    for line in found.report:
+        print(line, file=sys.stderr)
+    if found.refused and not lenient:
+        raise ConfigError(
+            "some keys cannot be honoured (see above): change them, or leave them out with --ignore-unsupported"
+        )
+    if options.out is None:
+        print(found.text, end="")
+    else:
+        options.out.write_text(found.text, encoding="utf-8")
+        print(f"wrote {options.out}; megatrain plan {options.out} says whether it fits")
+    return 0

@@ -113,8 +113,8 @@ class WeightedPath(Group):
 
 
 class DataConfig(Group):
-    kind: Literal["pretrain", "sft"] = "pretrain"
-    """Plain text, or chats of which the answers are learned."""
+    kind: Literal["pretrain", "sft", "tokens"] = "pretrain"
+    """Plain text; chats of which the answers are learned; or records that hold token ids."""
     path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(_sources)]
     """Texts (.txt, .jsonl, .jsonl.zst, .parquet) or chats (.json, .jsonl, .jsonl.zst, .parquet, dataset_info.json):
     a path, a glob, a folder, a list of these or of {path, weight}."""
@@ -127,7 +127,8 @@ class DataConfig(Group):
     chat_template_args: dict[str, Any] = {}
     """Variables of the chat template, such as enable_thinking."""
     truncation: Literal["turn", "drop"] = "turn"
-    """A chat of more than seq_len + 1 tokens is cut after an answer, or left out."""
+    """A chat of more than seq_len + 1 tokens is cut after an answer, other token ids at the end; or they are left
+    out."""
     text_field: Text = "text"
     """Key of a JSON line, or column of a Parquet file, that holds the text."""
     bad_records: Literal["error", "skip"] = "error"

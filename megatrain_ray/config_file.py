@@ -50,21 +50,32 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises ConfigError: no such file, broken YAML (with line and column), an override without `=`, unknown keys, wrong
     types and values, settings that disagree; all wrong settings in one message, a line each.
     """
-    tree = _parse(_read(path), str(path))
-    if not isinstance(tree, dict):
-        kind = "nothing" if tree is None else f"a {type(tree).__name__}"
-        raise ConfigError(f"{path}: expected a mapping of settings, got {kind}; see examples/ for a configuration")
-    for override in overrides:
-        _override(tree, override)
+    tree = read_settings(path)
+    for text in overrides:
+        override(tree, text)
     try:
         return TrainConfig.model_validate(tree)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}" if "\n" not in str(error) else f"{path}:\n{error}") from None
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds, unchecked. Raises ConfigError: no such file, broken YAML, no mapping."""
+    tree = _parse(_read(path), str(path))
+    if not isinstance(tree, dict):
+        kind = "nothing" if tree is None else f"a {type(tree).__name__}"
+        raise ConfigError(f"{path}: expected a mapping of settings, got {kind}; see examples/ for a configuration")
+    return tree
+
+
 def dump_config(config: TrainConfig) -> str:
     """YAML that `load_config` turns back into an equal configuration."""
-    return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return dump_settings(config.model_dump())
+
+
+def dump_settings(tree: Mapping[str, Any]) -> str:
+    """YAML that `read_settings` turns back into an equal mapping."""
+    return yaml.dump(dict(tree), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -105,23 +116,23 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: broken YAML: {error}") from None
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
-    """Sets `key.sub=value` in nested mappings, making those that are missing."""
-    key, equals, text = override.partition("=")
+def override(tree: dict[str, Any], setting: str) -> None:
+    """Sets `key.sub=value` in nested mappings, making those that are missing. Raises ConfigError."""
+    key, equals, text = setting.partition("=")
     *groups, name = key.split(".")
     if not equals or not all([*groups, name]):
-        raise ConfigError(f"override {override!r}: expected key=value, as in train.lr=1e-4")
+        raise ConfigError(f"override {setting!r}: expected key=value, as in train.lr=1e-4")
     for depth, group in enumerate(groups):
-        tree = _group(tree, group, ".".join(groups[: depth + 1]), override)
-    tree[name] = _parse(text, f"override {override!r}")
+        tree = _group(tree, group, ".".join(groups[: depth + 1]), setting)
+    tree[name] = _parse(text, f"override {setting!r}")
 
 
-def _group(tree: dict[str, Any], name: str, key: str, override: str) -> dict[str, Any]:
+def _group(tree: dict[str, Any], name: str, key: str, setting: str) -> dict[str, Any]:
     if tree.get(name) is None:
         tree[name] = {}
     group = tree[name]
     if not isinstance(group, dict):
-        raise ConfigError(f"override {override!r}: {key} is {_shown(group)}, expected a mapping to set a key in")
+        raise ConfigError(f"override {setting!r}: {key} is {_shown(group)}, expected a mapping to set a key in")
     return group
 
 

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 
 LATER_KEYS = frozenset({"data.eval_path", "eval_every", "spill"})
 
-# Keys of data that mean nothing for the other kind.
-KEYS_OF_KIND = {
-    "pretrain": ("text_field",),
-    "sft": ("dataset", "chat_format", "chat_template", "chat_template_args", "truncation"),
+# Keys of data that mean nothing for other kinds.
+KINDS_OF_KEY = {
+    "text_field": ("pretrain",),
+    "dataset": ("sft",),
+    "chat_format": ("sft",),
+    "chat_template": ("sft",),
+    "chat_template_args": ("sft",),
+    "truncation": ("sft", "tokens"),
 }
 
 EXPECTED = {
@@ -58,10 +62,10 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
 
 
 def _kind_disagreements(data: DataConfig) -> Iterator[str]:
-    for kind, keys in KEYS_OF_KIND.items():
-        for key in keys if kind != data.kind else ():
-            if getattr(data, key) != type(data).model_fields[key].default:
-                yield f"data.{key}: goes with data.kind: {kind}, and data.kind is {data.kind}; leave the key out"
+    for key, kinds in KINDS_OF_KEY.items():
+        if data.kind not in kinds and getattr(data, key) != type(data).model_fields[key].default:
+            expected = " or ".join(kinds)
+            yield f"data.{key}: goes with data.kind: {expected}, and data.kind is {data.kind}; leave the key out"
 
 
 def _batch_disagreements(config: TrainConfig) -> Iterator[str]:
@@ -82,6 +86,11 @@ def _batch_disagreements(config: TrainConfig) -> Iterator[str]:
         f"train.batch_size: {train.batch_size} disagrees with micro_batch_size × accumulate × num_gpus = "
         f"{micro_batch_size} × {accumulate} × {num_gpus} = {product} (each 1 when unset); set {remedy}"
     )
+
+
+def known_keys(root: type[BaseModel]) -> frozenset[str]:
+    """Every dotted key that a configuration may have."""
+    return frozenset(_fields(root))
 
 
 def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from megatrain_ray.config import DataConfig, WeightedPath
 from megatrain_ray.io.batches import Batch, BatchStream, Stream
 from megatrain_ray.io.corpus import open_corpus
 from megatrain_ray.io.mixture import MixedStream
-from megatrain_ray.io.windows import cut
+from megatrain_ray.io.windows import Windows, cut
 
 REMEMBERED_STEPS = 64  # positions kept: more than steps can be ahead of a save
 
@@ -27,7 +27,20 @@ def sources_of(data: DataConfig) -> dict[str, str | tuple[str, ...]]:
 
 def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int) -> Stream:
     """Batches of data.path, from the folders of tokens of its sources. Raises ConfigError where these are wrong."""
-    sources = [
+    sources = _windows(data, tokens, vocab_size)
+    weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]
+    if weights:
+        return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+    return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+
+
+def count_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> int:
+    """Sequences of an epoch of all sources. Raises ConfigError as open_stream."""
+    return sum(source.num_windows for source in _windows(data, tokens, vocab_size))
+
+
+def _windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> list[Windows]:
+    return [
         cut(
             open_corpus(name, folder, vocab_size),
             seq_len=data.seq_len,
@@ -36,10 +49,6 @@ def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch
         )
         for name, folder in zip(sources_of(data), tokens, strict=True)
     ]
-    weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]
-    if weights:
-        return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
-    return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
 
 
 class DataWorker:

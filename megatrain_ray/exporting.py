@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,6 +55,17 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
         f"{MAX_TRIES} saves were deleted before they were read: set a larger save_keep or save_every, or export when "
         "the run is over"
     )
+
+
+def load_exported(folder: Path) -> Any:
+    """A PreTrainedModel. Raises ConfigError for one with code of its own, which is not run unasked."""
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not is_known(settings["model_type"]):
+        raise ConfigError(
+            f"a {settings['model_type']} model comes with code of its own: export it, and load the folder with "
+            "trust_remote_code=True"
+        )
+    return Architecture(settings).load(folder)
 
 
 def _export(files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, model: ModelConfig) -> None:

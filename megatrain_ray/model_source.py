@@ -1,4 +1,5 @@
-"""Where a model comes from: a Hugging Face folder, or a configuration with random weights. Picklable."""
+"""Where a model comes from: a Hugging Face folder, of this machine or of the hub, or a configuration with random
+weights. Picklable."""
 
 from __future__ import annotations
 
@@ -17,21 +18,25 @@ from megatrain_ray.config import ModelConfig
 from megatrain_ray.engine.load import RandomSource, WeightSource
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.hub import HubFolder, find_on_hub
 from megatrain_ray.io.weight_map import MappedWeights
-from megatrain_ray.io.weights import WeightFolder
+from megatrain_ray.io.weights import INDEX_NAME, WeightFolder, weight_files
+
+GENERATION_NAME = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class ModelSource:
     """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random. `code`: the
     folder of its own modeling code, where that may run and is needed. `generation_config`: the folder's, which saves
-    and exports carry on."""
+    and exports carry on. `hub`: what `folder` is of; its weights are fetched when they are first asked for."""
 
     config: Mapping[str, Any]
     folder: Path | None
     seed: int
     code: Path | None = None
     generation_config: Mapping[str, Any] | None = None
+    hub: HubFolder | None = None
 
     @property
     def factory(self) -> ModelFactory:
@@ -48,7 +53,8 @@ class ModelSource:
         return positions
 
     def check_weights(self, structure: ModelStructure) -> None:
-        """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape."""
+        """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape, and where
+        weights cannot be fetched."""
         if self.folder is not None:
             owned = [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
             self._mapped(self.folder).check({p.name: p.shape for p in owned})
@@ -60,19 +66,19 @@ class ModelSource:
         return RandomSource(build_empty(self.factory, torch.float32), self.seed)
 
     def _mapped(self, folder: Path) -> MappedWeights:
+        if self.hub is not None:
+            self.hub.require(weight_files(folder))
         return MappedWeights(WeightFolder.open(folder), checkpoint_names(build_empty(self.factory, torch.float32)))
 
 
 def open_model(model: ModelConfig) -> ModelSource:
     """Reads and checks the configuration. Raises ConfigError for anything that cannot work."""
-    folder = None
+    folder, hub = None, None
     if model.path is not None:
-        folder = Path(model.path)
+        hub = find_on_hub(model.path, "model.path", "config.json", [GENERATION_NAME, INDEX_NAME])
+        folder = hub.path if hub else Path(model.path)
         if not folder.is_dir():
-            raise ConfigError(
-                f"model.path: {folder} is no folder; hub ids are downloaded by a later version: download it first "
-                "and give the folder"
-            )
+            raise ConfigError(f"model.path: {folder} is no folder, nor can it be a hub id; expected one of these")
         place, config = folder, _read_config(folder / "config.json", "model.path")
     elif isinstance(model.config, Mapping):
         place, config = None, dict(model.config)
@@ -80,7 +86,9 @@ def open_model(model: ModelConfig) -> ModelSource:
         file = Path(str(model.config))
         place, config = file if file.is_dir() else file.parent, _read_config(file, "model.config")
     code = _code(config, place, trusted=model.trust_remote_code)
-    source = ModelSource(config, folder, model.seed, code, _generation_config(folder))
+    if hub and code:
+        hub.add_code()
+    source = ModelSource(config, folder, model.seed, code, _generation_config(folder), hub)
     _check(source)
     return source
 
@@ -102,7 +110,7 @@ def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Pa
 
 
 def _generation_config(folder: Path | None) -> dict[str, Any] | None:
-    file = folder / "generation_config.json" if folder else None
+    file = folder / GENERATION_NAME if folder else None
     return _read_config(file, "model.path") if file and file.is_file() else None
 
 

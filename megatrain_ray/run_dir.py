@@ -7,6 +7,7 @@ processes.json while the run is up, and after a death
 metrics.jsonl  a row an update, in order of steps
 saves/step_N/  weights and optimizer state after N updates
 tokenizer/     the tokenizer's files and the chat template, which an export carries on
+inputs/        a model and data that a program held (objects.py)
 logs/          driver.log: starts, saves, failures with their tracebacks
 lock           held while the run is in use
 """

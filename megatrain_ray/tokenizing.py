@@ -19,6 +19,7 @@ from megatrain_ray.io.chat_sources import find_chats
 from megatrain_ray.io.chat_template import load_chat_template
 from megatrain_ray.io.documents import find_documents
 from megatrain_ray.io.token_cache import Recipe, TokenMeta, TokenRecipe, find_tokens, make_tokens
+from megatrain_ray.io.token_records import TokenRecordsRecipe
 from megatrain_ray.logs import say
 from megatrain_ray.units import format_count
 
@@ -35,6 +36,9 @@ def tokenize(data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path) -
 def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
     if data.kind == "pretrain":
         return TokenRecipe(find_documents(path), tokenizer, data.text_field, data.bad_records)
+    if data.kind == "tokens":
+        files = tuple(source.file for source in find_chats(path))
+        return TokenRecordsRecipe(files, data.truncation, data.seq_len, data.bad_records)
     return ChatRecipe(
         find_chats(path, data.dataset, data.chat_format),
         tokenizer,

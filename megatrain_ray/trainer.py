@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatrain_ray.cluster import cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import open_stream
 from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
+from megatrain_ray.exporting import export_run, load_exported
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
+from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.logs import log_to, say
 from megatrain_ray.metric_sinks import check_packages, open_sinks
+from megatrain_ray.objects import Objects
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
@@ -39,12 +43,38 @@ class TrainSummary:
     run_dir: Path
     rows: Sequence[Mapping[str, Any]] = ()
 
+    def export(self, out_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None) -> Path:
+        """Writes the newest save as a Hugging Face folder, which it returns. Raises as export_run."""
+        export_run(self.run_dir, Path(out_dir), dtype)
+        return Path(out_dir)
+
+    def load_model(self, dtype: Literal["bf16", "fp32"] | None = None) -> Any:
+        """The model of the newest save as a PreTrainedModel, on the CPU; `dtype`: None: that of the working copy.
+
+        Takes room for an export in the run directory meanwhile. Raises as export_run.
+        """
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=self.run_dir) as folder:
+            return load_exported(self.export(folder, dtype))
+
 
 class Trainer:
     """Trains what a TrainConfig describes; resumes the run when its directory holds one."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+    def __init__(
+        self, config: TrainConfig | Mapping[str, Any], *, model: Any = None, train_dataset: Any = None,
+        eval_dataset: Any = None, tokenizer: Any = None,
+    ) -> None:  # fmt: skip
+        """`config`: or its settings, as in a YAML file. Objects stand in the place of the settings that would name
+        files, which are then left out: model.path, data.path, data.eval_path, data.tokenizer; what they may be:
+        objects.py. data.kind follows the first record unless it is set.
+
+        Raises ConfigError.
+        """
+        self._objects = Objects(model, train_dataset, eval_dataset, tokenizer)
+        if not self._objects.is_empty and isinstance(config, TrainConfig):
+            raise ConfigError("config: with objects give the settings as a mapping, without those of their files")
+        tree = config if isinstance(config, TrainConfig) else self._objects.fill(config)
+        self.config = TrainConfig.model_validate(tree)
 
     def fit(self) -> TrainSummary:
         """Runs to `train.steps`.
@@ -62,13 +92,14 @@ class Trainer:
             manifest = _newest_save(run)
             if manifest is not None and manifest.step >= run.config.train.steps:
                 return TrainSummary(manifest.step, None, run.path)
-            prepared = prepare(run.config)
-            if run.has_begun:
-                check_model(run.path, prepared.source.config, prepared.structure)
-            if manifest is not None:
-                _tell_of_resume(run, manifest.step)
-            tokens = _check_inputs(prepared, run.path, manifest)
-            return _run(prepared, tokens, run, manifest, interrupts)
+            with self._objects.written(run):
+                prepared = prepare(run.config)
+                if run.has_begun:
+                    check_model(run.path, prepared.source.config, prepared.structure)
+                if manifest is not None:
+                    _tell_of_resume(run, manifest.step)
+                tokens = _check_inputs(prepared, run.path, manifest)
+                return _run(prepared, tokens, run, manifest, interrupts)
 
 
 def _tell_of_resume(run: RunDir, step: int) -> None:
@@ -89,6 +120,7 @@ def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) 
     check_packages(config)
     prepared.source.check_weights(prepared.structure)
     vocab_size = prepared.structure.vocab_size
+    tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
     tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
     stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
     if stream.joins_documents:

@@ -39,6 +39,8 @@ class Silent:
 
     def wait(self, folder: Path) -> None: ...
 
+    def replace(self, folder: Path) -> None: ...
+
     def advance(self, read_bytes: int, total_bytes: int) -> None:
         self.read.append(read_bytes)
         assert 0 < read_bytes <= total_bytes

@@ -18,8 +18,9 @@ from megatrain_ray.io.chat_records import Conversation
 from megatrain_ray.io.chat_sources import find_chats
 from megatrain_ray.io.chat_tally import BadRecords, ChatTally, Fate
 from megatrain_ray.io.chat_template import ChatTemplate, load_chat_template
-from megatrain_ray.io.chats import ChatEncoder, ChatSequence, Truncation, read_chats
+from megatrain_ray.io.chats import ChatEncoder, Truncation, read_chats
 from megatrain_ray.io.record_files import Place
+from megatrain_ray.io.sequence_files import TokenSequence
 from megatrain_ray.io.tokenizer import load_tokenizer
 from tests.chat_fixtures import FAMILIES, TEMPLATES, build
 
@@ -46,7 +47,7 @@ def read(
     max_tokens: int = 100,
     truncation: Truncation = "turn",
     vocab_size: int = 257,
-) -> list[ChatSequence]:
+) -> list[TokenSequence]:
     source = Path(path if isinstance(path, str) else path[0]).parent / "template.jinja"
     source.write_text(template)
     encoder = ChatEncoder(load_tokenizer("bytes"), load_chat_template("bytes", str(source)))
@@ -54,7 +55,7 @@ def read(
     return list(read_chats(find_chats(path), encoder, tally or ChatTally(), **limits))
 
 
-def shown(sequence: ChatSequence) -> str:
+def shown(sequence: TokenSequence) -> str:
     """The text, with the learned bytes in capitals."""
     letters = zip(bytes(sequence.ids.astype(np.uint8)).decode(), sequence.supervised, strict=True)
     return "".join(letter.upper() if learned else letter for letter, learned in letters)

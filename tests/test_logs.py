@@ -6,11 +6,12 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.logs import log_to, say
 from tests.runs import ROOT
 
@@ -25,6 +26,32 @@ def test_what_ends_the_block_is_logged_with_its_traceback(tmp_path: Path) -> Non
     assert "INFO megatrain_ray.logs: a step" in text
     assert "ERROR megatrain_ray.logs: ended by MegatrainError\nTraceback" in text
     assert "the reason" in text
+
+
+def test_an_interrupt_is_no_error(tmp_path: Path) -> None:
+    with pytest.raises(InterruptedRunError), log_to(tmp_path / "driver.log"):
+        raise InterruptedRunError("interrupted after step 3, saved at step 3")
+    assert (
+        (tmp_path / "driver.log")
+        .read_text()
+        .endswith("INFO megatrain_ray.logs: interrupted after step 3, saved at step 3\n")
+    )
+
+
+def test_what_ends_a_librarys_thread_is_logged_and_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise OSError("No space left on device")
+
+    before = threading.excepthook
+    with log_to(tmp_path / "driver.log"):
+        thread = threading.Thread(target=fail, name="events")
+        thread.start()
+        thread.join()
+    assert threading.excepthook is before
+    assert "ERROR megatrain_ray.logs: events ended by OSError\nTraceback" in (tmp_path / "driver.log").read_text()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_full_disk_behind_the_log_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:

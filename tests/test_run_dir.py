@@ -137,7 +137,7 @@ def test_a_start_that_made_no_step_may_be_made_again_with_other_settings(
     for name in ("model", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(name)
-    for settings in ({"data__tokenizer": "model"}, changes):
+    for settings in ({"data__tokenizer": "model"}, {"data__tokenizer": "model"} | changes):
         names = {key: str(tmp_path / value) if key == "data__tokenizer" else value for key, value in settings.items()}
         with RunDir.open(in_folder(tmp_path / "run", **names)) as run:
             run.begin("{}", 0)

@@ -1,0 +1,115 @@
+"""Files of the Hugging Face hub, in huggingface_hub's own cache: fetched once, read without a network afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.errors import ConfigError
+
+# NAME or OWNER/NAME, perhaps with a branch, tag or commit.
+HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True)
+class HubFolder:
+    """A commit of a repository in the cache. `key`: the setting that names it, for errors."""
+
+    key: str
+    repository: str
+    path: Path  # its last part is the commit
+
+    def require(self, files: Iterable[str]) -> None:
+        """Fetches those of `files` that are not here yet. Raises ConfigError."""
+        for file in files:
+            if not (self.path / file).is_file():
+                _download(self.key, self.repository, self.path.name, file)
+
+    def add(self, files: Iterable[str]) -> None:
+        """Fetches those of `files` that there are, once. Without a network what is here must do. Raises ConfigError."""
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        for file in files:
+            if try_to_load_from_cache(self.repository, file, revision=self.path.name) is not None:
+                continue
+            try:
+                _fetch(self.repository, self.path.name, file)
+            except (LocalEntryNotFoundError, ConnectionError):
+                return
+            except EntryNotFoundError:
+                continue
+            except Exception as error:
+                raise _explained(self.key, self.repository, file, error) from None
+
+    def add_code(self) -> None:
+        """Fetches the repository's Python files. Raises ConfigError."""
+        from huggingface_hub import snapshot_download
+
+        try:
+            snapshot_download(self.repository, revision=self.path.name, allow_patterns="*.py")
+        except Exception as error:
+            raise _explained(self.key, self.repository, "Python code", error) from None
+
+
+def find_on_hub(name: str, key: str, required: str, optional: Iterable[str]) -> HubFolder | None:
+    """The cached repository that `name` (OWNER/NAME, or with @REVISION) means, with these files of it.
+
+    What is in the cache is taken as it is there: a branch stays at the commit it was at first. None where `name` is a
+    folder of this machine, or can be no hub id. Raises ConfigError where the hub has no such repository or file, and
+    where it cannot be reached and the cache has none.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    match = HUB_ID.fullmatch(name)
+    if match is None or Path(name).exists():
+        return None
+    repository, revision = match["repository"], match["revision"] or "main"
+    try:
+        cached = try_to_load_from_cache(repository, required, revision=revision)
+    except ValueError:  # by the hub's finer rules for names
+        return None
+    path = Path(cached) if isinstance(cached, str) else _download(key, repository, revision, required)
+    folder = HubFolder(key, repository, path.parent)
+    folder.add(optional)
+    return folder
+
+
+def _download(key: str, repository: str, revision: str, file: str) -> Path:
+    try:
+        return _fetch(repository, revision, file)
+    except Exception as error:  # of the hub's own classes, of its HTTP library's, of the disk
+        raise _explained(key, repository, file, error) from None
+
+
+def _fetch(repository: str, revision: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(repository, file, revision=revision))
+
+
+def _explained(key: str, repository: str, file: str, error: Exception) -> ConfigError:
+    from huggingface_hub import errors
+
+    reasons: list[tuple[Any, str]] = [
+        (errors.GatedRepoError, "the hub asks for its terms to be accepted there first, and for `hf auth login`"),
+        (
+            errors.RepositoryNotFoundError,
+            f"no such folder (relative paths start at {Path.cwd()}), and no such repository on the hub, or a private "
+            "one: `hf auth login`",
+        ),
+        (errors.RevisionNotFoundError, "the hub has this repository, but not in this revision"),
+        (
+            (errors.LocalEntryNotFoundError, ConnectionError),
+            f"no such folder (relative paths start at {Path.cwd()}), and {file} is not in the hub's cache, while the "
+            f"hub cannot be reached: give a local folder, or run `hf download {repository}` with a network",
+        ),
+        (errors.EntryNotFoundError, f"the repository on the hub has no {file}; pickled weights are not read"),
+    ]
+    for kind, reason in reasons:
+        if isinstance(error, kind):
+            return ConfigError(f"{key}: {repository}: {reason}")
+    return ConfigError(f"{key}: {repository}: cannot fetch {file} from the hub: {type(error).__name__}: {error}")
