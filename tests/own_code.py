@@ -80,6 +80,7 @@ def build_own_code(folder: Path, vocab_size: int = 131) -> Path:
     classes = {"AutoConfig": "modeling_own.MixerConfig", "AutoModelForCausalLM": "modeling_own.MixerForCausalLM"}
     settings = {
         "model_type": "own_mixer",
+        "tie_word_embeddings": False,
         "vocab_size": vocab_size,
         "architectures": ["MixerForCausalLM"],
         "auto_map": classes,
