@@ -26,6 +26,7 @@ from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.offload import Departure, Fetch, GradientOffloader
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import residency_of
+from megatrain_ray.engine.rehearsal import rehearse
 from megatrain_ray.engine.residency import Residency
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.seams import GradSink, ParamSource
@@ -97,20 +98,20 @@ class Engine:
         self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order, self._layout.lowest_trained)
         self._residency = self._residency_of(self._visits)
         model = build_empty(factory, plan.precision.working_dtype)
-        skeleton = Skeleton(model, structure, device.torch_device)
-        residents = Residents(self._layout, plan.precision.working_dtype, memory)
-        modules = BoundModules(structure, self._layout, skeleton, residents)
+        self._skeleton = Skeleton(model, structure, device.torch_device)
+        self._residents = Residents(self._layout, plan.precision.working_dtype, memory)
+        modules = BoundModules(structure, self._layout, self._skeleton, self._residents)
         self._evaluator = Evaluator(
-            structure, device, skeleton, self.streamer, residents, modules, plan.loss_chunk_tokens
+            structure, device, self._skeleton, self.streamer, self._residents, modules, plan.loss_chunk_tokens
         )
         self.runner = StepRunner(
             plan=plan,
             structure=structure,
             layout=self._layout,
             device=device,
-            skeleton=skeleton,
+            skeleton=self._skeleton,
             streamer=self.streamer,
-            residents=residents,
+            residents=self._residents,
             modules=modules,
             store=GradientStore(plan, self._layout, device, poison=poison),
             transfer=self._transfer,
@@ -118,6 +119,12 @@ class Engine:
 
     def _transfer(self, transfer: Departure | Fetch) -> None:
         self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
+
+    async def rehearse(self) -> None:
+        """Compiles what the plan's layers need compiled; before the first step."""
+        await self.on_compute_thread(
+            lambda: rehearse(self._skeleton, self._plan, self.device.torch_device, self._residents.saving())
+        )
 
     async def step(self, step: StepInput, settings: UpdateSettings) -> StepReport:
         """One step: update `step.step` is committed when it returns, not yet done.
@@ -159,7 +166,12 @@ class Engine:
         mode, in the plan's loop order, nothing else changed. Between steps; waits until every layer has its update."""
         await self._host.drain(generation)
         order = forward_visits(len(self._plan.layers), len(micro_batches), self._plan.order)
-        computing = self.on_compute_thread(lambda: self._evaluator.run(micro_batches, order))
+
+        def run() -> float:
+            self._choose_attention(micro_batches)
+            return self._evaluator.run(micro_batches, order)
+
+        computing = self.on_compute_thread(run)
         total = await self._stream(self._residency_of(order), generation, computing)
         await self.on_compute_thread(self.device.take_exposed)  # no step waited for it
         return total
@@ -184,9 +196,17 @@ class Engine:
         finally:
             await self.streamer.cancel()
 
+    def _choose_attention(self, micro_batches: Sequence[MicroBatch]) -> None:
+        packed = any(micro_batch.positions is not None for micro_batch in micro_batches)
+        self._skeleton.attention.set(self._plan.packed_attention if packed else self._plan.attention)
+
     async def _compute(self, step: StepInput) -> StepOutput:
+        def run() -> StepOutput:
+            self._choose_attention(step.micro_batches)
+            return self.runner.run(step, self._visits)
+
         try:
-            return await self.on_compute_thread(lambda: self.runner.run(step, self._visits))
+            return await self.on_compute_thread(run)
         finally:
             self._offloader.submit_nowait(None)
 

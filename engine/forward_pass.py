@@ -22,12 +22,17 @@ from megatrain_ray.errors import MegatrainError
 
 
 class LayerProxy(nn.Module):
-    """Stands for the module at `path`; attributes that the model reads off its layers are the module's."""
+    """Stands for the module at `path`; attributes that the model reads off its layers are the module's, and so is its
+    class to a model that asks."""
 
     def __init__(self, path: str, original: nn.Module) -> None:
         super().__init__()
         self.path = path
         self.__dict__["_original"] = original  # not a submodule: the model must not find parameters here
+
+    @property  # type: ignore[misc]  # read-only
+    def __class__(self) -> type[Any]:  # what isinstance asks besides the type
+        return type(self.__dict__["_original"])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_original"], name)

@@ -44,6 +44,8 @@ class ModelStructure:
         str, ...
     ]  # parameters that a text never reaches, a vision tower's for instance; they stay as they are
     vocab_size: int
+    attention_widths: tuple[float, ...] = ()  # of each block: heads × head_dim; 0: it does not attend to every token
+    looked_up: frozenset[str] = frozenset()  # parameters whose rows are picked by index: embeddings
 
     def layout(self, num_fragments: int = 1) -> ModelLayout:
         """Blocks are cut into fragments; embedding and head stay whole."""

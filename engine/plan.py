@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from pydantic import TypeAdapter
 
+from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.residency import SlotSpec
 from megatrain_ray.engine.visits import LoopOrder
@@ -108,6 +109,8 @@ class Plan:
     micro_batch_size: int
     num_micro_batches: int
     seq_len: int
+    attention: Attention  # of steps in which every row is one document
+    packed_attention: Attention  # of the others
     layers: tuple[LayerPlan, ...]
     slots: tuple[SlotSpec, ...]
     # Of layers with something to train: one each in the order of a backward where sums stay on the device, else a ring.

@@ -23,6 +23,7 @@ def describe(plan: Plan) -> str:
         f"{plan.order.value.replace('_', ' ')}",
         f"weights   stream from the host, {plan.uploads_per_step} uploads a step through {len(plan.slots)} slots",
         f"keep      activations of {len(plan.layers) - recomputed} layers; recompute those of {recomputed}",
+        f"attention {_attention(plan)}",
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
         f"update    AdamW in {plan.update_order.value} order, {plan.num_shards} × {plan.num_shard_threads} threads",
@@ -57,6 +58,12 @@ def _tier_lines(plan: Plan) -> list[str]:
         lines += ["", f"{tier.value:<10}{format_bytes(sum(r.num_bytes for r in rows)):>12}   {_limit(plan, tier)}"]
         lines += [f"  {r.name:<22}{format_bytes(r.num_bytes):>12}   {r.formula}" for r in rows]
     return lines
+
+
+def _attention(plan: Plan) -> str:
+    if plan.attention is plan.packed_attention:
+        return plan.attention.value
+    return f"{plan.attention.value}, {plan.packed_attention.value} where rows hold several documents"
 
 
 def _copies(plan: Plan) -> str:

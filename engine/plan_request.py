@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.plan import ActivationPolicy, Precision, Tier
 from megatrain_ray.engine.visits import LoopOrder
 
@@ -33,6 +34,8 @@ class Request:
     num_fragments: int = 1
     saves: bool = True  # while training goes on
     z_loss: bool = False
+    attention: Attention = Attention.SDPA
+    packed_attention: Attention = Attention.SDPA
 
 
 @dataclass(frozen=True)

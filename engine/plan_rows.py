@@ -44,6 +44,11 @@ def hbm_rows(
         ),
         "boundary activations": (live * boundary, f"{live} micro-batches × {format_bytes(boundary)}"),
         "kept activations": (live * kept, f"{live} micro-batches × {format_bytes(kept)}"),
+        "attention masks": (
+            # While one is made, up to two other tensors of its size exist.
+            (live + 2) * activations.masks,
+            f"({live} micro-batches + 2 while one is made) × {format_bytes(activations.masks)}",
+        ),
         "one layer's backward": (
             2 * activations.largest + 2 * max(activations.boundary) + largest,
             "2 × kept + 2 × boundary + gradients of the largest layer",

@@ -147,6 +147,8 @@ class _Builder:
             micro_batch_size=r.micro_batch_size,
             num_micro_batches=r.num_micro_batches,
             seq_len=r.seq_len,
+            attention=r.attention,
+            packed_attention=r.packed_attention,
             layers=self._layers(),
             slots=slots,
             gradient_slot_bytes=self._gradient_slots(),

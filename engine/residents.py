@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain_ray.engine.layout import ModelLayout, Segment
 from megatrain_ray.engine.residency import FragmentId
@@ -75,8 +76,8 @@ class Residents:
         return region
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
-        if tensor.untyped_storage().data_ptr() != self._storage:
-            return tensor
+        if isinstance(tensor, FakeTensor) or tensor.untyped_storage().data_ptr() != self._storage:
+            return tensor  # a fake one is seen by a compiler, which makes nothing of a slot
         address = tensor.data_ptr()
         for fragment, region in self._regions.items():
             start = address - region.data_ptr()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatrain_ray.engine.attention import AttentionSwitch, packed_arguments
 from megatrain_ray.engine.forward_pass import LayerProxy
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
@@ -19,7 +20,8 @@ from megatrain_ray.errors import ConfigError
 
 
 class Skeleton:
-    """Takes over a model on the meta device: `modules` are its layers' modules by path, to be called as templates."""
+    """Takes over a model on the meta device: `modules` are its layers' modules by path, to be called as templates.
+    `attention`: of all of them."""
 
     def __init__(self, model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
         self.modules = {p: model.get_submodule(p) for layer in structure.layers for p in layer.modules}
@@ -36,6 +38,7 @@ class Skeleton:
         _replace(model, structure.base, self._stand_in)
         self._model = model
         self._device = device
+        self.attention = AttentionSwitch(model)
         anchor = torch.empty(0, dtype=next(dtypes), device=device)
         for module in {model, *self._base.modules()}:
             if hasattr(module, "base_model_prefix"):
@@ -64,8 +67,7 @@ class Skeleton:
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
         """The base model's output for [B, T] ids; to be run by a ForwardPass. `positions`: [B, T], of several documents
         in a row, by which the model keeps them apart (packing.py)."""
-        packed = {} if positions is None else {"position_ids": positions}
-        output = self._base(input_ids=input_ids, use_cache=False, **packed)
+        output = self._base(input_ids=input_ids, use_cache=False, **packed_arguments(self._model, positions))
         self._stand_in.kind = type(output)
         return output
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain_ray.engine.attention import Attention, imagined_masks, mask_bytes
 from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
 from megatrain_ray.engine.parameter_group import ParameterGroup
@@ -20,16 +21,18 @@ from megatrain_ray.errors import ConfigError
 @dataclass(frozen=True)
 class ActivationBytes:
     """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
-    beyond them and the weights. `largest`: what a layer has at most while it runs, kept or not."""
+    beyond them and the weights. `largest`: what a layer has at most while it runs, kept or not. `masks`: the attention
+    masks that all layers share."""
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
     largest: int
+    masks: int = 0
 
     def above(self, lowest: int, kept: tuple[int, ...]) -> ActivationBytes:
         """With other kept bytes; nothing waits for a backward below layer `lowest`."""
         zeros = (0,) * lowest
-        return ActivationBytes(zeros + self.boundary[lowest:], zeros + kept[lowest:], self.largest)
+        return ActivationBytes(zeros + self.boundary[lowest:], zeros + kept[lowest:], self.largest, self.masks)
 
 
 def discover(
@@ -38,8 +41,12 @@ def discover(
     micro_batch_size: int,
     seq_len: int,
     rules: ParameterRules = ALL_ALIKE,
+    *,
+    attention: Attention = Attention.SDPA,
+    packed: bool = False,
 ) -> tuple[ModelStructure, ActivationBytes]:
-    """Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two where something is frozen.
+    """Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two where something is frozen. `packed`: of
+    several documents in a row.
 
     Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run,
     and for `rules` that do not fit the model.
@@ -49,8 +56,8 @@ def discover(
         groups = rules.assign(model)
         for parameter in model.parameters():  # all: by its graph what a layer hands on is told from a mask
             parameter.requires_grad_(parameter.is_floating_point())
-        ids = torch.zeros(micro_batch_size, seq_len, dtype=torch.int64)
-        found = _Found(model, _run_trial(model, ids), groups)
+        batch = micro_batch_size, seq_len
+        found = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
         structure = found.structure()
         activations = found.activations(structure)
         if not structure.has_frozen:
@@ -58,29 +65,41 @@ def discover(
         model = factory(dtype)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(groups[name].trained)
-        kept = _Found(model, _run_trial(model, ids), groups).activations(structure).kept
-        return structure, activations.above(structure.lowest_trained, kept)
+        again = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
+        return structure, activations.above(structure.lowest_trained, again.activations(structure).kept)
 
 
-def _run_trial(model: nn.Module, ids: torch.Tensor) -> Trial:
+def _run_trial(model: nn.Module, batch: tuple[int, int], attention: Attention, *, packed: bool) -> Trial:
     model.train()
+    ids = torch.zeros(batch, dtype=torch.int64)
     try:
-        return run_trial(model, ids)
+        with imagined_masks(model, attention, packed=packed):
+            return run_trial(model, ids, torch.zeros_like(ids) if packed else None)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        hint = "; with data.packing: false it is given no positions" if packed else ""
         raise ConfigError(
-            f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}"
+            f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}{hint}"
         ) from error
 
 
 class _Found:
     """A model and its trial; the parts of its structure one after the other."""
 
-    def __init__(self, model: nn.Module, trial: Trial, groups: Mapping[str, ParameterGroup]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        trial: Trial,
+        groups: Mapping[str, ParameterGroup],
+        batch: tuple[int, int],
+        attention: Attention,
+    ) -> None:
         """`groups`: of each parameter, by all of its names."""
         self._model = model
         self._trial = trial
         self._groups = groups
+        self._batch = batch
+        self._attention = attention
         self._name = type(model).__name__
 
     def structure(self) -> ModelStructure:
@@ -107,6 +126,8 @@ class _Found:
             loss_modules=frozenset(in_loss),
             unused=tuple(name for name, p in self._model.named_parameters() if id(p) not in owners),
             vocab_size=self._vocab_size(),
+            attention_widths=tuple(block.attention / self._batch[0] for block in blocks),
+            looked_up=frozenset(self._trial.looked_up),
         )
 
     def _find_list(self) -> str:
@@ -222,13 +243,16 @@ class _Found:
 
     def activations(self, structure: ModelStructure) -> ActivationBytes:
         weights = {p.untyped_storage()._cdata for p in self._model.parameters()}
-        boundary, kept = [], []
+        boundary, kept, of_blocks = [], [], list[torch.Tensor]()
         for layer in structure.layers:
             calls = [call for path in layer.modules if (call := self._trial.first(path)) is not None]
             boundary.append(_unique_bytes([t for t in calls[0].inputs if t.requires_grad], set()))
             own = [call for call in calls if call.path not in structure.loss_modules]
             kept.append(sum(self._kept(call, weights) for call in own))
-        return ActivationBytes(tuple(boundary), tuple(kept), max(kept))
+            if layer.kind is LayerKind.BLOCK:
+                of_blocks += calls[0].inputs
+        masks = mask_bytes(self._attention, of_blocks, *self._batch)
+        return ActivationBytes(tuple(boundary), tuple(kept), max(kept), masks)
 
     def _kept(self, call: Call, weights: set[int]) -> int:
         inputs = {t.untyped_storage()._cdata for t in call.inputs}

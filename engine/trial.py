@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatrain_ray.engine.attention import attention_width, packed_arguments
 
 
 @dataclass
@@ -22,15 +25,18 @@ class Call:
     stop: int = -1
     saved: tuple[int, int] = (0, 0)
     output: Any = None  # of fake tensors
+    attention: float = 0.0  # attention_width of what runs inside, times the batch
 
 
 @dataclass
 class Trial:
-    """Every call of a forward in the order of their starts, what autograd saved, and who read which parameter."""
+    """Every call of a forward in the order of their starts, what autograd saved, and who read which parameter.
+    `looked_up`: parameters whose rows are picked by index, which is no product."""
 
     calls: list[Call] = field(default_factory=list)
     saved: list[torch.Tensor] = field(default_factory=list)
     reads: dict[str, set[str]] = field(default_factory=dict)  # parameter → innermost modules under way
+    looked_up: set[str] = field(default_factory=set)
     _clock: int = 0
     _open: list[Call] = field(default_factory=list)
 
@@ -50,6 +56,10 @@ class Trial:
     def read(self, parameter: str) -> None:
         self.reads.setdefault(parameter, set()).add(self._open[-1].path if self._open else "")
 
+    def attend(self, width: float) -> None:
+        for call in self._open:
+            call.attention += width
+
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         self.saved.append(tensor)
         return tensor
@@ -58,15 +68,21 @@ class Trial:
         return next((call for call in self.calls if call.path == path), None)
 
 
-def run_trial(model: nn.Module, input_ids: torch.Tensor) -> Trial:
-    """Runs `model` in training mode on [B, T] ids. Build the model and call this under a FakeTensorMode and Answers."""
+def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Trial:
+    """Runs `model` in training mode on [B, T] ids, at `positions` of that shape where given.
+
+    Build the model and call this under a FakeTensorMode and Answers.
+    """
     trial = Trial()
     for path, module in model.named_modules():
         module.register_forward_pre_hook(_entering(trial, path), with_kwargs=True)
         module.register_forward_hook(lambda module, inputs, output: trial.leave(output))
     names = {id(p): name for name, p in model.named_parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(trial.save, lambda tensor: tensor), _Watched(trial, names):
-        model(input_ids=input_ids, use_cache=False)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(trial.save, lambda tensor: tensor),
+        _Watched(trial, names, input_ids.shape[1]),
+    ):
+        model(input_ids=input_ids, use_cache=False, **packed_arguments(model, positions))
     return trial
 
 
@@ -78,12 +94,13 @@ def _entering(trial: Trial, path: str) -> Callable[..., None]:
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down reads of parameters."""
+    """Writes down reads of parameters and products of attention."""
 
-    def __init__(self, trial: Trial, names: Mapping[int, str]) -> None:
+    def __init__(self, trial: Trial, names: Mapping[int, str], seq_len: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trial = trial
         self._names = names
+        self._seq_len = seq_len
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -91,24 +108,33 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in tree_leaves((args, kwargs)):
             if id(value) in self._names:
                 self._trial.read(self._names[id(value)])
+                if func is torch.ops.aten.embedding.default:
+                    self._trial.looked_up.add(self._names[id(value)])
+        if width := attention_width(func, tuple(args), self._seq_len):
+            self._trial.attend(width)
         return func(*args, **kwargs or {})
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
-    Whether all of something holds: yes; any other question about values: zero; which elements: all of them. So checks
-    pass, and the trial takes every expert for busy, which makes its bytes an upper bound.
+    Whether all of something holds: yes; what was computed from positions alone: that; any other question about values:
+    zero; which elements: all of them. So checks pass, and the trial takes every expert for busy, which makes its bytes
+    an upper bound.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alls: dict[int, torch.Tensor] = {}
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: the fake one and its values
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default and id(args[0]) in self._known:
+            with unset_fake_temporarily():
+                return self._known[id(args[0])][1].item()
         if func is aten._local_scalar_dense.default:
             return _zero(args[0].dtype) if id(args[0]) not in self._alls else True
         if func is aten.nonzero.default:
@@ -120,7 +146,19 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs or {})
         if func in (aten.all.default, aten._is_all_true.default):
             self._alls[id(result)] = result
+        self._follow(func, args, kwargs or {}, result)
         return result
+
+    def _follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Notes the values of integers that come from a range."""
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        begins = func._opname == "arange" or any(id(value) in self._known for value in given)
+        follows = all(id(value) in self._known for value in given) and not func._schema.is_mutable
+        if begins and follows and isinstance(result, torch.Tensor) and not result.is_floating_point():
+            known = {key: values for key, (_, values) in self._known.items()}
+            real_args, real_kwargs = tree_map(lambda value: known.get(id(value), value), (tuple(args), dict(kwargs)))
+            with unset_fake_temporarily():
+                self._known[id(result)] = (result, func(*real_args, **real_kwargs))
 
 
 def _zero(dtype: torch.dtype) -> float | int | bool:

@@ -47,6 +47,13 @@ class ExportDtype(Enum):
         return "BF16" if self is ExportDtype.BF16 else "F32"
 
 
+class StoredDtype(NamedTuple):
+    """Any type, of a tensor that is passed on as it is: its name in a safetensors header, bytes of an element."""
+
+    header_name: str
+    itemsize: int
+
+
 class ExportTensor(NamedTuple):
     """A tensor to write; `chunks` makes its bytes, row-major and little-endian, when its turn has come. `dtype`: where
     it is not that of the others."""
@@ -54,7 +61,7 @@ class ExportTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     chunks: Callable[[], Iterable[memoryview]]
-    dtype: ExportDtype | None = None
+    dtype: ExportDtype | StoredDtype | None = None
 
 
 def write_model_folder(

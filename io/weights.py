@@ -19,6 +19,11 @@ from megatrain_ray.errors import ConfigError
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# By safetensors' names, what a buffer may be of beside them.
+BUFFER_DTYPES = DTYPES | {
+    "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,10 @@ class WeightFolder:
         """Raises ConfigError when there is no such parameter."""
         return self._find(name).shape
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises ConfigError when there is no such tensor, or it is of a type that torch does not have."""
+        return _dtype(name, self._find(name), BUFFER_DTYPES)
+
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises ConfigError unless every named parameter is there, of that shape and of a type that can be read."""
         for name, shape in shapes.items():
@@ -89,6 +98,16 @@ class WeightFolder:
         values = torch.empty(stop - start, dtype=_dtype(name, stored))
         self._fill(values, stored, start)
         return values.float()
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The tensor as it is stored, in its own type and shape: of a buffer, or of what a run does not train.
+
+        Raises ConfigError as `read` does.
+        """
+        stored = self._find(name)
+        values = torch.empty(stored.shape, dtype=self.dtype(name))
+        self._fill(values.view(-1), stored, 0)
+        return values
 
     def _fill(self, values: torch.Tensor, stored: _Stored, start: int) -> None:
         """Leaves nothing in the page cache, where a model of any size would be in the way of its own state. Reads 2.4
@@ -120,10 +139,10 @@ def weight_files(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(set(_read_index(index).values()))) if index.exists() else (SINGLE_NAME,)
 
 
-def _dtype(name: str, stored: _Stored) -> torch.dtype:
-    if stored.dtype not in DTYPES:
-        raise ConfigError(f"{stored.file}: {name} is of type {stored.dtype}, expected one of {', '.join(DTYPES)}")
-    return DTYPES[stored.dtype]
+def _dtype(name: str, stored: _Stored, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
+    if stored.dtype not in allowed:
+        raise ConfigError(f"{stored.file}: {name} is of type {stored.dtype}, expected one of {', '.join(allowed)}")
+    return allowed[stored.dtype]
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain_ray.engine.model import kept_in_fp32
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.weights import WeightFolder
 
 
@@ -26,7 +28,9 @@ class Architecture:
     weights: Path | None = None
 
     def __call__(self, dtype: torch.dtype) -> Any:
-        model = self._auto_class.from_config(self.config, dtype=dtype, trust_remote_code=self.code is not None)
+        model = _without_values(
+            partial(self._auto_class.from_config, self.config, dtype=dtype, trust_remote_code=self.code is not None)
+        )
         _keep_in_fp32(model)
         if self.weights is not None:
             _load_buffers(model, self.weights)
@@ -76,6 +80,20 @@ class Architecture:
         return "image and text" if type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
 
 
+def _without_values(build: Callable[[], Any]) -> Any:
+    """The model that `build` makes. Transformers 4 draws random weights also where there is no memory for them, which
+    some of its models cannot; nobody reads them there."""
+    from transformers import modeling_utils
+
+    skipping = getattr(modeling_utils, "no_init_weights", None)
+    if skipping is None:
+        return build()
+    with skipping():
+        model = build()
+    model.tie_weights()  # otherwise a part of drawing them
+    return model
+
+
 def is_known(model_type: object) -> bool:
     """Whether Transformers has such a model without code from elsewhere."""
     from transformers import CONFIG_MAPPING
@@ -101,8 +119,7 @@ def _keep_in_fp32(model: nn.Module) -> None:
 
 
 def _load_buffers(model: nn.Module, weights: Path) -> None:
-    """Integers are left as the model made them: they are indices, never learned. Where there is nothing to load, no
-    file is opened: a plan needs no weights."""
+    """Where there is nothing to load, no file is opened: a plan needs no weights."""
     wanted = {
         (f"{path}.{name}" if path else name): buffer
         for path, module in model.named_modules()
@@ -111,9 +128,12 @@ def _load_buffers(model: nn.Module, weights: Path) -> None:
     }
     folder = WeightFolder.open(weights) if wanted else None
     for name, buffer in wanted.items():
-        if folder and name in folder.names:
-            buffer.copy_(folder.read(name, 0, buffer.numel()).view(buffer.shape))
+        if folder is None or name not in folder.names:
+            continue
+        if folder.shape(name) != buffer.shape:
+            raise ConfigError(f"{weights}: {name} has shape {folder.shape(name)}, the model's {tuple(buffer.shape)}")
+        buffer.copy_(folder.whole(name))
 
 
 def _is_loaded(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() and not buffer.is_meta and not isinstance(buffer, FakeTensor)
+    return not buffer.is_meta and not isinstance(buffer, FakeTensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ def checkpoint_names(model: nn.Module) -> WeightMap:
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # Transformers 4 converts nothing
-        return {}
+    except ImportError:
+        return _renamed(model)
     parameters = {name: model.get_parameter(name).detach() for name in owned_parameters(model)}
     owners = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
     with _CopiesAreViews():  # type: ignore[no-untyped-call]
@@ -45,6 +46,27 @@ def checkpoint_names(model: nn.Module) -> WeightMap:
     for owner, tensors in converted.items():
         check_covered(owner, parameters[owner].numel(), tensors)
     return converted
+
+
+def _renamed(model: nn.Module) -> WeightMap:
+    """Of Transformers 4, which renames what vision-language models are made of, and converts nothing."""
+    from transformers.modeling_utils import VLMS
+
+    lineage = [base.__name__.lower() for base in type(model).__mro__]
+    if not any(family in name for name in lineage for family in VLMS):
+        return {}
+    renames: Mapping[str, str] = model._checkpoint_conversion_mapping  # type: ignore[assignment]  # stored → own
+    found: dict[str, list[CheckpointTensor]] = {}
+    for name in owned_parameters(model):
+        stored = next((new for kept, own in renames.items() if (new := re.sub(own, _plain(kept), name)) != name), name)
+        if stored != name:
+            found[name] = [CheckpointTensor.whole(stored, tuple(model.get_parameter(name).shape))]
+    return found
+
+
+def _plain(pattern: str) -> str:
+    """The text that a pattern of names stands for, without its anchor and conditions."""
+    return re.sub(r"\(.*\)", "", pattern.removeprefix("^"))
 
 
 def owned_parameters(model: nn.Module) -> list[str]:

@@ -117,6 +117,8 @@ class ModelConfig(Group):
     """Of the random weights."""
     trust_remote_code: bool = False
     """Whether code that comes with a model may run."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """How layers attend where a mask is needed: flex attention, or SDPA with whole masks. auto: flex where it works."""
 
 
 class WeightedPath(Group):

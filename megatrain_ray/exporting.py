@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain_ray.architecture import Architecture, is_known
 from megatrain_ray.checkpoint_names import checkpoint_names, owned_parameters
@@ -16,10 +19,11 @@ from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.model import build_empty
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.export import ExportDtype, ExportTensor
+from megatrain_ray.io.export import ExportDtype, ExportTensor, StoredDtype
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import list_saves, load_manifest, save_folder
 from megatrain_ray.io.weight_map import CheckpointTensor, WeightMap
+from megatrain_ray.io.weights import BUFFER_DTYPES, WeightFolder
 from megatrain_ray.logs import say
 from megatrain_ray.model_source import open_model
 from megatrain_ray.run_dir import RunFiles
@@ -54,47 +58,80 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
 
 
 def load_exported(folder: Path) -> Any:
-    """A PreTrainedModel. Raises ConfigError for one with code of its own, which an export does not hold."""
+    """A PreTrainedModel. Raises ConfigError for one with code of its own, which is not run unasked."""
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not is_known(settings["model_type"]):
         raise ConfigError(
-            f"a {settings['model_type']} model comes with code of its own: export it, and load it with that code"
+            f"a {settings['model_type']} model comes with code of its own: export it, and load the folder with "
+            "trust_remote_code=True"
         )
     return Architecture(settings).load(folder)
 
 
 def _export(files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, model: ModelConfig) -> None:
     folder, manifest = save_folder(files.saves, step), load_manifest(files.saves, step)
-    names, rest = beside_the_save(model, manifest)
-    export_save(folder, manifest, out_dir, dtype, copies=files.tokenizer_files(), names=names, rest=rest)
+    beside = beside_the_save(model, manifest)
+    copies = [*files.tokenizer_files(), *beside.code]
+    export_save(folder, manifest, out_dir, dtype, copies=copies, names=beside.names, rest=beside.rest)
 
 
-def beside_the_save(config: ModelConfig, manifest: Manifest) -> tuple[WeightMap, list[ExportTensor]]:
-    """What a checkpoint of the model calls its tensors, and those that the run never trained, in FP32: parameters that
-    a text does not reach and persistent buffers.
+@dataclass(frozen=True)
+class Beside:
+    """What an export needs that no save holds. `names`: what a checkpoint of the model calls its tensors. `rest`: those
+    that the run never trained, as they are. `code`: files of the model's own code."""
 
-    These come from where the run began: raises ConfigError when that folder is gone and something of it is needed.
+    names: WeightMap
+    rest: Sequence[ExportTensor] = ()
+    code: Sequence[Path] = ()
+
+
+def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
+    """The rest are parameters that a text does not reach and persistent buffers.
+
+    They come from where the run began: raises ConfigError when that folder is gone and something of it is needed.
     """
+    source = None
     if not is_known(manifest.model.get("model_type")):
-        return {}, []  # a model's own code has its own names
-    empty = build_empty(Architecture(dict(manifest.model)), torch.float32)
+        source = open_model(config)
+    empty = build_empty(source.factory if source else Architecture(dict(manifest.model)), torch.float32)
     names = checkpoint_names(empty)
     held = {p.name for layer in manifest.layers for p in layer.parameters}
     parameters = [name for name in owned_parameters(empty) if name not in held]
     buffers = [name for name in empty.state_dict() if name in dict(empty.named_buffers())]
+    code = sorted(source.code.glob("*.py")) if source and source.code else ()
     if not parameters and not buffers:
-        return names, []
-    source = open_model(config)
-    weights, with_buffers = source.weights(), build_empty(source.factory, torch.float32)
-    rest = [
-        ExportTensor(t.name, t.shape, partial(_read, weights, name, t), ExportDtype.FP32)
-        for name in parameters
-        for t in names.get(name) or [CheckpointTensor.whole(name, tuple(empty.get_parameter(name).shape))]
-    ]
-    for name in buffers:
-        values = with_buffers.get_buffer(name).float()
-        rest.append(ExportTensor(name, tuple(values.shape), partial(_bytes, values), ExportDtype.FP32))
-    return names, rest
+        return Beside(names, code=code)
+    source = source or open_model(config)
+    pieces = {t.name: (name, t) for name in parameters for t in _tensors(name, names, empty)}
+    stored = WeightFolder.open(source.folder) if source.folder else None
+    rest = [_as_stored(stored, name) for name in (*pieces, *buffers) if stored and name in stored.names]
+    left = {*pieces, *buffers} - {tensor.name for tensor in rest}
+    if left:
+        weights, made = source.weights(), build_empty(source.factory, torch.float32)
+        read = [
+            ExportTensor(name, t.shape, partial(_read, weights, parameter, t), ExportDtype.FP32)
+            for name, (parameter, t) in pieces.items()
+            if name in left
+        ]
+        rest += read + [_as_it_is(name, made.get_buffer(name)) for name in buffers if name in left]
+    return Beside(names, rest, code)
+
+
+def _tensors(name: str, names: WeightMap, model: nn.Module) -> Sequence[CheckpointTensor]:
+    return names.get(name) or [CheckpointTensor.whole(name, tuple(model.get_parameter(name).shape))]
+
+
+def _as_stored(folder: WeightFolder, name: str) -> ExportTensor:
+    return ExportTensor(name, folder.shape(name), lambda: _bytes(folder.whole(name)), _type(folder.dtype(name)))
+
+
+def _as_it_is(name: str, values: torch.Tensor) -> ExportTensor:
+    return ExportTensor(name, tuple(values.shape), partial(_bytes, values), _type(values.dtype))
+
+
+def _type(dtype: torch.dtype) -> StoredDtype:
+    header_name = next(name for name, known in BUFFER_DTYPES.items() if known is dtype)
+    return StoredDtype(header_name, dtype.itemsize)
 
 
 def _read(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:

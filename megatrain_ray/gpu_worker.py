@@ -25,10 +25,11 @@ from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.errors import DeadlineError
+from megatrain_ray.flop_count import FlopCount
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.planning import FlopCount, Prepared
+from megatrain_ray.planning import Prepared
 
 # With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -103,6 +104,7 @@ class GpuWorker:
         words.reset(progress.step, layout.fixed)
         self._host = SharedHost(plan, layout, working.view(plan.precision.working_dtype), slab, words)
         self._engine = Engine(self._prepared.source.factory, structure, plan, device, self._host)
+        await self._engine.rehearse()
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
         self._clock = time.perf_counter()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
+import torch
+
 from megatrain_ray.config import OptimizationConfig, TrainConfig
-from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.attention import Attention, flex_problem
+from megatrain_ray.engine.model import ModelStructure, build_empty
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.planner import make_plan
-from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine import probe_machine
 from megatrain_ray.model_source import ModelSource, open_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
     machine = machine or probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit)
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision(config.train.precision)
-    structure, activations = discover(
-        source.factory, precision.working_dtype, micro_batch_size, config.data.seq_len, _rules(config.train)
-    )
+    structure, activations, attention, packed_attention = _discover(config, source, machine.device)
     request = Request(
         precision=precision,
         round_gradients=config.train.grad_dtype == "bf16",
@@ -63,6 +67,8 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
         num_shards=hardware.num_shards,
         saves=bool(config.save_every),
         z_loss=config.train.z_loss > 0,
+        attention=attention,
+        packed_attention=packed_attention,
     )
     return Prepared(config, source, structure, make_plan(structure, activations, machine, request))
 
@@ -76,33 +82,34 @@ def _rules(train: OptimizationConfig) -> ParameterRules:
     return ParameterRules(train.trainable, train.freeze, tuple(groups))
 
 
-@dataclass(frozen=True)
-class FlopCount:
-    """Model FLOPs of a step: 6 N_matmul tokens + 6 L d_attn Σ len² (causal attention counted once; forward and
-    backward; recomputation and pads are not counted). Where something is frozen a third of a matrix's goes with its
-    gradient, and layers below the lowest trained one have a forward only."""
-
-    of_token: int
-    of_pair: int  # of two tokens of a document
-
-    @staticmethod
-    def of(structure: ModelStructure, source: ModelSource) -> FlopCount:
-        """Matrices of blocks and head, a tied head included; the input embedding is a lookup, not a product."""
-        lowest = structure.lowest_trained
-        of_token = sum(
-            p.shape[0] * p.shape[1] * (2 + 2 * (i >= lowest) + 2 * p.group.trained)
-            for i, layer in enumerate(structure.layers)
-            if layer.kind is not LayerKind.EMBEDDING
-            for p in layer.parameters
-            if len(p.shape) == 2
+def _discover(
+    config: TrainConfig, source: ModelSource, device: str
+) -> tuple[ModelStructure, ActivationBytes, Attention, Attention]:
+    """Of steps with rows of one document, and of several where there may be such: masks cost the more the longer a row
+    is, so flex attention takes the place of those it can."""
+    shape = Precision(config.train.precision).working_dtype, config.split()[0], config.data.seq_len
+    flex = _may_use_flex(config, source, device)
+    rules = _rules(config.train)
+    structure, activations = discover(source.factory, *shape, rules)
+    attention = Attention.FLEX if flex and activations.masks else Attention.SDPA
+    packed_attention = Attention.FLEX if flex and config.data.packing else attention
+    if flex or config.data.packing:
+        structure, activations = discover(
+            source.factory, *shape, rules, attention=packed_attention, packed=config.data.packing
         )
-        passes = sum(
-            3 if i >= lowest else 1 for i, layer in enumerate(structure.layers) if layer.kind is LayerKind.BLOCK
-        )
-        heads = int(source.setting("num_attention_heads") or 0)
-        hidden = int(source.setting("hidden_size") or 0)
-        head_dim = int(source.setting("head_dim") or hidden // max(1, heads))
-        return FlopCount(of_token, 2 * passes * heads * head_dim)
+    return structure, activations, attention, packed_attention
 
-    def per_step(self, num_tokens: int, sum_squared_lengths: int) -> float:
-        return float(self.of_token) * num_tokens + float(self.of_pair) * sum_squared_lengths
+
+def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool:
+    """Raises ConfigError where it must be used and cannot."""
+    setting = config.model.attention
+    if setting == "sdpa" or (setting == "auto" and device != "cuda"):
+        return False
+    problem = flex_problem(build_empty(source.factory, torch.float32))
+    if device != "cuda":
+        problem = "it computes gradients on a GPU only"
+    if problem is not None and setting == "flex":
+        raise ConfigError(f"model.attention: flex attention is not possible here: {problem}; set model.attention: auto")
+    if problem is not None:
+        log.info("no flex attention: %s; rows of several documents get whole masks", problem)
+    return problem is None

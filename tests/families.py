@@ -25,6 +25,16 @@ GPT2_SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+# A tower that is larger than the language model: the layer list is found by what runs, not by size.
+VISION: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+QWEN_VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32, "num_heads": 2, "patch_size": 14,
+}  # fmt: skip
+QWEN_IMAGE = {"vision_start_token_id": 120, "vision_end_token_id": 121, "image_token_id": 122, "video_token_id": 123}
+THREE_AXES: dict[str, Any] = {"type": "default", "rope_type": "default", "mrope_section": [2, 1, 1]}
 
 
 @dataclass(frozen=True)
@@ -128,11 +138,38 @@ FAMILIES: dict[str, Family] = {
          "text_config": {"model_type": "gemma3_text", **SIZES, "head_dim": 8, "sliding_window": 8,
                          "query_pre_attn_scalar": 8,
                          "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
-         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128,
-                           "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+         "vision_config": {"model_type": "siglip_vision_model", **VISION},
          "mm_tokens_per_image": 4, "boi_token_index": 120, "eoi_token_index": 121, "image_token_index": 122},
         "the language half of a larger model",
         ("model.vision_tower.", "model.multi_modal_projector."),
+    ),
+    "Qwen2-VL": Family(
+        {"model_type": "qwen2_vl",
+         "text_config": {"model_type": "qwen2_vl_text", **SIZES, "rope_scaling": THREE_AXES}, **QWEN_IMAGE,
+         "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 14}},
+        "positions along three axes", ("model.visual.",),
+    ),
+    "Qwen2.5-VL": Family(
+        {"model_type": "qwen2_5_vl",
+         "text_config": {"model_type": "qwen2_5_vl_text", **SIZES, "rope_scaling": THREE_AXES}, **QWEN_IMAGE,
+         "vision_config": {**QWEN_VISION, "depth": 2, "fullatt_block_indexes": [1]}},
+        "positions along three axes", ("model.visual.",),
+    ),
+    "Qwen3-VL": Family(
+        {"model_type": "qwen3_vl",
+         "text_config": {"model_type": "qwen3_vl_text", **SIZES, "head_dim": 8, "rope_scaling": THREE_AXES},
+         "vision_config": {**QWEN_VISION, "depth": 3, "deepstack_visual_indexes": [0, 1]}, **QWEN_IMAGE},
+        "positions along three axes, images that enter at several layers", ("model.visual.",),
+    ),
+    "LLaVA": Family(
+        {"model_type": "llava", "text_config": {"model_type": "llama", **SIZES}, "image_token_index": 122,
+         "vision_config": {"model_type": "clip_vision_model", **VISION}},
+        "any language model behind a projector", ("model.vision_tower.", "model.multi_modal_projector."),
+    ),
+    "Mistral 3, vision-language": Family(
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SIZES}, "image_token_index": 122,
+         "vision_config": {"model_type": "pixtral", **VISION, "head_dim": 32}},
+        "any language model behind a projector", ("model.vision_tower.", "model.multi_modal_projector."),
     ),
 }  # fmt: skip
 

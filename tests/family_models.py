@@ -17,6 +17,7 @@ def build_family(name: str, folder: Path) -> Path:
     """The model's own initialisation and noise on every parameter, so that none is a constant."""
     torch.manual_seed(0)
     model = Architecture(dict(FAMILIES[name].config))(torch.float32)
+    model.init_weights()  # in Transformers 4; in 5 they have their values
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.working_copy import to_working
@@ -101,7 +102,7 @@ def train_reference(
     """
     with _threads(recipe.num_threads):
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(recipe.device).train()
+        model = load_model(folder, dtype).to(recipe.device).train()
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # a view of the file, at any address: matrix products round by it
         _freeze(model, recipe, frozen)
@@ -260,6 +261,14 @@ def _backward_in_chunks(
     return losses
 
 
+def load_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The model by the class that its configuration names: a causal language model, or one that has one inside; by the
+    folder's own code where there is some."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model_class = getattr(transformers, config.architectures[0], AutoModelForCausalLM)
+    return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=True)
+
+
 def _trained(model: Any) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
@@ -302,7 +311,7 @@ def _seed_dropout(model: Any, place: _Place, unreached: tuple[str, ...]) -> None
 
 
 def _beginning(folder: Path, recipe: Recipe, model: Any) -> Result:
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(recipe.device)
+    whole = load_model(folder, torch.float32).to(recipe.device)
     masters = {name: whole.get_parameter(name).detach() for name, _ in _trained(model)}
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     _set_weights(frozen, dict(whole.named_parameters()))

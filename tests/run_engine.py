@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatrain_ray.config import ModelConfig
 from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
@@ -54,6 +55,7 @@ class Mode:
     num_block_slots: int = 2
     num_edge_slots: int = 2
     sums: Tier = Tier.HBM
+    packed_attention: Attention = Attention.SDPA
     poison: bool = True
 
 
@@ -102,6 +104,7 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         seq_len=seq_len,
         num_shards=mode.num_shards,
         num_fragments=mode.num_fragments,
+        packed_attention=mode.packed_attention,
     )
     candidate = Candidate(mode.order, mode.activations, mode.num_block_slots, mode.num_edge_slots, mode.sums)
     plan = build_plan(structure, activations, MACHINE, request, candidate)
@@ -157,6 +160,7 @@ def train_engine(
                 timeline.clear()
 
         try:
+            await engine.rehearse()
             await evaluate(0)
             for step, batch in enumerate(batches, 1):
                 report = await engine.step(step_input(step, batch, recipe), schedule(step, adam_step, recipe))

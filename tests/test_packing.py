@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from megatrain_ray.architecture import Architecture
+from megatrain_ray.engine.attention import packed_arguments
 from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
@@ -19,7 +19,7 @@ from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.segments import positions_of
 from tests.families import FAMILIES, UNPACKED
 from tests.family_models import NUM_IDS, build_family
-from tests.reference import Recipe, train_reference
+from tests.reference import Recipe, load_model, train_reference
 from tests.run_engine import Mode, train_engine
 
 LENGTHS = (7, 4, 9)
@@ -69,8 +69,9 @@ def why_not(name: str, folder: Path) -> str | None:
 
 def loss_of(folder: Path, batch: Batch) -> float:
     """Of the unmodified model, without dropout, summed over supervised tokens."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    packed = {} if batch.segments is None else {"position_ids": positions_of(batch.segments)}
+    model = load_model(folder, torch.float32).eval()
+    positions = None if batch.segments is None else positions_of(batch.segments)
+    packed = packed_arguments(model, positions)
     with torch.no_grad():
         logits = model(input_ids=batch.input_ids, use_cache=False, **packed).logits
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").item()

@@ -118,8 +118,8 @@ def test_the_measured_activations_of_a_llama_layer() -> None:
     tokens, heads = BATCH * SEQ, 4
     # FP32 input and its inverse root mean square; the BF16 normalised input, for the weight's gradient; the output.
     norm = HIDDEN * 4 + 4 + HIDDEN * 2 + HIDDEN * 2
-    # q, k and v (both repeated to all heads) and the output; FP32 log-sum-exp of each head; a row of the BF16 mask.
-    attention = 4 * HIDDEN * 2 + heads * 4 + SEQ * 2
+    # q, k, v (of half as many heads) and the output; FP32 log-sum-exp of each head. No mask: SDPA knows causality.
+    attention = 3 * HIDDEN * 2 + heads * 4
     # Gate, its SiLU, up, and their product.
     mlp = 4 * INNER * 2
     assert activations.boundary == (0, *(tokens * HIDDEN * 2,) * (LAYERS + 1))

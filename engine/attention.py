@@ -1,0 +1,123 @@
+"""How layers attend, and what that costs in masks.
+
+A Transformers model builds its masks before the first layer, for the attention implementation that its configuration
+names. SDPA gets whole masks, [B, 1, T, T], unless plain causal attention over whole rows is all there is; flex
+attention gets block masks, which hold four numbers for 128 × 128 positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+FLEX = "flex_attention"  # Transformers' name for it
+MIN_HEAD_DIM = 16  # the smallest that flex attention's kernels multiply
+
+
+class Attention(Enum):
+    """SDPA: what Transformers takes by itself, which is eager attention where a model knows no SDPA."""
+
+    SDPA = "sdpa"
+    FLEX = "flex"
+
+
+def flex_problem(model: nn.Module) -> str | None:
+    """Why a Transformers model cannot use flex attention; None: it can."""
+    name = type(model).__name__
+    supported: Any = getattr(model, "_supports_flex_attn", False)
+    if not supported or not model._can_set_attn_implementation():  # type: ignore[operator]
+        return f"Transformers' {name} does not support it"
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    dropout = getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0)
+    if dropout:
+        return f"it has no dropout, and the attention of this {name} has {dropout}"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim < MIN_HEAD_DIM:
+        return f"its kernels need heads of {MIN_HEAD_DIM} at least, and this {name} has heads of {head_dim}"
+    return None
+
+
+class AttentionSwitch:
+    """Sets a model to flex attention, or back to what it was built with. Between forwards only: every layer of a
+    forward reads it off the configuration that they share."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self._own: str = self._config._attn_implementation
+
+    def set(self, attention: Attention) -> None:
+        self._config._attn_implementation = FLEX if attention is Attention.FLEX else self._own
+
+
+def packed_arguments(model: nn.Module, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """What tells a model of several documents in a row: `positions`, [B, T], that begin again; None: nothing to tell.
+
+    Models with positions along three axes, of which images have more than one, take those of the text before them.
+    """
+    if positions is None:
+        return {}
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return {"position_ids": positions.expand(4, -1, -1) if "mrope_section" in rope else positions}
+
+
+@contextmanager
+def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> Iterator[None]:
+    """Within it the model's forward on fake tensors is given the masks that real ones would give it, whose values tell
+    whether a row holds several documents. `packed`: it does.
+
+    For flex attention there are none, and what it keeps for backward is what SDPA keeps without a mask.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    masks, functions = ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
+    built = masks["sdpa"]
+
+    def whole_rows(*args: Any, **kwargs: Any) -> Any:
+        """No mask where a plain causal one would do; a pattern of the model's own (use_vmap) stays."""
+        return built(*args, **kwargs | {"allow_is_causal_skip": not kwargs.get("use_vmap")})
+
+    switch = AttentionSwitch(model)
+    if attention is Attention.FLEX:
+        switch.set(attention)
+        masks[FLEX], functions[FLEX] = (lambda *args, **kwargs: None), sdpa_attention_forward
+    elif not packed:
+        masks["sdpa"] = whole_rows
+    try:
+        yield
+    finally:
+        switch.set(Attention.SDPA)
+        for interface, name in ((masks, FLEX), (functions, FLEX), (masks, "sdpa")):
+            interface._local_mapping.pop(name, None)
+
+
+def mask_bytes(attention: Attention, inputs: list[torch.Tensor], batch_size: int, seq_len: int) -> int:
+    """Of one micro-batch: of the masks among its layers' `inputs`, or of the block masks in their place."""
+    if attention is Attention.FLEX:
+        blocks = -(-seq_len // 128)
+        return 4 * 4 * batch_size * blocks * blocks  # four tables of int32: blocks by row and by column, part and full
+    found = [t for t in inputs if t.shape[-2:] == (seq_len, seq_len) and not t.requires_grad]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
+
+
+def attention_width(func: Any, args: tuple[Any, ...], seq_len: int) -> float:
+    """Of an operation on [.., T, ..]: the numbers that are multiplied for each pair of tokens, in both of attention's
+    products together, halved: B × heads × head_dim where keys and values are equally wide. 0: it is neither product."""
+    if func._opname.startswith("_scaled_dot_product"):
+        query, _, value = args[:3]
+        return float(query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3]) / 2)
+    if func not in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+        return 0.0
+    left, right = args[-2:]
+    if left.shape[1:] == (seq_len, seq_len):
+        return float(left.shape[0] * right.shape[2] / 2)
+    if (left.shape[1], right.shape[2]) == (seq_len, seq_len):
+        return float(left.shape[0] * left.shape[2] / 2)
+    return 0.0
