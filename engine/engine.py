@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from megatrain_ray.engine.bound_modules import BoundModules
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, MemoryStatistics
+from megatrain_ray.engine.evaluator import Evaluator
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.offload import Departure, Fetch, GradientOffloader
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.planner import step_residency
+from megatrain_ray.engine.planner import residency_of
+from megatrain_ray.engine.residency import Residency
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.seams import GradSink, ParamSource
 from megatrain_ray.engine.shard import UpdateHeader
@@ -30,7 +34,7 @@ from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.slots import SlotRing
 from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.streamer import LayerStreamer
-from megatrain_ray.engine.visits import visits
+from megatrain_ray.engine.visits import Visit, forward_visits, visits
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.trace import Stage
 
@@ -38,7 +42,10 @@ T = TypeVar("T")
 
 
 class Host(ParamSource, GradSink, Protocol):
-    """Both directions; `drain` waits for a generation of every layer."""
+    """Both directions."""
+
+    async def drain(self, generation: int) -> None:
+        """Waits until every layer has this generation."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,12 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class StepReport:
-    """`grad_norm` before clipping. `exposed_s`: seconds the compute stage waited, by cause."""
+    """`cross_entropy` as in StepOutput. `grad_norm` before clipping. `exposed_s`: seconds the compute stage waited, by
+    cause."""
 
     step: int
     loss: float
+    cross_entropy: float | None
     grad_norm: float
     skipped: bool
     bad_parameter: str | None
@@ -77,24 +86,32 @@ class Engine:
         self.device = device
         self._plan = plan
         self._host = host
+        self._structure = structure
         self._layout: ModelLayout = structure.layout(plan.num_fragments)
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         memory = device.allocate(sum(slot.num_bytes for slot in plan.slots))
         ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
-        residency = step_residency(structure, self._layout, plan)
-        self.streamer = LayerStreamer(device, ring, self._layout, residency, host, plan.update_deadline_s + DEADLINE_S)
+        self.streamer = LayerStreamer(device, ring, self._layout, host, plan.update_deadline_s + DEADLINE_S)
         self._offloader = GradientOffloader(device, host)
         self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order, self._layout.lowest_trained)
+        self._residency = self._residency_of(self._visits)
         model = build_empty(factory, plan.precision.working_dtype)
+        skeleton = Skeleton(model, structure, device.torch_device)
+        residents = Residents(self._layout, plan.precision.working_dtype, memory)
+        modules = BoundModules(structure, self._layout, skeleton, residents)
+        self._evaluator = Evaluator(
+            structure, device, skeleton, self.streamer, residents, modules, plan.loss_chunk_tokens
+        )
         self.runner = StepRunner(
             plan=plan,
             structure=structure,
             layout=self._layout,
             device=device,
-            skeleton=Skeleton(model, structure, device.torch_device),
+            skeleton=skeleton,
             streamer=self.streamer,
-            residents=Residents(self._layout, plan.precision.working_dtype, memory),
+            residents=residents,
+            modules=modules,
             store=GradientStore(plan, self._layout, device, poison=poison),
             transfer=self._transfer,
         )
@@ -110,7 +127,8 @@ class Engine:
         start = time.perf_counter()
         if settings.clip is None:
             await self._host.commit(_header(step.step, settings, 1.0, skip=False), 0.0)
-        output = await self._stream(step)
+        offloading = self._offloader.run(step.step)
+        output = await self._stream(self._residency, step.step - 1, self._compute(step), offloading)
         at_s = self.device.timeline.now(Stage.COMPUTE)
         self.device.timeline.host_waits(at_s)
         skip = output.bad_parameter is not None
@@ -127,6 +145,7 @@ class Engine:
         return StepReport(
             step=step.step,
             loss=output.loss,
+            cross_entropy=output.cross_entropy,
             grad_norm=output.grad_norm,
             skipped=skip,
             bad_parameter=output.bad_parameter,
@@ -135,14 +154,30 @@ class Engine:
             memory=self.device.memory(),
         )
 
-    async def _stream(self, step: StepInput) -> StepOutput:
-        """Compute thread, h2d pump and d2h pumps together; the first failure ends all of them."""
-        self.streamer.begin(generation=step.step - 1)
+    async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
+        """Cross-entropy of the weights of this generation, summed over the supervised tokens: the model in evaluation
+        mode, in the plan's loop order, nothing else changed. Between steps; waits until every layer has its update."""
+        await self._host.drain(generation)
+        order = forward_visits(len(self._plan.layers), len(micro_batches), self._plan.order)
+        computing = self.on_compute_thread(lambda: self._evaluator.run(micro_batches, order))
+        total = await self._stream(self._residency_of(order), generation, computing)
+        await self.on_compute_thread(self.device.take_exposed)  # no step waited for it
+        return total
+
+    def _residency_of(self, visits: Sequence[Visit]) -> Residency:
+        return residency_of(visits, self._structure, self._layout, self._plan)
+
+    async def _stream(
+        self, residency: Residency, generation: int, compute: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, None]
+    ) -> T:
+        """Compute thread, h2d pump and what else there is together; the first failure ends all of them."""
+        self.streamer.begin(residency, generation)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._offloader.run(step.step), name="offloader")
                 group.create_task(self.streamer.finish(), name="streamer")
-                computing = group.create_task(self._compute(step), name="compute")
+                for other in others:
+                    group.create_task(other)
+                computing = group.create_task(compute, name="compute")
             return computing.result()
         except BaseExceptionGroup as failures:
             raise _first(failures) from None
@@ -158,7 +193,7 @@ class Engine:
     @property
     def whereabouts(self) -> str:
         """What the compute thread does, for the message about a step that does not end."""
-        return self.runner.whereabouts
+        return self._evaluator.whereabouts or self.runner.whereabouts
 
     async def on_compute_thread(self, function: Callable[[], T]) -> T:
         """Runs it where every torch call that computes runs."""

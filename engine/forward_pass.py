@@ -95,8 +95,16 @@ class ForwardPass:
             self._recorded.clear()
 
     def answer(self, result: Any) -> None:
-        """Brings a result in the place of the pending call, which is not made and has no backward."""
+        """Brings a result in the place of the pending call, which is not kept and has no backward."""
         self._switch(result)
+
+    @property
+    def final_hidden(self) -> torch.Tensor:
+        """[B, T, D], of a forward that is over. Raises MegatrainError where it stands at another call."""
+        if self.pending is not None:
+            raise MegatrainError(f"the forward called {self.pending.path} after its last layer")
+        hidden: torch.Tensor = self.result.last_hidden_state
+        return hidden
 
     def _switch(self, *values: Any) -> None:
         answer = self._greenlet.switch(*values)

@@ -100,6 +100,13 @@ class LayerCall:
                 self.handed.append(values[i])
         return Outcome(*tree_unflatten(values, spec))
 
+    def infer(self, function: Function) -> Any:
+        """Runs the layer for its result alone; what it adds to containers is in the model's own afterwards."""
+        with torch.no_grad():
+            outcome = self._call(function, [port.tensor for port in self.ports])
+        self.stores.write(outcome.added)
+        return outcome.result
+
     def recompute(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
     ) -> None:

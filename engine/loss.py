@@ -13,11 +13,36 @@ from megatrain_ray.io.batches import IGNORED
 
 
 @dataclass(frozen=True)
+class Objective:
+    """What is minimised, for each supervised token: cross-entropy, with targets smoothed as torch.nn.CrossEntropyLoss
+    does (C. Szegedy et al., "Rethinking the inception architecture for computer vision", 2016), and `z_loss` times
+    logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5)."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        return not self.z_loss and not self.label_smoothing
+
+    def sums(self, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The objective and the plain cross-entropy (without a graph), over the supervised tokens. scores: FP32
+        [1, t, V]. targets: [t]."""
+        total = _cross_entropy(scores, targets, self.label_smoothing)
+        plain = _cross_entropy(scores.detach(), targets) if self.label_smoothing else total.detach()
+        if self.z_loss:
+            log_z = torch.logsumexp(scores.view(targets.shape[0], -1), -1).masked_fill(targets == IGNORED, 0.0)
+            total = total + self.z_loss * log_z.square().sum()
+        return total, plain
+
+
+@dataclass(frozen=True)
 class LossResult:
-    """Loss of each chunk (its share of the step's loss), gradient of the hidden state, gradients of the head's
-    parameters; None where nothing flowed, and for what needs none."""
+    """Loss of each chunk and plain cross-entropy of each (their shares of the step's), gradient of the hidden state,
+    gradients of the head's parameters; None where nothing flowed, and for what needs none."""
 
     losses: list[torch.Tensor]
+    cross_entropies: list[torch.Tensor]
     hidden: torch.Tensor | None
     parameters: list[torch.Tensor | None]
 
@@ -30,8 +55,9 @@ def chunked_loss(
     *,
     chunk_tokens: int,
     num_supervised: int,
+    objective: Objective,
 ) -> LossResult:
-    """Sum of cross-entropy over supervised tokens ÷ `num_supervised` (of the whole step), and its gradients.
+    """Sum of the objective over supervised tokens ÷ `num_supervised` (of the whole step), and its gradients.
 
     hidden: [B, T, D]. targets: [B, T], `IGNORED` where unsupervised. `logits`: [1, t, D] → [1, t, V] with
     `parameters` bound. With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and
@@ -40,31 +66,45 @@ def chunked_loss(
     tokens = hidden.detach().reshape(1, -1, hidden.shape[-1])
     flat_targets = targets.reshape(-1)
     chunks = range(0, tokens.shape[1], chunk_tokens)
-    losses = []
+    losses, cross_entropies = [], []
     hidden_gradient = torch.empty_like(tokens) if hidden.requires_grad else None
     sums = _Sums(len(parameters), several=len(chunks) > 1)
     for start in chunks:
         chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(hidden.requires_grad)
         with torch.enable_grad():
             scores = logits(chunk).float()
-            chunk_targets = flat_targets[start : start + chunk_tokens]
-            loss = F.cross_entropy(
-                scores.view(-1, scores.shape[-1]), chunk_targets, reduction="sum", ignore_index=IGNORED
-            )
-            loss = loss / num_supervised
+            total, plain = objective.sums(scores, flat_targets[start : start + chunk_tokens])
+            loss = total / num_supervised
         of_chunk, *of_parameters = _gradients(loss, [chunk, *parameters])
         if hidden_gradient is not None:
             hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
         sums.add(of_parameters)
         losses.append(loss.detach())
+        cross_entropies.append(plain / num_supervised)
     of_hidden = None if hidden_gradient is None else hidden_gradient.view(hidden.shape)
-    return LossResult(losses, of_hidden, sums.rounded())
+    return LossResult(losses, cross_entropies, of_hidden, sums.rounded())
+
+
+def cross_entropy_sums(
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, *, chunk_tokens: int
+) -> list[torch.Tensor]:
+    """Cross-entropy of each chunk, summed over its supervised tokens; no gradients. Arguments as for chunked_loss."""
+    tokens = hidden.reshape(1, -1, hidden.shape[-1])
+    chunks = zip(torch.split(tokens, chunk_tokens, 1), torch.split(targets.reshape(-1), chunk_tokens), strict=True)
+    with torch.no_grad():
+        return [_cross_entropy(logits(chunk).float(), of_chunk) for chunk, of_chunk in chunks]
 
 
 def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     wanted = [source for source in sources if source.requires_grad]
     found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
     return [next(found) if source.requires_grad else None for source in sources]
+
+
+def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Summed over the supervised tokens. scores: [1, t, V]. targets: [t]."""
+    flat = scores.view(-1, scores.shape[-1])
+    return F.cross_entropy(flat, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
 
 
 class _Sums:

@@ -32,6 +32,7 @@ class Request:
     num_shards: int | None = None
     num_fragments: int = 1
     saves: bool = True  # while training goes on
+    z_loss: bool = False
 
 
 @dataclass(frozen=True)

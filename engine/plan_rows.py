@@ -21,13 +21,13 @@ PROCESS_BYTES = 640 << 20
 CONTEXT_BYTES = 1 << 30
 
 
-def logits_bytes(structure: ModelStructure, precision: Precision, num_tokens: int) -> int:
-    """Logits of so many tokens in the working type, in FP32, and their gradient in both."""
-    return num_tokens * structure.vocab_size * (2 * precision.working_dtype.itemsize + 8)
+def logits_bytes(structure: ModelStructure, precision: Precision, num_tokens: int, *, z_loss: bool) -> int:
+    """Logits of so many tokens in the working type, in FP32, and their gradient in both; that of a z-loss in FP32."""
+    return num_tokens * structure.vocab_size * (2 * precision.working_dtype.itemsize + (12 if z_loss else 8))
 
 
 def hbm_rows(
-    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
 ) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
     live = _live_micro_batches(plan)
@@ -49,7 +49,7 @@ def hbm_rows(
             "2 × kept + 2 × boundary + gradients of the largest layer",
         ),
         "loss": (
-            _loss_bytes(plan, structure, layout, max(activations.boundary)),
+            _loss_bytes(plan, structure, layout, max(activations.boundary), z_loss=z_loss),
             f"logits of {plan.loss_chunk_tokens} tokens, head gradient, tied gradients",
         ),
         "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
@@ -75,7 +75,7 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
 
 
-def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boundary: int) -> int:
+def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boundary: int, *, z_loss: bool) -> int:
     """Logits of a chunk, the hidden state's gradient, the head's gradient sum, and one gradient of every tied weight
     for each micro-batch whose owner of it has not had its backward."""
     head = layout.layers[-1]
@@ -84,7 +84,7 @@ def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boun
     elements = sum(max(s.numel, _size(s.shape)) for s in head.segments if s.group.trained)
     tied = sum({s.tied_to: _size(s.shape) for s in trained if s.tied_to}.values())
     return (
-        logits_bytes(structure, plan.precision, plan.loss_chunk_tokens)
+        logits_bytes(structure, plan.precision, plan.loss_chunk_tokens, z_loss=z_loss)
         + 2 * boundary
         + (elements * 4 if chunked else 0)
         + tied * plan.precision.working_dtype.itemsize * _live_micro_batches(plan)

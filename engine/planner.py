@@ -25,7 +25,7 @@ from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import hbm_rows, host_rows, logits_bytes
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
 from megatrain_ray.engine.structure import ActivationBytes
-from megatrain_ray.engine.visits import LoopOrder, visits
+from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 from megatrain_ray.errors import CapacityError
 
 # A chunk of logits in the working type, in FP32, and their gradient in both stay under this together.
@@ -82,18 +82,17 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
         yield Candidate(LoopOrder.MICRO_BATCHES_OUTER, policy, *num_slots, Tier.HOST)
 
 
-def step_residency(structure: ModelStructure, layout: ModelLayout, plan: Plan) -> Residency:
-    """The slots' contents during a step of this plan."""
-    return _residency(structure, layout, plan.precision, plan.slots, plan.order, plan.num_micro_batches)
+def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: ModelLayout, plan: Plan) -> Residency:
+    """What is in the plan's slots during these visits."""
+    return _residency(visits, structure, layout, plan.precision, plan.slots)
 
 
 def _residency(
+    visits: Sequence[Visit],
     structure: ModelStructure,
     layout: ModelLayout,
     precision: Precision,
     slots: Sequence[SlotSpec],
-    order: LoopOrder,
-    num_micro_batches: int,
 ) -> Residency:
     item = precision.working_dtype.itemsize
     num_bytes: dict[FragmentId, int] = {}
@@ -102,8 +101,7 @@ def _residency(
         for f, span in enumerate(layer.fragments):
             num_bytes[FragmentId(i, f)] = span.size * item
             groups[FragmentId(i, f)] = group_of(structure.layers[i].kind, f)
-    step = visits(len(layout.layers), num_micro_batches, order, layout.lowest_trained)
-    needs = [needed_fragments(layout, visit.layer) for visit in step]
+    needs = [needed_fragments(layout, visit.layer) for visit in visits]
     return plan_residency(needs, num_bytes, groups, slots)
 
 
@@ -139,7 +137,8 @@ class _Builder:
         r, c, m = self.request, self.candidate, self.machine
         num_shards = r.num_shards or m.num_nodes
         slots = self._slots()
-        residency = _residency(self.structure, self.layout, r.precision, slots, c.order, r.num_micro_batches)
+        of_step = visits(len(self.layout.layers), r.num_micro_batches, c.order, self.layout.lowest_trained)
+        residency = _residency(of_step, self.structure, self.layout, r.precision, slots)
         plan = Plan(
             version=1,
             device=m.device,
@@ -169,7 +168,8 @@ class _Builder:
             ram_limit_bytes=m.ram_bytes,
             rows=(),
         )
-        rows = (*hbm_rows(plan, self.structure, self.layout, self.activations), *host_rows(plan, self.layout))
+        hbm = hbm_rows(plan, self.structure, self.layout, self.activations, z_loss=r.z_loss)
+        rows = (*hbm, *host_rows(plan, self.layout))
         return self._with_copies(replace(plan, rows=rows)) if r.saves else replace(plan, rows=rows)
 
     def _with_copies(self, plan: Plan) -> Plan:
@@ -247,7 +247,7 @@ class _Builder:
 
     def _chunk_tokens(self) -> int:
         tokens = self.request.micro_batch_size * self.request.seq_len
-        of_one = logits_bytes(self.structure, self.request.precision, 1)
+        of_one = logits_bytes(self.structure, self.request.precision, 1, z_loss=self.request.z_loss)
         return min(tokens, max(128, LOGITS_BYTES // of_one // 128 * 128))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.engine.forward_pass import LayerProxy
+from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.recorder import Recorder
 from megatrain_ray.errors import ConfigError
@@ -34,10 +35,31 @@ class Skeleton:
         self._stand_in = _StandIn(self._base)
         _replace(model, structure.base, self._stand_in)
         self._model = model
+        self._device = device
         anchor = torch.empty(0, dtype=next(dtypes), device=device)
         for module in {model, *self._base.modules()}:
             if hasattr(module, "base_model_prefix"):
                 _anchor(module, anchor)
+
+    def forward_of(self, micro_batch: MicroBatch) -> Callable[[], Any]:
+        """The forward of a micro-batch, for a ForwardPass; its ids are brought to the device at once."""
+        input_ids, positions = micro_batch.input_ids.to(self._device), micro_batch.positions
+        if positions is not None:
+            positions = positions.to(self._device)
+        return lambda: self.forward(input_ids, positions)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model and its layers are in evaluation mode in the block, and then as they were before."""
+        roots = (self._model, self._base, *self.modules.values())
+        before = {module: module.training for root in roots for module in root.modules()}
+        for root in roots:
+            root.eval()
+        try:
+            yield
+        finally:
+            for module, training in before.items():
+                module.training = training
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
         """The base model's output for [B, T] ids; to be run by a ForwardPass. `positions`: [B, T], of several documents

@@ -6,20 +6,20 @@ The order of a step is data (visits.py). This file says what happens in a visit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 
+from megatrain_ray.engine.bound_modules import BoundModules
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.gradients import GradientStore
-from megatrain_ray.engine.layer_call import Function, LayerCall
+from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.layout import ModelLayout, Segment
-from megatrain_ray.engine.loss import chunked_loss
+from megatrain_ray.engine.loss import Objective, chunked_loss
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Fetch
@@ -27,9 +27,7 @@ from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.streamer import LayerStreamer
-from megatrain_ray.engine.template import Template, Templates, positions_of
 from megatrain_ray.engine.visits import Phase, Visit
-from megatrain_ray.errors import MegatrainError
 from megatrain_ray.trace import Op
 
 
@@ -48,13 +46,16 @@ class StepInput:
     micro_batches: tuple[MicroBatch, ...]
     world: World
     dropout_seed: int
+    objective: Objective = field(default_factory=Objective)
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """`bad_parameter`: the first in model order whose gradient is not finite."""
+    """`cross_entropy`: of the loss, where that has other terms. `bad_parameter`: the first in model order whose
+    gradient is not finite."""
 
     loss: float
+    cross_entropy: float | None
     grad_norm: float
     bad_parameter: str | None
 
@@ -71,6 +72,7 @@ class StepRunner:
         skeleton: Skeleton,
         streamer: LayerStreamer,
         residents: Residents,
+        modules: BoundModules,
         store: GradientStore,
         transfer: Callable[[Departure | Fetch], None],
     ) -> None:
@@ -83,13 +85,7 @@ class StepRunner:
         self._residents = residents
         self._store = store
         self._transfer = transfer
-        self._segments = _segments_by_module(structure, layout)
-        templates = Templates()
-        self._templates = {
-            path: templates.get(module, [segment.local for segment in self._segments[path]])
-            for path, module in skeleton.modules.items()
-        }
-        self._positions = {path: positions_of(module) for path, module in skeleton.modules.items()}
+        self._modules = modules
         self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
         self.num_forwards = 0
         self.whereabouts = "between steps"  # read by other threads
@@ -97,7 +93,9 @@ class StepRunner:
     def run(self, step: StepInput, visits: tuple[Visit, ...]) -> StepOutput:
         """All visits; returns when the loss and the norm are known on the host."""
         self._store.begin()
-        state = _StepState(step, [self._forward_pass(mb) for mb in step.micro_batches], self._targets(step))
+        state = _StepState(
+            step, [ForwardPass(self._skeleton.forward_of(mb)) for mb in step.micro_batches], self._targets(step)
+        )
         for visit in visits:
             if self._store.waits_on_host:
                 self._fetch_ahead(visits[visit.index + 1 : visit.index + 2])
@@ -123,13 +121,6 @@ class StepRunner:
 
     def _has_gradient(self, visit: Visit) -> bool:
         return visit.phase is not Phase.FORWARD and self._layout.layers[visit.layer].trained.size > 0
-
-    def _forward_pass(self, micro_batch: MicroBatch) -> ForwardPass:
-        device, positions = self._device.torch_device, micro_batch.positions
-        input_ids = micro_batch.input_ids.to(device)
-        if positions is not None:
-            positions = positions.to(device)
-        return ForwardPass(lambda: self._skeleton.forward(input_ids, positions))
 
     def _targets(self, step: StepInput) -> list[torch.Tensor]:
         """On the device before the first layer: a copy from pageable memory later would wait for the compute stage."""
@@ -157,7 +148,10 @@ class StepRunner:
         forward_pass = state.passes[j]
         keep = self._plan.layers[layer].activations is ActivationPolicy.KEEP
         while (call := forward_pass.pending) is not None and self._layer_of(call) == layer:
-            with self._bound(call.path) as (function, parameters), self._device.compute(Op("forward", layer, j)):
+            with (
+                self._modules.bound(call.path) as (function, parameters),
+                self._device.compute(Op("forward", layer, j)),
+            ):
                 self._seed(state.step, j, layer, 0)
                 saving = self._residents.saving() if keep else None
                 outcome = call.forward(function, parameters, saving)
@@ -168,12 +162,12 @@ class StepRunner:
     def _loss(self, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Loss of one micro-batch; sends its gradient into the forward pass and returns that of the head."""
         forward_pass = state.passes[j]
-        hidden = self._final_hidden(forward_pass)
+        hidden = forward_pass.final_hidden
         with ExitStack() as stack:
             named: list[tuple[Segment, torch.Tensor]] = []
             for path in sorted(self._structure.loss_modules):
-                _, parameters = stack.enter_context(self._bound(path))
-                named += zip(self._segments[path], parameters, strict=True)
+                _, parameters = stack.enter_context(self._modules.bound(path))
+                named += zip(self._modules.segments[path], parameters, strict=True)
             stack.enter_context(self._residents.saving())
             stack.enter_context(self._device.compute(Op("loss", len(self._layout.layers) - 1, j)))
             result = chunked_loss(
@@ -183,10 +177,12 @@ class StepRunner:
                 [parameter for _, parameter in named],
                 chunk_tokens=self._plan.loss_chunk_tokens,
                 num_supervised=state.step.world.num_supervised,
+                objective=state.step.objective,
             )
             auxiliary = self._skeleton.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)
         state.losses += result.losses
+        state.cross_entropies += result.cross_entropies
         if auxiliary is not None:
             self._add_auxiliary(auxiliary, forward_pass, state)
         forward_pass.result = None
@@ -197,12 +193,6 @@ class StepRunner:
         count = len(state.passes) * state.step.world.size
         forward_pass.send(auxiliary, torch.full_like(auxiliary, 1 / count))
         state.losses.append(auxiliary.detach() / count)
-
-    def _final_hidden(self, forward_pass: ForwardPass) -> torch.Tensor:
-        if forward_pass.pending is not None:
-            raise MegatrainError(f"the forward called {forward_pass.pending.path} after its last layer")
-        hidden: torch.Tensor = forward_pass.result.last_hidden_state
-        return hidden
 
     def _backward(self, layer: int, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Backward of the layer's calls, last one first; gradients by parameter name."""
@@ -217,7 +207,7 @@ class StepRunner:
                 self._closed.add(call.path)
             with self._device.compute(Op("backward", layer, j)):
                 of_parameters = forward_pass.backward(call)
-            for segment, gradient in zip(self._segments[call.path], of_parameters, strict=True):
+            for segment, gradient in zip(self._modules.segments[call.path], of_parameters, strict=True):
                 name = segment.tied_to or segment.name
                 gradients[name] = _add(gradients.get(name), gradient)
         return gradients
@@ -236,18 +226,10 @@ class StepRunner:
         gradients |= {name: tied.pop(name) for name in own & tied.keys()}
 
     def _recompute(self, call: LayerCall, layer: int, j: int, state: _StepState) -> None:
-        with self._bound(call.path) as (function, parameters), self._device.compute(Op("recompute", layer, j)):
+        with self._modules.bound(call.path) as (function, parameters), self._device.compute(Op("recompute", layer, j)):
             self._seed(state.step, j, layer, 0)
             call.recompute(function, parameters, self._residents.saving())
             self.num_forwards += 1
-
-    @contextmanager
-    def _bound(self, path: str) -> Iterator[tuple[Function, list[torch.Tensor]]]:
-        layer = self._structure.layer_of(path)
-        template: Template = self._templates[path]
-        parameters = [self._residents.parameter(layer, segment) for segment in self._segments[path]]
-        with template.bound(parameters, self._positions[path]) as module:
-            yield partial(self._skeleton.recorder.run, module), parameters
 
     def _layer_of(self, call: LayerCall) -> int:
         return self._structure.layer_of(call.path)
@@ -260,12 +242,15 @@ class StepRunner:
     def _output(self, state: _StepState) -> StepOutput:
         norm = self._store.total_norm()
         with self._device.exposed("loss"):
-            *losses, norm_value = torch.stack([*state.losses, norm]).tolist()
+            *losses, norm_value = torch.stack([*state.cross_entropies, *state.losses, norm]).tolist()
+        count = len(state.cross_entropies)
+        has_terms = len(state.losses) > count or not state.step.objective.is_cross_entropy
+        cross_entropy = sum(losses[:count]) if has_terms else None
         bad = None
         if not math.isfinite(norm_value):
             names = self._layout.parameter_order
             bad = next((n for n in names if not bool(torch.isfinite(self._store.norms[n]))), "the norm of all")
-        return StepOutput(sum(losses), norm_value, bad)
+        return StepOutput(sum(losses[count:]), cross_entropy, norm_value, bad)
 
 
 class _StepState:
@@ -275,7 +260,8 @@ class _StepState:
         self.step = step
         self.passes = passes
         self.targets = targets
-        self.losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []  # one a chunk, then that of side outputs, for each micro-batch
+        self.cross_entropies: list[torch.Tensor] = []  # one a chunk
         self.tied: list[dict[str, torch.Tensor | None]] = [{} for _ in passes]
 
 
@@ -283,12 +269,3 @@ def _add(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
     if first is None or second is None:
         return second if first is None else first
     return first + second
-
-
-def _segments_by_module(structure: ModelStructure, layout: ModelLayout) -> dict[str, list[Segment]]:
-    """Module path → its parameters."""
-    found: dict[str, list[Segment]] = {}
-    for spec, flat in zip(structure.layers, layout.layers, strict=True):
-        for path in spec.modules:
-            found[path] = [s for s in flat.segments if s.name == f"{path}.{s.local}"]
-    return found

@@ -35,21 +35,20 @@ class Arrival(NamedTuple):
 
 
 class LayerStreamer:
-    """Streams one step at a time along a residency that is known in advance."""
+    """Streams one step or evaluation at a time along a residency that is known in advance."""
 
     def __init__(
         self,
         device: Device,
         ring: SlotRing,
         layout: ModelLayout,
-        residency: Residency,
         source: ParamSource,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._device = device
         self._ring = ring
         self._layout = layout
-        self._residency = residency
+        self._residency = Residency((), (), ())
         self._source = source
         self._deadline_s = deadline_s
         self._arrivals: dict[tuple[int, FragmentId], Future[Arrival]] = {}
@@ -57,8 +56,9 @@ class LayerStreamer:
         self._pump: asyncio.Task[None] | None = None
         self.num_uploads = 0
 
-    def begin(self, generation: int) -> None:
-        """Starts to stream a step whose weights are of this generation. Event loop only."""
+    def begin(self, residency: Residency, generation: int) -> None:
+        """Starts to stream weights of this generation along the residency. Event loop only."""
+        self._residency = residency
         self._released = [Future() for _ in self._residency.slots]
         loads: dict[FragmentId, Future[Arrival]] = {}
         by_visit: dict[int, list[Load]] = {}
@@ -72,7 +72,7 @@ class LayerStreamer:
         self._pump = asyncio.create_task(self._stream(generation), name="h2d pump")
 
     async def finish(self) -> None:
-        """Waits until every load of the step was submitted; raises what went wrong in the pump."""
+        """Waits until every load was submitted; raises what went wrong in the pump."""
         if self._pump is not None:
             await self._pump
 

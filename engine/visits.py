@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -17,7 +17,7 @@ class LoopOrder(Enum):
 
 class Phase(Enum):
     FORWARD = "forward"
-    HEAD = "head"  # the last layer: its forward, the loss and its backward
+    HEAD = "head"  # the last layer: its forward and the loss, and in a step its backward
     BACKWARD = "backward"
 
 
@@ -42,6 +42,12 @@ def visits(num_layers: int, num_micro_batches: int, order: LoopOrder, lowest_tra
         for phase, layer in _sweep(num_layers, lowest_trained)
     )
     return tuple(Visit(i, *step) for i, step in enumerate(steps))
+
+
+def forward_visits(num_layers: int, num_micro_batches: int, order: LoopOrder) -> tuple[Visit, ...]:
+    """All visits of an evaluation: a step's without its backward."""
+    forward = [visit for visit in visits(num_layers, num_micro_batches, order) if visit.phase is not Phase.BACKWARD]
+    return tuple(replace(visit, index=i, last=False) for i, visit in enumerate(forward))
 
 
 def _sweep(num_layers: int, lowest_trained: int) -> Iterator[tuple[Phase, int]]:

@@ -46,26 +46,27 @@ class Windows(Protocol):
 class SeparateWindows:
     """Each document cut alone, with a stride of seq_len + 1. `documents` of rows only tells pads apart.
 
-    A document's last short window is dropped unless it is the document's only one; one token alone has no target.
+    A document's last short window is dropped unless it is the document's only one, or `whole`; one token alone has no
+    target.
     """
 
     corpus: Corpus
     starts: NDArray[np.int64]  # [num_windows], in the tokens of the corpus
-    lengths: NDArray[np.int64]  # [num_windows], seq_len + 1 but for the only window of a short document
+    lengths: NDArray[np.int64]  # [num_windows], seq_len + 1 but for a document's last
     seq_len: int
 
     @staticmethod
-    def of(corpus: Corpus, seq_len: int) -> SeparateWindows:
+    def of(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SeparateWindows:
         width = seq_len + 1
         lengths = np.asarray(corpus.document_lengths)
         offsets = np.cumsum(lengths) - lengths
-        full = lengths // width
-        counts = np.where(full > 0, full, lengths > 1)
+        full, rest = np.divmod(lengths, width)
+        counts = full + ((rest > 1) & (whole | (full == 0)))
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return SeparateWindows(
             corpus,
             starts=np.repeat(offsets, counts) + within * width,
-            lengths=np.repeat(np.minimum(lengths, width), counts),
+            lengths=np.minimum(np.repeat(lengths, counts) - within * width, width),
             seq_len=seq_len,
         )
 
@@ -88,19 +89,20 @@ class SeparateWindows:
 @dataclass(frozen=True, eq=False)
 class PackedWindows:
     """Documents joined by the end-of-document id and cut with a stride of seq_len + 1; the rest at the end is dropped
-    unless it is all there is. An end belongs to the document before it; the last document has none.
+    unless it is all there is, or `whole`. An end belongs to the document before it; the last document has none.
     """
 
     corpus: Corpus
     starts: NDArray[np.int64]  # [num_documents], in the joined tokens
     end_of_document: int
     seq_len: int
+    whole: bool = False
 
     @staticmethod
-    def of(corpus: Corpus, seq_len: int, end_of_document: int) -> PackedWindows:
+    def of(corpus: Corpus, seq_len: int, end_of_document: int, *, whole: bool = False) -> PackedWindows:
         lengths = np.asarray(corpus.document_lengths)
         starts = np.cumsum(lengths) - lengths + np.arange(lengths.size)
-        return PackedWindows(corpus, starts, end_of_document, seq_len)
+        return PackedWindows(corpus, starts, end_of_document, seq_len, whole)
 
     @property
     def joins_documents(self) -> bool:
@@ -112,8 +114,8 @@ class PackedWindows:
 
     @property
     def num_windows(self) -> int:
-        whole = self.num_joined // (self.seq_len + 1)
-        return max(whole, int(self.num_joined > 1)) if self.corpus.tokens.size else 0
+        full, rest = divmod(self.num_joined, self.seq_len + 1)
+        return full + int(rest > 1 and (self.whole or full == 0)) if self.corpus.tokens.size else 0
 
     def rows(self, indices: NDArray[np.int64]) -> Rows:
         at = indices[:, None] * (self.seq_len + 1) + np.arange(self.seq_len + 1)
@@ -179,9 +181,9 @@ def _learned(corpus: Corpus, at: NDArray[np.int64] | slice) -> Mask:
     return corpus.supervised[at]
 
 
-def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int) -> Windows:
+def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False) -> Windows:
     """The windows of a corpus. One document is cut in the same way with packing and without. Sequences of chats, of
-    at most seq_len + 1 tokens, stay whole.
+    at most seq_len + 1 tokens, stay whole. `whole`: with the last short windows, so that no document is left out.
 
     Raises ConfigError where there is no window, and where several documents are to be packed and the tokenizer has no
     end-of-document id or one outside the vocabulary.
@@ -190,9 +192,9 @@ def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int) -> Wind
     if packing and corpus.num_documents > 1 and corpus.supervised is not None:
         windows = SequenceRows.of(corpus, seq_len)
     elif packing and corpus.num_documents > 1:
-        windows = PackedWindows.of(corpus, seq_len, _end_of_document(corpus, vocab_size))
+        windows = PackedWindows.of(corpus, seq_len, _end_of_document(corpus, vocab_size), whole=whole)
     else:
-        windows = SeparateWindows.of(corpus, seq_len)
+        windows = SeparateWindows.of(corpus, seq_len, whole=whole)
     if not windows.num_windows:
         raise ConfigError(
             f"data.path: nothing to learn in {corpus.name}: a window needs 2 tokens, got {corpus.tokens.size} in "

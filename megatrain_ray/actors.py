@@ -13,7 +13,7 @@ from megatrain_ray.arena_owner import ArenaOwner, arena_sizes
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.errors import DeadlineError
-from megatrain_ray.gpu_worker import GpuWorker, Progress, StepResult
+from megatrain_ray.gpu_worker import GpuWorker, HeldOutLoss, Progress, StepResult
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.batches import Batch
@@ -32,7 +32,11 @@ class GpuActor:
             batch: Batch = await data.batch.remote(step)
             return batch
 
-        self._worker = GpuWorker(prepared, holders, fetch)
+        async def fetch_held_out(index: int) -> Batch:
+            batch: Batch = await data.held_out_batch.remote(index)
+            return batch
+
+        self._worker = GpuWorker(prepared, holders, fetch, fetch_held_out)
 
     async def handles(self) -> dict[str, ArenaHandle]:
         return self._worker.handles()
@@ -42,6 +46,9 @@ class GpuActor:
 
     async def step(self, step: int, save: bool) -> StepResult:
         return await self._worker.step(step, save)
+
+    async def evaluate(self, step: int, index: int) -> HeldOutLoss:
+        return await self._worker.evaluate(step, index)
 
     async def whereabouts(self) -> str:
         return self._worker.whereabouts()

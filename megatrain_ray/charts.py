@@ -9,7 +9,8 @@ from typing import Any
 
 import plotext
 
-CURVES = {"loss": "loss", "tokens_per_s": "tokens/s", "grad_norm": "gradient norm"}  # title by column
+# title by column
+CURVES = {"loss": "loss", "eval_loss": "held-out loss", "tokens_per_s": "tokens/s", "grad_norm": "gradient norm"}
 HEIGHT = 10
 MAX_WIDTH = 100
 

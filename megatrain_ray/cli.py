@@ -111,12 +111,13 @@ def _train(config: TrainConfig) -> int:
     from megatrain_ray.trainer import Trainer
 
     summary = Trainer(config).fit()
-    if summary.loss is None:
+    if summary.loss is None and not summary.evaluations:
         print(f"already at step {summary.step} of {config.train.steps}: nothing to do ({summary.run_dir})")
-    else:
-        print(f"done: step {summary.step}, loss {summary.loss:.4f} ({summary.run_dir})")
-        for line in summarize(summary.rows, summary.run_dir):
-            print(f"  {line}")
+        return 0
+    loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
+    print(f"done: step {summary.step}{loss} ({summary.run_dir})")
+    for line in summarize(summary.rows, summary.run_dir, summary.evaluations):
+        print(f"  {line}")
     return 0
 
 

@@ -88,6 +88,10 @@ def _model_settings(value: Any) -> dict[str, Any] | str:
     raise ValueError(f"expected a mapping of the model's settings, or the path of a config.json; got {value!r}")
 
 
+def _optional_sources(value: Any) -> Any:
+    return None if value is None else _sources(value)
+
+
 Text = Annotated[str, Field(min_length=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
@@ -128,8 +132,14 @@ class DataConfig(Group):
     path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(_sources)]
     """Texts (.txt, .jsonl, .jsonl.zst, .parquet) or chats (.json, .jsonl, .jsonl.zst, .parquet, dataset_info.json):
     a path, a glob, a folder, a list of these or of {path, weight}."""
+    eval_path: Annotated[
+        str | tuple[str, ...] | tuple[WeightedPath, ...] | None, BeforeValidator(_optional_sources)
+    ] = None
+    """Held-out data, given as data.path is, for eval_every."""
     dataset: Annotated[str | tuple[str, ...], BeforeValidator(_names)] | None = None
     """Names of chats in the dataset_info.json that data.path is."""
+    eval_dataset: Annotated[str | tuple[str, ...], BeforeValidator(_names)] | None = None
+    """Names of chats in the dataset_info.json that data.eval_path is."""
     chat_format: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
     """How records hold a chat; auto: recognised by their keys."""
     chat_template: Text | None = None
@@ -153,6 +163,14 @@ class DataConfig(Group):
     """Draw windows in a new random order each epoch."""
     seed: Seed = 0
     """Of the order."""
+
+    @property
+    def held_out(self) -> DataConfig | None:
+        """What is evaluated, as data of its own: read and cut as the data of the training are."""
+        if self.eval_path is None:
+            return None
+        own = {"path": self.eval_path, "dataset": self.eval_dataset, "eval_path": None, "eval_dataset": None}
+        return self.model_copy(update=own)
 
 
 class ParameterGroupConfig(Group):
@@ -197,6 +215,10 @@ class OptimizationConfig(Group):
     """Added to the root of AdamW's second moment."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global norm of the gradients; null: no clipping."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Times logsumexp(logits)² of each supervised token, added to its loss."""
+    label_smoothing: Rate = 0.0
+    """Share of a target's probability that is spread over the vocabulary."""
     seed: Seed = 0
     """Of dropout."""
     precision: Literal["bf16", "fp32", "tf32"] = "bf16"
@@ -255,6 +277,9 @@ class TrainConfig(Group):
     """Newest saves that are kept."""
     save_compress: SaveCompression = "none"
     """Whether saves are compressed on their way to the disk."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """Updates between evaluations of data.eval_path, which is also evaluated before the first update and after the
+    last; 0: never."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Deaths of optimizer shards and arena owner that are made good within one start of the run."""
     log: LogConfig = LogConfig()

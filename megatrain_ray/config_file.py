@@ -13,7 +13,8 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.errors import ConfigError
 
 SAVE_KEYS = ("save_every", "save_keep", "save_compress")
-FREE_ON_RESUME = ("train.steps", "run_dir", "resume", *SAVE_KEYS, "max_failures", "hardware", "log")
+EVAL_KEYS = ("eval_every", "data.eval_path", "data.eval_dataset")
+FREE_ON_RESUME = ("train.steps", "run_dir", "resume", *SAVE_KEYS, *EVAL_KEYS, "max_failures", "hardware", "log")
 
 MERGE_TAG = "tag:yaml.org,2002:merge"
 FLOAT_TAG = "tag:yaml.org,2002:float"

@@ -13,12 +13,13 @@ from pydantic_core import ErrorDetails
 if TYPE_CHECKING:
     from megatrain_ray.config import DataConfig, TrainConfig
 
-LATER_KEYS = frozenset({"data.eval_path", "eval_every", "spill"})
+LATER_KEYS = frozenset({"spill"})
 
 # Keys of data that mean nothing for other kinds.
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
     "dataset": ("sft",),
+    "eval_dataset": ("sft",),
     "chat_format": ("sft",),
     "chat_template": ("sft",),
     "chat_template_args": ("sft",),
@@ -60,6 +61,8 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
     for number, group in enumerate(train.groups):
         if group.lr is None and group.weight_decay is None:
             yield f"train.groups.{number}: has neither lr nor weight_decay; set one of them, or leave the group out"
+    if config.eval_every and config.data.eval_path is None:
+        yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
 

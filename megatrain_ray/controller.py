@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from megatrain_ray.config import TrainConfig
+
 # The GPU worker gets the next step before it has answered the last: a round trip through Ray takes longer than the
 # time between two small steps.
 STEPS_AHEAD = 2
@@ -12,8 +14,9 @@ STEPS_AHEAD = 2
 
 class Action(Enum):
     STEP = "start the next step"
+    EVALUATE = "begin an evaluation of the last step; none is under way, and no step"
     SAVE = "begin a save of the last step; none is under way"
-    WAIT = "wait for a step or the save to end"
+    WAIT = "wait for a step, an evaluation or the save to end"
     STOP = "the run is over"
 
 
@@ -21,7 +24,8 @@ class Action(Enum):
 class Observation:
     """`submitted` and `completed` count updates of the whole run, `saved` is the newest save (-1: none).
 
-    `saving`: one is being written. `missed`: the last one that was begun did not come about.
+    `saving`: one is being written. `missed`: the last one that was begun did not come about. `evaluated`: the last
+    update after which the held-out data were evaluated (0: before the first, -1: never). `evaluating`: they are now.
     """
 
     submitted: int
@@ -30,17 +34,29 @@ class Observation:
     interrupted: bool
     saving: bool = False
     missed: bool = False
+    evaluated: int = -1
+    evaluating: bool = False
 
 
 @dataclass(frozen=True)
 class RunPolicy:
-    """`save_every`: None never, 0 at the end and when interrupted, N after every N updates as well."""
+    """`save_every`: None never, 0 at the end and when interrupted, N after every N updates as well. `eval_every`: 0
+    never, N before the first update, after every N and after the last."""
 
     steps: int
     save_every: int | None
+    eval_every: int = 0
+
+    @staticmethod
+    def of(config: TrainConfig) -> RunPolicy:
+        return RunPolicy(config.train.steps, config.save_every, config.eval_every)
 
     def tick(self, seen: Observation) -> Action:
         under_way = seen.submitted - seen.completed
+        if seen.evaluating:
+            return Action.WAIT
+        if not seen.interrupted and self._owes_evaluation(seen):
+            return Action.WAIT if under_way else Action.EVALUATE
         if seen.submitted >= self.steps or seen.interrupted:
             if under_way or seen.saving:
                 return Action.WAIT
@@ -55,6 +71,17 @@ class RunPolicy:
         if self.save_every is None:
             return False
         return seen.missed or step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
+
+    def is_done(self, seen: Observation) -> bool:
+        """Whether nothing but a save is left to do."""
+        return seen.completed >= self.steps and not self._owes_evaluation(seen)
+
+    def _owes_evaluation(self, seen: Observation) -> bool:
+        """Whether the last step is one to evaluate after, and was not yet. A run that is interrupted owes it on."""
+        step = seen.submitted
+        if not self.eval_every or step > self.steps or seen.evaluated >= step:
+            return False
+        return step % self.eval_every == 0 or step == self.steps
 
     def _unsaved(self, seen: Observation) -> bool:
         return self.save_every is not None and max(0, seen.saved) < seen.completed

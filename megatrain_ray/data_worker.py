@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config import DataConfig, WeightedPath
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batches import Batch, BatchStream, Stream
 from megatrain_ray.io.corpus import open_corpus
+from megatrain_ray.io.held_out import HeldOut
 from megatrain_ray.io.mixture import MixedStream
 from megatrain_ray.io.windows import Windows, cut
 
 REMEMBERED_STEPS = 64  # positions kept: more than steps can be ahead of a save
 
 
-def sources_of(data: DataConfig) -> dict[str, str | tuple[str, ...]]:
-    """What data.path holds for each source, by the name it has in messages; one source where there are no weights."""
+def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tuple[str, ...]]:
+    """What data.path holds for each source, by the name it has in messages; one source where there are no weights.
+
+    `key`: what data.path is called in the configuration.
+    """
     weighted = [source for source in data.path if isinstance(source, WeightedPath)]
     if weighted:
-        return {f"data.path[{index}], {source.path}": source.path for index, source in enumerate(weighted)}
+        return {f"{key}[{index}], {source.path}": source.path for index, source in enumerate(weighted)}
     plain = data.path if isinstance(data.path, str) else tuple(map(str, data.path))
     return {plain if isinstance(plain, str) else ", ".join(plain): plain}
 
 
 def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int) -> Stream:
     """Batches of data.path, from the folders of tokens of its sources. Raises ConfigError where these are wrong."""
-    sources = _windows(data, tokens, vocab_size)
+    sources = _windows(data, tokens, vocab_size, whole=False)
     weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]
     if weights:
         return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
@@ -36,30 +44,64 @@ def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch
 
 def count_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> int:
     """Sequences of an epoch of all sources. Raises ConfigError as open_stream."""
-    return sum(source.num_windows for source in _windows(data, tokens, vocab_size))
+    return sum(source.num_windows for source in _windows(data, tokens, vocab_size, whole=False))
 
 
-def _windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> list[Windows]:
+@dataclass(frozen=True)
+class HeldOutData:
+    """What is evaluated, before it is opened. `data`: DataConfig.held_out. `tokens`: folders of its sources."""
+
+    data: DataConfig
+    tokens: tuple[Path, ...]
+    vocab_size: int
+    batch_size: int
+    micro_batch_size: int
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of each source in the mean over sources; of one source 1."""
+        return tuple(source.weight for source in self.data.path if isinstance(source, WeightedPath)) or (1.0,)
+
+    def open(self) -> HeldOut:
+        """Raises ConfigError where the tokens are wrong."""
+        with naming_eval_path():
+            sources = _windows(self.data, self.tokens, self.vocab_size, whole=True)
+        return HeldOut(sources, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
+
+
+@contextmanager
+def naming_eval_path() -> Iterator[None]:
+    """What is wrong with held-out data is said of the keys that name them; readers know of data.path alone."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"\bdata\.(path|dataset)\b", r"data.eval_\1", str(error))) from None
+
+
+def _windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int, *, whole: bool) -> list[Windows]:
+    """Of each source; `whole` as for cut."""
     return [
         cut(
             open_corpus(name, folder, vocab_size),
             seq_len=data.seq_len,
             packing=data.packing,
             vocab_size=vocab_size,
+            whole=whole,
         )
         for name, folder in zip(sources_of(data), tokens, strict=True)
     ]
 
 
 class DataWorker:
-    """Plain class behind the data actor: batches in the order of steps."""
+    """Plain class behind the data actor: batches in the order of steps, and held-out ones by number."""
 
     def __init__(
         self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
-        position: Mapping[str, Any] | None,
+        position: Mapping[str, Any] | None, held_out: HeldOutData | None = None,
     ) -> None:  # fmt: skip
         """Continues after `step` updates at `position`; None: from the start. `tokens`: as for open_stream."""
         self._stream = open_stream(data, tokens, vocab_size, batch_size)
+        self._held_out = held_out.open() if held_out else None
         if position is not None:
             self._stream.seek(position)
         self._step = step
@@ -77,6 +119,11 @@ class DataWorker:
         self._positions[step] = self._stream.position
         self._positions.pop(step - REMEMBERED_STEPS, None)
         return batch
+
+    def held_out_batch(self, index: int) -> Batch:
+        """Any of what is evaluated."""
+        assert self._held_out is not None  # nobody asks where nothing is evaluated
+        return self._held_out.batch(index)
 
     def position(self, step: int) -> dict[str, Any]:
         """Where the data stood after `step` updates; part of a save."""

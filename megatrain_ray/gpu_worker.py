@@ -18,8 +18,9 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
-from megatrain_ray.engine.micro_batch import micro_batches_of
+from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import StepInput, World
@@ -35,7 +36,7 @@ MAPPED_BYTES = 1 << 20
 
 EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python")
 
-FetchBatch = Callable[[int], Awaitable[Batch]]
+FetchBatch = Callable[[int], Awaitable[Batch]]  # of a step, or of held-out data by number
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,31 @@ class StepResult:
     progress: Progress
 
 
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Cross-entropy summed over the supervised tokens of a batch, and their number."""
+
+    total: float
+    num_supervised: int
+
+
 class GpuWorker:
     """Plain class behind the GPU actor. `start` on the event loop that will run it, then `step` in order."""
 
-    def __init__(self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch) -> None:
+    def __init__(
+        self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch
+    ) -> None:
         """`holders`: of the run's arenas, one of them alive."""
         self._prepared = prepared
         self._fetch_batch = fetch_batch
+        self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
         self._host_bytes = sum(handle.nbytes for handle in self._holder.handles.values())
         self._flops = FlopCount.of(prepared.structure, prepared.source)
         self._turn = asyncio.Condition()
         self._engine: Engine | None = None
-        self._waits_for_data = False
+        self._waits_for = ""
 
     def handles(self) -> dict[str, ArenaHandle]:
         """Of all arenas of the run: this process keeps them alive too."""
@@ -104,7 +116,7 @@ class GpuWorker:
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step - 1)
             start = time.perf_counter()
-            batch = await self._take_batch(step)
+            batch = await self._take_batch(self._next_batch, f"batch of step {step}")
             data_s = time.perf_counter() - start
             if step < self._prepared.config.train.steps:
                 self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
@@ -115,20 +127,32 @@ class GpuWorker:
             self._turn.notify_all()
             return StepResult(self._row(report, batch, data_s), self._progress)
 
-    async def _take_batch(self, step: int) -> Batch:
-        self._waits_for_data = True
+    async def evaluate(self, step: int, index: int) -> HeldOutLoss:
+        """Loss of one batch of the held-out data after the update of `step`, before the next. In any order."""
+        fetching = asyncio.ensure_future(self._fetch_held_out(index))  # while the batch before is being evaluated
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step == step)
+            batch = await self._take_batch(fetching, f"held-out batch {index}")
+            assert self._engine is not None  # start came first
+            total = await self._engine.evaluate(self._micro_batches(batch), step)
+            self._engine.device.timeline.clear()
+            self._clock = time.perf_counter()  # no step takes longer by it
+            return HeldOutLoss(total, batch.num_supervised)
+
+    async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
+        self._waits_for = name
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return await self._next_batch
+                return await fetching
         except TimeoutError:
-            raise DeadlineError(f"the data process made no batch for step {step} within {DEADLINE_S:.0f} s") from None
+            raise DeadlineError(f"the data process did not make the {name} within {DEADLINE_S:.0f} s") from None
         finally:
-            self._waits_for_data = False
+            self._waits_for = ""
 
     def whereabouts(self) -> str:
         """What the worker does, for the message about a step that does not end."""
-        if self._waits_for_data:
-            return f"waiting for the batch of step {self._progress.step + 1} from the data process"
+        if self._waits_for:
+            return f"waiting for the {self._waits_for} from the data process"
         return self._engine.whereabouts if self._engine else "starting the engine"
 
     async def close(self) -> None:
@@ -141,8 +165,13 @@ class GpuWorker:
         self._holder.close()
 
     def _step_input(self, step: int, batch: Batch) -> StepInput:
-        micro_batches = micro_batches_of(batch, self._prepared.plan.micro_batch_size)
-        return StepInput(step, micro_batches, World(batch.num_supervised), self._prepared.config.train.seed)
+        micro_batches = self._micro_batches(batch)
+        train = self._prepared.config.train
+        objective = Objective(train.z_loss, train.label_smoothing)
+        return StepInput(step, micro_batches, World(batch.num_supervised), train.seed, objective)
+
+    def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
+        return micro_batches_of(batch, self._prepared.plan.micro_batch_size)
 
     def _settings(self, step: int, save: bool) -> UpdateSettings:
         train = self._prepared.config.train
@@ -165,6 +194,7 @@ class GpuWorker:
         flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
         exposed_s = dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s}
         exposed_s["python"] = max(0.0, step_s - data_s - report.step_s)
+        terms = {} if report.cross_entropy is None else {"cross_entropy": report.cross_entropy}
         named = {"bad_parameter": report.bad_parameter} if report.skipped else {}
         return {
             "step": report.step,
@@ -179,6 +209,7 @@ class GpuWorker:
             "exposed_s": exposed_s,
             "hbm_peak_bytes": report.memory.peak_bytes,
             "host_bytes": self._host_bytes,
+            **terms,
             **named,
         }
 

@@ -11,6 +11,7 @@ from megatrain_ray.charts import draw
 from megatrain_ray.config_file import dump_config
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.save import list_saves, list_set_aside, load_manifest, save_folder, verify
+from megatrain_ray.progress import describe_evaluation
 from megatrain_ray.run_dir import RunFiles
 from megatrain_ray.units import format_bytes, format_count
 
@@ -25,7 +26,7 @@ def inspect_run(path: Path) -> tuple[str, bool]:
     """
     files = RunFiles(path.absolute())
     config = dump_config(files.read_config())
-    rows = files.rows()
+    rows, evaluations = files.rows(), files.evaluations()
     problems = _problems(files.saves)
     steps = sorted(problems.keys() & list_saves(files.saves))
     saves = [f"step {step:<8} {_save(files.saves, step)}" for step in steps]
@@ -35,9 +36,10 @@ def inspect_run(path: Path) -> tuple[str, bool]:
     ]
     sections = {
         "config": config.splitlines(),
-        "curves": list(draw(rows)) or ["none: fewer than two updates"],
+        "curves": list(draw([*rows, *evaluations])) or ["none: fewer than two updates"],
         "saves": saves or ["none"],
         "last rows": [_row(row) for row in rows[-NUM_ROWS:]] or ["none"],
+        **({"last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:]]} if evaluations else {}),
         "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
         or ["nothing to check"],
     }

@@ -62,6 +62,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
         seq_len=config.data.seq_len,
         num_shards=hardware.num_shards,
         saves=bool(config.save_every),
+        z_loss=config.train.z_loss > 0,
     )
     return Prepared(config, source, structure, make_plan(structure, activations, machine, request))
 

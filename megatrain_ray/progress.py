@@ -24,6 +24,12 @@ class ProgressView(Protocol):
     def update(self, row: Mapping[str, Any]) -> None:
         """Shows a row of metrics; rows come in the order of steps."""
 
+    def evaluating(self, done: int, total: int) -> None:
+        """So many batches of held-out data are done."""
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Shows a row of evaluations."""
+
 
 @contextmanager
 def make_progress(steps: int, completed: int, stream: TextIO | None = None) -> Iterator[ProgressView]:
@@ -47,6 +53,12 @@ class BarView:
     def update(self, row: Mapping[str, Any]) -> None:
         self._bar.update(self._task, completed=row["step"], status=f"{_summary(row)}  {self._left.after(row)} left")
 
+    def evaluating(self, done: int, total: int) -> None:
+        self._bar.update(self._task, status=f"evaluating {done}/{total}")
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        self._bar.console.print(describe_evaluation(row), highlight=False)
+
 
 class LineView:
     """A line for every step of a short run; of a longer one every n-th, the first and the last."""
@@ -64,6 +76,12 @@ class LineView:
         if step % self._every == 0 or step in (self._first, self._steps):
             show(f"step {step}/{self._steps}  {_summary(row)}  {left} left", self._stream)
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Nothing: the row comes soon enough."""
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        show(describe_evaluation(row), self._stream)
+
 
 class TimeLeft:
     """Remaining steps times the mean of recent ones; the first step of a process does not count, it compiles."""
@@ -79,6 +97,15 @@ class TimeLeft:
         self._num_rows += 1
         self._recent.append(row["step_s"])
         return format_duration((self._steps - row["step"]) * sum(self._recent) / len(self._recent))
+
+
+def describe_evaluation(row: Mapping[str, Any]) -> str:
+    """A row of evaluations in a line. A number that is not finite may have become null."""
+    loss, perplexity = (math.nan if row[key] is None else row[key] for key in ("eval_loss", "perplexity"))
+    return (
+        f"after step {row['step']}  eval_loss {loss:.4f}  perplexity {perplexity:.5g}  "
+        f"{format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
+    )
 
 
 def _summary(row: Mapping[str, Any]) -> str:

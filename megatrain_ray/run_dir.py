@@ -5,6 +5,7 @@ plan.json      written before step 1
 model.json     the model's configuration and shapes, which a resume must have too
 processes.json while the run is up, and after a death
 metrics.jsonl  a row an update, in order of steps
+evaluations.jsonl  a row an evaluation, in order of steps
 saves/step_N/  weights and optimizer state after N updates
 tokenizer/     the tokenizer's files and the chat template, which an export carries on
 inputs/        a model and data that a program held (objects.py)
@@ -57,6 +58,10 @@ class RunFiles:
         return self.path / "metrics.jsonl"
 
     @property
+    def evaluations_file(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
+    @property
     def saves(self) -> Path:
         return self.path / "saves"
 
@@ -67,6 +72,11 @@ class RunFiles:
     def tokenizer_files(self) -> tuple[Path, ...]:
         """The tokenizer that the run was started with; with `bytes` only the chat template, if there is one."""
         return tuple(sorted(self.tokenizer.iterdir())) if self.tokenizer.is_dir() else ()
+
+    @property
+    def last_evaluated(self) -> int:
+        """Updates before the newest evaluation; -1: none was made."""
+        return max((row["step"] for row in self.evaluations()), default=-1)
 
     @property
     def logs(self) -> Path:
@@ -89,14 +99,11 @@ class RunFiles:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics, without lines that are none: a kill can tear the last. Raises MegatrainError."""
-        try:
-            with explained("read", self.metrics_file):
-                lines = self.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines()
-        except UnreadableError:
-            if self.metrics_file.exists():
-                raise
-            return []
-        return [row for line in lines if (row := _parse_row(line))]
+        return _read_rows(self.metrics_file)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of evaluations, in the same way."""
+        return _read_rows(self.evaluations_file)
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,7 @@ class RunDir(RunFiles):
             self.config_file,
             self.plan_file,
             self.metrics_file,
+            self.evaluations_file,
             self.path / MODEL_NAME,
             self.path / PROCESSES_NAME,
         )
@@ -167,20 +175,27 @@ class RunDir(RunFiles):
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row of metrics; non-finite numbers become null. Raises MegatrainError."""
-        line = json.dumps(_finite(row), allow_nan=False) + "\n"
-        with explained("write", self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(line)
+        _append(self.metrics_file, row)
+
+    def append_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Adds a row of evaluations, in the same way."""
+        _append(self.evaluations_file, row)
 
     def settle(self) -> None:
         """Brings the rows to the disk. Raises MegatrainError."""
-        with explained("write", self.metrics_file):
-            sync(self.metrics_file)
+        files = [self.metrics_file, *([self.evaluations_file] if self.evaluations_file.exists() else [])]
+        for file in files:
+            with explained("write", file):
+                sync(file)
 
     def _cut(self, step: int) -> None:
-        """Drops the rows after `step`: training goes on from there and writes them again."""
-        if self.metrics_file.exists():
-            kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
-            write_atomically(self.metrics_file, "".join(kept))
+        """Drops the rows after `step`: training goes on from there and writes them again. From the start that is every
+        evaluation: a start that made no step may have had other settings."""
+        last_evaluated = step if step else -1
+        for file, last in ((self.metrics_file, step), (self.evaluations_file, last_evaluated)):
+            if file.exists():
+                kept = [json.dumps(row) + "\n" for row in _read_rows(file) if row["step"] <= last]
+                write_atomically(file, "".join(kept))
 
 
 def _check_resume(path: Path, earlier: TrainConfig, config: TrainConfig) -> None:
@@ -189,6 +204,23 @@ def _check_resume(path: Path, earlier: TrainConfig, config: TrainConfig) -> None
     if diff := resume_diff(earlier, config):
         lines = "".join(f"\n  {line}" for line in diff)
         raise ConfigError(f"{path} holds a run with other settings; set them back, or choose another run_dir:{lines}")
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    try:
+        with explained("read", file):
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except UnreadableError:
+        if file.exists():
+            raise
+        return []
+    return [row for line in lines if (row := _parse_row(line))]
+
+
+def _append(file: Path, row: Mapping[str, Any]) -> None:
+    line = json.dumps(_finite(row), allow_nan=False) + "\n"
+    with explained("write", file), file.open("a", encoding="utf-8") as rows:
+        rows.write(line)
 
 
 def _parse_row(line: str) -> dict[str, Any] | None:

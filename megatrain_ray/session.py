@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from megatrain_ray.cluster import Daemons
 from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew
+from megatrain_ray.data_worker import HeldOutData
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.save_cost import predict_stall_s
 from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
+from megatrain_ray.evaluating import RunningEvaluation
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.disk_errors import DiskFullError
@@ -43,6 +46,7 @@ class Job:
 
     prepared: Prepared
     tokens: tuple[Path, ...]
+    held_out: HeldOutData | None
     run: RunDir
     interrupts: Interrupts
     daemons: Daemons
@@ -67,18 +71,21 @@ class Session:
         prepared, run = job.prepared, job.run
         self._prepared = prepared
         self._tokens = job.tokens
+        self._held_out = job.held_out
+        self._batches = job.held_out.open() if job.held_out else None  # once: to lay chats side by side takes a while
         self._run = run
         self._interrupts = job.interrupts
         self._daemons = job.daemons
         self._manifest = manifest
         self._sinks = sinks
-        config = prepared.config
-        self._policy = RunPolicy(config.train.steps, config.save_every)
+        self._policy = RunPolicy.of(prepared.config)
         step = manifest.step if manifest else 0
         self._submitted = self._completed = step
         self._progress = Progress(step, manifest.optimizer_step if manifest else 0)
         self._saved = step if manifest else -1
         self._save: RunningSave | None = None
+        self._evaluation: RunningEvaluation | None = None
+        self._evaluated = run.last_evaluated
         self._missed = self._told_of_waiting = False
         self._under_way: list[Any] = []
         self._last_row: dict[str, Any] = {}
@@ -103,7 +110,7 @@ class Session:
         finally:
             crew.kill()
         forget(self._run.path)
-        if self._interrupts.requested and self._completed < self._prepared.config.train.steps:
+        if self._interrupts.requested and not self._policy.is_done(self._seen()):
             saved = f"saved at step {self._saved}" if self._saved == self._completed else "nothing saved"
             raise InterruptedRunError(f"interrupted after step {self._completed}, {saved}; the same command resumes")
         return self._completed, self._last_row.get("loss")
@@ -123,14 +130,7 @@ class Session:
 
     def _loop(self, crew: Crew, view: ProgressView) -> None:
         while True:
-            seen = Observation(
-                submitted=self._submitted,
-                completed=self._completed,
-                saved=self._saved,
-                interrupted=self._interrupts.requested,
-                saving=self._save is not None,
-                missed=self._missed,
-            )
+            seen = self._seen()
             match self._policy.tick(seen):
                 case Action.STEP:
                     save = self._policy.saves_next(seen)
@@ -138,15 +138,31 @@ class Session:
                     if save:
                         self._begin_save(crew, self._submitted)
                     self._under_way.append(crew.gpu.step.remote(self._submitted, save))
+                case Action.EVALUATE:
+                    assert self._held_out and self._batches  # eval_every needs data.eval_path
+                    weights = self._held_out.weights
+                    self._evaluation = RunningEvaluation(crew.gpu, self._batches, weights, self._completed)
                 case Action.SAVE:
                     self._begin_save(crew, self._completed)
                     self._mark(crew)
                 case Action.WAIT:
-                    if self._save and not self._under_way and self._policy.saves_next(seen):
+                    if self._save and not (self._under_way or self._evaluation) and self._policy.saves_next(seen):
                         self._save.hold_up()
                     self._wait(crew, view)
                 case Action.STOP:
                     return
+
+    def _seen(self) -> Observation:
+        return Observation(
+            submitted=self._submitted,
+            completed=self._completed,
+            saved=self._saved,
+            interrupted=self._interrupts.requested,
+            saving=self._save is not None,
+            missed=self._missed,
+            evaluated=self._evaluated,
+            evaluating=self._evaluation is not None,
+        )
 
     def _begin_save(self, crew: Crew, step: int) -> None:
         predicted_s = 0.0
@@ -163,17 +179,23 @@ class Session:
         return f"the save of step {self._saved} is intact" if self._saved >= 0 else "there is no save yet"
 
     def _wait(self, crew: Crew, view: ProgressView) -> None:
-        """Until a step or a part of the save ends, or a moment has passed."""
+        """Until a step, a part of the save or a batch of an evaluation ends, or a moment has passed."""
         parts = self._save.calls if self._save else []
-        ended = crew.wait([*self._under_way[:1], *parts], POLL_S)
+        evaluated = self._evaluation.calls if self._evaluation else []
+        ended = crew.wait([*self._under_way[:1], *parts, *evaluated], POLL_S)
         self._watch_silence(crew, ended)
         for call in ended:
             if self._under_way and call == self._under_way[0]:
                 self._record(ray.get(call), view)
                 self._under_way.pop(0)
                 self._mark(crew)
+            elif self._evaluation and call in evaluated:
+                self._evaluation.take(call, ray.get(call))
+                view.evaluating(*self._evaluation.progress)
             else:
                 self._take_part(crew, call)
+        if self._evaluation:
+            self._end_evaluation(self._evaluation, view)
         if self._save and self._save.complete:
             self._commit(self._save)
 
@@ -181,12 +203,27 @@ class Session:
         self._completed = result.progress.step
         self._progress = result.progress
         self._last_row = result.row
+        self._write(self._run.append, result.row)
+        view.update(result.row)
+
+    def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
         try:
-            self._run.append(result.row)
+            append(row)
         except DiskFullError as error:
             raise MegatrainError(f"{error}; {self._safe()}: free some space, and the same command resumes") from None
-        self._sinks.write(result.row)
-        view.update(result.row)
+        self._sinks.write(row)
+
+    def _end_evaluation(self, evaluation: RunningEvaluation, view: ProgressView) -> None:
+        """Gives it up when interrupted; writes its row when it is over."""
+        if self._interrupts.requested:
+            evaluation.give_up()
+        if not evaluation.is_over:
+            return
+        self._evaluation = None
+        if row := evaluation.row():
+            self._evaluated = evaluation.step
+            self._write(self._run.append_evaluation, row)
+            view.evaluated(row)
 
     def _take_part(self, crew: Crew, call: Any) -> None:
         """A shard has written its part of the save, or died meanwhile: then the save is made again later."""
@@ -230,13 +267,14 @@ class Session:
         if ended:
             self._silence.heard()
         now_s = time.monotonic()
+        awaited = f"the evaluation after step {self._completed}" if self._evaluation else f"step {self._completed + 1}"
         if now_s - self._silence.told_s > SILENCE_S:
             self._silence.told_s = now_s
-            say(f"still waiting for step {self._completed + 1}: {crew.whereabouts()}")
+            say(f"still waiting for {awaited}: {crew.whereabouts()}")
         # A save may hold a step up for as long as the disk needs.
         limit_s = STEP_DEADLINE_S + (self._prepared.plan.update_deadline_s if self._save else 0.0)
         if now_s - self._silence.since_s > limit_s:
-            raise DeadlineError(f"step {self._completed + 1} did not end within {limit_s:.0f} s: {crew.whereabouts()}")
+            raise DeadlineError(f"{awaited} did not end within {limit_s:.0f} s: {crew.whereabouts()}")
 
     def _data_arguments(self) -> dict[str, Any]:
         config, plan = self._prepared.config, self._prepared.plan
@@ -247,6 +285,7 @@ class Session:
             "batch_size": plan.micro_batch_size * plan.num_micro_batches,
             "step": self._completed,
             "position": self._manifest.data if self._manifest else None,
+            "held_out": self._held_out,
         }
 
 

@@ -7,16 +7,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.progress import describe_evaluation
 from megatrain_ray.units import format_bytes, format_count, format_duration
 
 SHOWN_WAITS = 3
 
 
-def summarize(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Iterator[str]:
-    """Lines about these rows of metrics, those of one process: the first one's step compiles and is in no median."""
+def summarize(
+    rows: Sequence[Mapping[str, Any]], run_dir: Path, evaluations: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[str]:
+    """Lines about these rows of metrics and of evaluations, those of one process: the first one's step compiles and is
+    in no median."""
+    if rows:
+        yield from _of_steps(rows)
+    if evaluations:
+        yield from _of_evaluations(evaluations)
+    if rows or evaluations:
+        yield f"next      megatrain inspect {run_dir}, megatrain export {run_dir} OUT_DIR"
+
+
+def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     usual = rows[1:] or rows
-    if not usual:
-        return
     steps_s = [row["step_s"] for row in usual]
     total_s = sum(row["step_s"] for row in rows)
     yield (
@@ -31,7 +42,14 @@ def summarize(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Iterator[str]
     yield f"memory    {format_bytes(hbm)} of the device at most, {format_bytes(host)} of shared host memory"
     if skipped := sum(row["skipped"] for row in rows):
         yield f"skipped   {skipped} updates whose gradient was not finite"
-    yield f"next      megatrain inspect {run_dir}, megatrain export {run_dir} OUT_DIR"
+
+
+def _of_evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    finite = [row for row in rows if row["eval_loss"] is not None]
+    best = min(finite, key=lambda row: row["eval_loss"], default=None)
+    yield f"held out  {describe_evaluation(rows[-1])}"
+    if best is not None and best is not rows[-1]:
+        yield f"          best: eval_loss {best['eval_loss']:.4f} after step {best['step']}"
 
 
 def _waits(rows: Sequence[Mapping[str, Any]], total_s: float) -> str:

@@ -24,12 +24,15 @@ from megatrain_ray.logs import say
 from megatrain_ray.units import format_count
 
 
-def tokenize(data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path) -> tuple[Path, ...]:
+def tokenize(
+    data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path, key: str = "data.path"
+) -> tuple[Path, ...]:
     """The folder of tokens of each source, made where it is missing: in the user's cache, or else in `run_dir`.
+    `key`: what data.path is called in the configuration.
 
     Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError where the disk fails.
     """
-    recipes = {name: _recipe(path, data, tokenizer) for name, path in sources_of(data).items()}
+    recipes = {name: _recipe(path, data, tokenizer) for name, path in sources_of(data, key).items()}
     return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
 
 

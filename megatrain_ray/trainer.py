@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from megatrain_ray.cluster import cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
-from megatrain_ray.data_worker import open_stream
+from megatrain_ray.controller import Observation, RunPolicy
+from megatrain_ray.data_worker import HeldOutData, naming_eval_path, open_stream
 from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.exporting import export_run, load_exported
@@ -36,12 +37,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class TrainSummary:
     """`step`: updates of the run so far, earlier processes included. `loss`: of the last one, None when none ran.
-    `rows`: of metrics.jsonl that this process wrote and that stand."""
+    `rows`, `evaluations`: of metrics.jsonl and evaluations.jsonl that this process wrote and that stand."""
 
     step: int
     loss: float | None
     run_dir: Path
     rows: Sequence[Mapping[str, Any]] = ()
+    evaluations: Sequence[Mapping[str, Any]] = ()
 
     def export(self, out_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None) -> Path:
         """Writes the newest save as a Hugging Face folder, which it returns. Raises as export_run."""
@@ -90,7 +92,7 @@ class Trainer:
         with Interrupts() as interrupts, RunDir.open(self.config) as run, log_to(run.logs / "driver.log"):
             await_end(run.path)
             manifest = _newest_save(run)
-            if manifest is not None and manifest.step >= run.config.train.steps:
+            if manifest is not None and _is_done(run, manifest.step):
                 return TrainSummary(manifest.step, None, run.path)
             with self._objects.written(run):
                 prepared = prepare(run.config)
@@ -98,8 +100,8 @@ class Trainer:
                     check_model(run.path, prepared.source.config, prepared.structure)
                 if manifest is not None:
                     _tell_of_resume(run, manifest.step)
-                tokens = _check_inputs(prepared, run.path, manifest)
-                return _run(prepared, tokens, run, manifest, interrupts)
+                inputs = _check_inputs(prepared, run.path, manifest)
+                return _run(prepared, inputs, run, manifest, interrupts)
 
 
 def _tell_of_resume(run: RunDir, step: int) -> None:
@@ -111,11 +113,22 @@ def _tell_of_resume(run: RunDir, step: int) -> None:
         say(f"train.steps was {before.steps}: from here on the learning rate follows the schedule of {now.steps} steps")
 
 
-def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) -> tuple[Path, ...]:
-    """Everything that can be wrong with files, before the run is written or started. The tokens of the data's sources.
+@dataclass(frozen=True)
+class Inputs:
+    """Folders of the tokens of the data's sources, and what is evaluated."""
 
-    Raises ConfigError.
-    """
+    tokens: tuple[Path, ...]
+    held_out: HeldOutData | None
+
+
+def _is_done(run: RunDir, step: int) -> bool:
+    """A run whose last evaluation is missing is not: it was killed in it, or eval_every is new."""
+    here = Observation(step, step, step, interrupted=False, evaluated=run.last_evaluated)
+    return RunPolicy.of(run.config).is_done(here)
+
+
+def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) -> Inputs:
+    """Everything that can be wrong with files, before the run is written or started. Raises ConfigError."""
     config = prepared.config
     check_packages(config)
     prepared.source.check_weights(prepared.structure)
@@ -123,15 +136,31 @@ def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) 
     tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
     tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
     stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
-    if stream.joins_documents:
+    held_out = _held_out(prepared, run_dir)
+    if stream.joins_documents or (held_out and held_out.open().joins_documents):
         check_packing(prepared.source.factory, prepared.structure)
     if manifest is not None:
         stream.seek(manifest.data)
-    return tokens
+    return Inputs(tokens, held_out)
+
+
+def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
+    """None where nothing is evaluated."""
+    config, plan, vocab_size = prepared.config, prepared.plan, prepared.structure.vocab_size
+    data = config.data.held_out
+    if data is None:
+        return None
+    if not config.eval_every:
+        say("data.eval_path is set and eval_every is 0: nothing is evaluated")
+        return None
+    with naming_eval_path():
+        tokens = tokenize(data, config.tokenizer, vocab_size, run_dir, "data.eval_path")
+    batch_size = plan.micro_batch_size * plan.num_micro_batches
+    return HeldOutData(data, tokens, vocab_size, batch_size, plan.micro_batch_size)
 
 
 def _run(
-    prepared: Prepared, tokens: tuple[Path, ...], run: RunDir, manifest: Manifest | None, interrupts: Interrupts
+    prepared: Prepared, inputs: Inputs, run: RunDir, manifest: Manifest | None, interrupts: Interrupts
 ) -> TrainSummary:
     left = run.clean()
     plan = prepared.plan
@@ -142,24 +171,25 @@ def _run(
         log.info("deleted what a dead run left: %s", path)
     try:
         with cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons:
-            job = Job(prepared, tokens, run, interrupts, daemons)
-            first, step, loss = _train(job, manifest)
-            return TrainSummary(step, loss, run.path, [row for row in run.rows() if row["step"] >= first])
+            return _train(Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons), manifest)
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved
 
 
-def _train(job: Job, manifest: Manifest | None) -> tuple[int, int, float | None]:
-    """The first step, steps completed and the last one's loss. Once more from an earlier save whenever one turns out to
-    be damaged."""
+def _train(job: Job, manifest: Manifest | None) -> TrainSummary:
+    """Once more from an earlier save whenever one turns out to be damaged."""
     run, plan = job.run, job.prepared.plan
     while True:
         step = manifest.step if manifest else 0
+        num_evaluations = len(run.evaluations())
         log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
         try:
-            with open_sinks(run.config, run.path, step + 1) as sinks:
-                return (step + 1, *Session(job, manifest, sinks).train())
+            # From the start: step 0 is that of the evaluation before the first update.
+            with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
+                completed, loss = Session(job, manifest, sinks).train()
+            rows = [row for row in run.rows() if row["step"] > step]
+            return TrainSummary(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
         await_end(run.path)  # the memory of two crews would not fit

@@ -62,6 +62,8 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float | None = 1.0
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
     seed: int = 0
     precision: str = "fp32"
     grad_dtype: str = "fp32"
@@ -175,11 +177,9 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
         if recipe.loss_chunk_tokens is None:
-            losses += _backward(model, inputs[j], targets[j], packed[j], num_supervised, len(inputs))
+            losses += _backward(model, inputs[j], targets[j], packed[j], num_supervised, len(inputs), recipe)
         else:
-            losses += _backward_in_chunks(
-                model, inputs[j], targets[j], packed[j], num_supervised, recipe.loss_chunk_tokens
-            )
+            losses += _backward_in_chunks(model, inputs[j], targets[j], packed[j], num_supervised, recipe)
         for name, parameter in _trained(model):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             sums[name] = gradient.float() if j == 0 else sums[name] + gradient.float()
@@ -207,15 +207,14 @@ def _backward(
     packed: dict[str, Tensor],
     num_supervised: int,
     num_micro_batches: int,
+    recipe: Recipe,
 ) -> list[float]:
     """Gradients of one micro-batch into `.grad`; its share of the step's loss.
 
     A router's auxiliary loss is a mean, not a sum over tokens: each micro-batch has an equal share in the step's.
     """
     output = model(input_ids=input_ids, use_cache=False, **packed)
-    logits = output.logits.float().flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum") / num_supervised
-    parts = [loss]
+    parts = [_objective(output.logits.float().flatten(0, 1), targets.flatten(), recipe) / num_supervised]
     if getattr(output, "aux_loss", None) is not None:
         coefficient = model.config.get_text_config().router_aux_loss_coef
         parts.append((coefficient * output.aux_loss).float() / num_micro_batches)
@@ -223,8 +222,18 @@ def _backward(
     return [part.item() for part in parts]
 
 
+def _objective(logits: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
+    """What is minimised, summed over the supervised tokens: [T, V], [T]."""
+    smoothing = recipe.label_smoothing
+    loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=smoothing)
+    if recipe.z_loss:
+        log_z = torch.logsumexp(logits, dim=-1) * (targets != -100)
+        loss = loss + recipe.z_loss * (log_z**2).sum()
+    return loss
+
+
 def _backward_in_chunks(
-    model: Any, input_ids: Tensor, targets: Tensor, packed: dict[str, Tensor], num_supervised: int, chunk: int
+    model: Any, input_ids: Tensor, targets: Tensor, packed: dict[str, Tensor], num_supervised: int, recipe: Recipe
 ) -> list[float]:
     """The same with the head on some tokens at a time, of a model that is a body and a linear head.
 
@@ -233,11 +242,11 @@ def _backward_in_chunks(
     """
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     head = model.get_output_embeddings()
-    losses, of_hidden = [], []
+    losses, of_hidden, chunk = [], [], recipe.loss_chunk_tokens
     of_head: Any = None
     for h, t in zip(hidden.detach().flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True):
         h.requires_grad_(hidden.requires_grad)
-        part = F.cross_entropy(head(h).float(), t, ignore_index=-100, reduction="sum") / num_supervised
+        part = _objective(head(h).float(), t, recipe) / num_supervised
         part.backward()
         losses.append(part.item())
         of_hidden.append(h.grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
+from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
@@ -70,6 +71,7 @@ class EngineResult:
     num_uploads: int = 0
     num_forwards: int = 0
     device_bytes: int = 0
+    evaluations: list[float] = field(default_factory=list)  # mean of the held-out batches, before and after every step
 
     @property
     def losses(self) -> list[float]:
@@ -126,6 +128,7 @@ def train_engine(
     cost: CostModel = unit_cost,
     make_device: Callable[[Timeline, int], Device] = lambda timeline, threads: CpuDevice(timeline, threads),
     trust_remote_code: bool = False,
+    held_out: Sequence[Batch] = (),
 ) -> EngineResult:
     """Trains the model of `folder` on one batch an update through the engine."""
     batches = list(batches)
@@ -143,7 +146,18 @@ def train_engine(
         host = LocalHost(plan, layout, state.working, state.shards, timeline)
         engine = Engine(factory, structure, plan, device, host, poison=mode.poison)
         adam_step = 1
+
+        async def evaluate(generation: int) -> None:
+            if held_out:
+                parts = [
+                    await engine.evaluate(micro_batches_of(b, recipe.micro_batch_size), generation) for b in held_out
+                ]
+                result.evaluations.append(sum(parts) / sum(b.num_supervised for b in held_out))
+                assert device.take_exposed() == {}, "no step waited for what an evaluation waited for"
+                timeline.clear()
+
         try:
+            await evaluate(0)
             for step, batch in enumerate(batches, 1):
                 report = await engine.step(step_input(step, batch, recipe), schedule(step, adam_step, recipe))
                 adam_step += not report.skipped
@@ -152,6 +166,7 @@ def train_engine(
                     await host.drain(step)
                 result.records.append(timeline.records)
                 timeline.clear()
+                await evaluate(step)
             result.device_bytes = device.memory().reserved_bytes
         finally:
             await host.close()
@@ -169,7 +184,8 @@ def train_engine(
 
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
     micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
-    return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed)
+    objective = Objective(recipe.z_loss, recipe.label_smoothing)
+    return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed, objective)
 
 
 def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.config import TrainConfig
+from megatrain_ray.config import TrainConfig, WeightedPath
 from megatrain_ray.errors import ConfigError
 from tests.settings import MISSING, config, settings
 
@@ -26,7 +26,9 @@ def test_defaults_are_those_of_the_table() -> None:
         "data": {
             "kind": "pretrain",
             "path": "text.txt",
+            "eval_path": None,
             "dataset": None,
+            "eval_dataset": None,
             "chat_format": "auto",
             "chat_template": None,
             "chat_template_args": {},
@@ -55,6 +57,8 @@ def test_defaults_are_those_of_the_table() -> None:
             "betas": (0.9, 0.95),
             "eps": 1e-8,
             "clip": 1.0,
+            "z_loss": 0.0,
+            "label_smoothing": 0.0,
             "seed": 0,
             "precision": "bf16",
             "grad_dtype": "fp32",
@@ -66,6 +70,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "save_every": 0,
         "save_keep": 2,
         "save_compress": "none",
+        "eval_every": 0,
         "max_failures": 3,
         "log": {"tensorboard": True, "wandb": None, "mlflow": None},
     }
@@ -153,9 +158,6 @@ def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("data__eval_path", "x"),
-        ("data__eval_path", None),
-        ("eval_every", 0),
         ("spill", None),
         ("spill__path", "x"),
         ("hardware__num_gpus", 2),
@@ -166,6 +168,18 @@ def test_what_a_later_version_brings_is_refused_in_one_line(key: str, value: Any
     assert message.startswith(key.replace("__", ".") + ": ")
     assert "later version" in message
     assert "\n" not in message
+
+
+def test_an_evaluation_needs_held_out_data_and_may_be_switched_off_with_them() -> None:
+    message = "data.eval_path is required with eval_every: 5: held-out files, given as data.path is"
+    assert refusal(eval_every=5) == message
+    assert refusal(eval_every=-1).startswith("eval_every: ")
+    assert refusal(data__eval_path=[]).startswith("data.eval_path: expected a path, a glob, ")
+    assert refusal(data__eval_dataset="x").startswith("data.eval_dataset: goes with data.kind: sft")
+    assert config(data__eval_path="held", eval_every=0).data.held_out is not None
+    weighted = config(data__eval_path=[{"path": "a", "weight": 2}], eval_every=5, data__dataset=None).data.held_out
+    assert weighted is not None
+    assert (weighted.path, weighted.seq_len, weighted.held_out) == ((WeightedPath(path="a", weight=2),), 8, None)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
         {"save_every": None},
         {"save_keep": 5},
         {"save_compress": "zstd"},
+        {"eval_every": 7, "data__eval_path": ["held", "out"]},
         {"hardware": {"device": "cpu", "hbm_limit": 1, "ram_limit": 2, "num_shards": 3}},
     ],
 )

@@ -9,9 +9,9 @@ from megatrain_ray.controller import Action, Observation, RunPolicy
 
 def seen(
     submitted: int, completed: int, saved: int = -1, *, interrupted: bool = False, saving: bool = False,
-    missed: bool = False,
+    missed: bool = False, evaluated: int = -1, evaluating: bool = False,
 ) -> Observation:  # fmt: skip
-    return Observation(submitted, completed, saved, interrupted, saving, missed)
+    return Observation(submitted, completed, saved, interrupted, saving, missed, evaluated, evaluating)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,18 @@ def seen(
         (RunPolicy(10, None), seen(5, 5, interrupted=True), Action.STOP),
         (RunPolicy(10, 0), seen(5, 5, 5, interrupted=True), Action.STOP),
         (RunPolicy(10, 0), seen(0, 0, interrupted=True), Action.STOP),
+        (RunPolicy(10, 0, 4), seen(0, 0), Action.EVALUATE),
+        (RunPolicy(10, 0, 4), seen(0, 0, evaluating=True), Action.WAIT),
+        (RunPolicy(10, 0, 4), seen(0, 0, evaluated=0), Action.STEP),
+        (RunPolicy(10, 0, 4), seen(4, 3, evaluated=0), Action.WAIT),
+        (RunPolicy(10, 0, 4), seen(4, 4, evaluated=0), Action.EVALUATE),
+        (RunPolicy(10, 4, 4), seen(4, 4, evaluated=0, saving=True), Action.EVALUATE),
+        (RunPolicy(10, 4, 4), seen(4, 4, evaluated=4, saving=True), Action.STEP),
+        (RunPolicy(10, 0, 4), seen(10, 10, 10, evaluated=8), Action.EVALUATE),
+        (RunPolicy(10, 0, 4), seen(10, 10, 10, evaluated=10), Action.STOP),
+        (RunPolicy(10, 0, 4), seen(4, 4, interrupted=True, evaluated=0), Action.SAVE),
+        (RunPolicy(10, 0, 4), seen(4, 4, interrupted=True, evaluated=0, evaluating=True), Action.WAIT),
+        (RunPolicy(8, 0, 4), seen(12, 12, 12, evaluated=4), Action.STOP),
     ],
 )
 def test_one_tick(policy: RunPolicy, observation: Observation, action: Action) -> None:
@@ -99,6 +111,46 @@ def test_whole_runs() -> None:
     assert play(RunPolicy(10, 4), start=4) == (10, [4, 8, 10])
     assert play(RunPolicy(10, 0), interrupt_after=3) == (4, [4])
     assert play(RunPolicy(10, None), interrupt_after=3) == (4, [])
+
+
+def test_evaluations_come_before_the_first_update_after_every_nth_and_after_the_last() -> None:
+    assert evaluations(RunPolicy(10, 4, 4)) == [0, 4, 8, 10]
+    assert evaluations(RunPolicy(8, 3, 4)) == [0, 4, 8]
+    assert evaluations(RunPolicy(2, None, 5)) == [0, 2]
+    assert evaluations(RunPolicy(10, 4, 4), start=4, evaluated=4) == [8, 10]
+    assert evaluations(RunPolicy(10, 4, 4), start=4, evaluated=0) == [4, 8, 10], "killed in the one after step 4"
+    assert evaluations(RunPolicy(10, 4, 0)) == []
+
+
+def test_a_run_is_done_when_its_last_evaluation_is_there() -> None:
+    policy = RunPolicy(10, 0, 4)
+    assert not policy.is_done(seen(8, 8, evaluated=8))
+    assert not policy.is_done(seen(10, 10, 10, evaluated=8))
+    assert policy.is_done(seen(10, 10, 10, evaluated=10))
+    assert RunPolicy(10, 0).is_done(seen(10, 10))
+    assert policy.is_done(seen(12, 12, evaluated=4)), "steps were lowered afterwards"
+
+
+def evaluations(policy: RunPolicy, start: int = 0, evaluated: int = -1) -> list[int]:
+    """After which steps a run evaluates when everything succeeds at once, saves aside."""
+    submitted = completed = start
+    made = []
+    for _ in range(100):
+        match policy.tick(seen(submitted, completed, policy.steps, evaluated=evaluated)):
+            case Action.STEP:
+                submitted += 1
+            case Action.WAIT:
+                assert completed < submitted, "waits for nothing"
+                completed += 1
+            case Action.EVALUATE:
+                assert completed == submitted, "no step is under way"
+                evaluated = submitted
+                made.append(submitted)
+            case Action.STOP:
+                return made
+            case Action.SAVE:
+                raise AssertionError("it is saved")
+    raise AssertionError("the run does not end")
 
 
 def test_a_save_that_did_not_come_about_is_made_again() -> None:

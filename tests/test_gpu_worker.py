@@ -24,7 +24,7 @@ from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.shard_worker import ShardWorker
 from tests.runs import config
 from tests.texts import tokens_of
-from tests.tiny import VOCAB_SIZE, build_tiny
+from tests.tiny import VOCAB_SIZE, build_tiny, tiny_batches
 
 MACHINE = Machine(device="cpu", num_cpus=1, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
 STEPS = 3
@@ -57,28 +57,36 @@ def batches(ready: Prepared) -> DataWorker:
     return DataWorker(data, tokens, VOCAB_SIZE, ready.plan.micro_batch_size * ready.plan.num_micro_batches, 0, None)
 
 
-async def run(ready: Prepared, handles: Handles, calls: Sequence[int], *, poison: bool = False) -> list[dict[str, Any]]:
+async def run(
+    ready: Prepared, handles: Handles, calls: Sequence[int], *, poison: bool = False, evaluations: Sequence[int] = ()
+) -> list[dict[str, Any]]:
     """Rows of steps called in this order, all before the first has run; in the order of calls.
 
-    `poison`: one weight of the final norm, the last of the working copy, is infinite.
+    `poison`: one weight of the final norm, the last of the working copy, is infinite. `evaluations`: held-out batches
+    that are asked for before the first step, in this order; their losses are checked.
     """
     data = batches(ready)
 
     async def fetch(step: int) -> Batch:
         return data.batch(step)
 
+    async def fetch_held_out(index: int) -> Batch:
+        return tiny_batches(index + 1)[index]
+
     shards = [ShardWorker(ready, k, [handles]) for k in range(ready.plan.num_shards)]
     for shard in shards:
         shard.initialize()
     if poison:
         poison_a_weight(ready, handles)
-    worker = GpuWorker(ready, [handles], fetch)
+    worker = GpuWorker(ready, [handles], fetch, fetch_held_out)
     await worker.start(Progress(0, 0))
     async with asyncio.TaskGroup() as tasks:
         for shard in shards:
             tasks.create_task(asyncio.to_thread(shard.run, NO_ATTEMPT))
         try:
             async with asyncio.timeout(20):
+                losses = await asyncio.gather(*(worker.evaluate(0, index) for index in evaluations))
+                assert all(loss.num_supervised == 128 and 5 < loss.total / 128 < 6 for loss in losses)
                 results = await asyncio.gather(*(worker.step(step, save=False) for step in calls))
         finally:
             await worker.close()
@@ -106,6 +114,12 @@ async def test_steps_called_in_another_order_give_the_same_rows(ready: Prepared,
     assert [row["step"] for row in wrong] == [3, 2, 1]
     assert [[row[key] for key in NUMBERS] for row in right] == [[row[key] for key in NUMBERS] for row in wrong[::-1]]
     assert right[0]["loss"] > right[2]["loss"]
+
+
+async def test_evaluations_change_no_row(ready: Prepared, handles: Handles) -> None:
+    plain = await run(ready, handles, (1, 2))
+    evaluated = await run(ready, handles, (1, 2), evaluations=(1, 0))
+    assert [[row[key] for key in NUMBERS] for row in plain] == [[row[key] for key in NUMBERS] for row in evaluated]
 
 
 async def test_the_keys_of_a_row(ready: Prepared, handles: Handles) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,35 @@ def test_curves_are_drawn_of_what_is_finite(run: Path, capsys: pytest.CaptureFix
     assert chart[-1].split() == ["1", "2", "3"]
     assert "2.50" in chart[2]
     assert any("2.25" in line for line in chart)
+
+
+def evaluation(step: int, loss: float | None) -> dict[str, Any]:
+    return {"step": step, "eval_loss": loss, "perplexity": loss, "eval_tokens": 1000, "eval_s": 2.0}
+
+
+def test_evaluations_are_drawn_and_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDir.open(config(run_dir=str(run))) as opened:
+        for step in (0, 2, 3):
+            opened.append_evaluation(evaluation(step, 5.5 - step))
+    assert main(["inspect", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    chart = lines[lines.index(next(line for line in lines if line.strip() == "held-out loss")) :][:10]
+    assert chart[-1].split()[0] == "0"
+    assert "5.50" in chart[2]
+    first = lines.index("last evaluations") + 1
+    assert lines[first] == "  after step 0  eval_loss 5.5000  perplexity 5.5  1.00k tokens in 2s"
+    assert lines[first + 3] == "checksums"
+
+
+def test_the_last_and_the_best_evaluation_are_named_at_the_end() -> None:
+    rows = [evaluation(0, 5.0), evaluation(2, 2.0), evaluation(4, 3.0)]
+    last = "held out  after step 4  eval_loss 3.0000  perplexity 3  1.00k tokens in 2s"
+    following = "next      megatrain inspect runs/x, megatrain export runs/x OUT_DIR"
+    assert list(summarize([], Path("runs/x"), rows)) == [
+        last, "          best: eval_loss 2.0000 after step 2", following
+    ]  # fmt: skip
+    assert list(summarize([], Path("runs/x"), rows[-1:])) == [last, following]
+    assert "nan" in next(summarize([], Path("runs/x"), [evaluation(4, None)]))
 
 
 def test_what_is_said_at_the_end() -> None:

@@ -43,6 +43,18 @@ def test_tensorboard_shows_what_the_rows_say(tmp_path: Path) -> None:
     }
 
 
+def test_evaluations_stand_beside_the_rows_of_steps(tmp_path: Path) -> None:
+    evaluation = {"eval_loss": 2.5, "perplexity": float("inf"), "eval_tokens": 7, "eval_losses": {"0": 2.0, "1": 3.0}}
+    with open_sinks(settings(tmp_path), tmp_path, 1) as sinks:
+        sinks.write({"step": 0, **evaluation})
+        sinks.write(row(1, 2.25))
+    drawn = scalars(tmp_path / "tensorboard")
+    assert drawn["eval_loss"] == [(0, 2.5)]
+    assert drawn["eval_losses/1"] == [(0, 3.0)]
+    assert drawn["loss"] == [(1, 2.25)]
+    assert "perplexity" not in drawn
+
+
 def test_steps_that_a_run_went_back_over_are_shown_once(tmp_path: Path) -> None:
     with open_sinks(settings(tmp_path), tmp_path, 1) as sinks:
         for step in (1, 2, 3, 4):

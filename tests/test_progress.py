@@ -39,6 +39,27 @@ def test_a_line_says_step_loss_speed_and_time_left() -> None:
     ]
 
 
+EVALUATION = {"step": 3, "eval_loss": 2.5, "perplexity": 12.1825, "eval_tokens": 12345, "eval_s": 2.0}
+
+
+def test_an_evaluation_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    with make_progress(10, 3, stream) as view:
+        view.evaluating(1, 2)
+        view.evaluated(EVALUATION)
+        view.evaluated(EVALUATION | {"eval_loss": None, "perplexity": None})
+    assert stream.getvalue().splitlines() == [
+        "after step 3  eval_loss 2.5000  perplexity 12.182  12.3k tokens in 2s",
+        "after step 3  eval_loss nan  perplexity nan  12.3k tokens in 2s",
+    ]
+    terminal = Terminal()
+    with make_progress(10, 3, terminal) as view:
+        view.evaluating(1, 2)
+        view.evaluated(EVALUATION)
+    assert "evaluating 1/2" in terminal.getvalue()
+    assert "after step 3  eval_loss 2.5000" in terminal.getvalue()
+
+
 def test_a_short_run_shows_every_step_and_a_long_one_about_fifty() -> None:
     assert shown_steps(50, 0) == list(range(1, 51))
     assert shown_steps(1001, 100) == [101, *range(114, 1001, 19), 1001]

@@ -267,6 +267,24 @@ def test_a_resume_cuts_the_rows_after_the_restored_step_and_a_torn_one(tmp_path:
     assert RunFiles(tmp_path).rows() == []
 
 
+def test_a_resume_cuts_the_evaluations_after_the_restored_step(tmp_path: Path) -> None:
+    with RunDir.open(in_folder(tmp_path)) as run:
+        run.begin("{}", 0)
+        assert run.last_evaluated == -1
+        run.append(row(1))
+        run.settle()
+        for step in (0, 3, 6):
+            run.append_evaluation({"step": step, "eval_loss": math.inf})
+            run.settle()
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 9, "ev')
+    begin(tmp_path, step=4)
+    assert RunFiles(tmp_path).evaluations() == [{"step": 0, "eval_loss": None}, {"step": 3, "eval_loss": None}]
+    assert RunFiles(tmp_path).last_evaluated == 3
+    begin(tmp_path, step=0)
+    assert RunFiles(tmp_path).evaluations() == [], "the settings of a run that made no step may change"
+
+
 def test_reading_a_folder_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no run: config\.yaml is missing"):
         RunFiles(tmp_path).read_config()

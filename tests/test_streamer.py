@@ -54,11 +54,11 @@ class Rig:
         residency = plan_residency(
             [(FragmentId(i, 0),) for i in order], fragments, dict.fromkeys(fragments, "block"), slots
         )
-        self.order = order
+        self.order, self.residency = order, residency
         self.device = CpuDevice()
         self.ring = SlotRing(self.device.allocate(num_slots * SIZE * 4), [SIZE * 4] * num_slots, poison=True)
         self.source = Source()
-        self.streamer = LayerStreamer(self.device, self.ring, layout, residency, self.source, deadline_s)
+        self.streamer = LayerStreamer(self.device, self.ring, layout, self.source, deadline_s)
 
     def read(self, visit: int) -> float:
         """What a kernel of this visit would see."""
@@ -76,7 +76,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def test_a_step_sees_every_layer(rig: Rig) -> None:
-    rig.streamer.begin(0)
+    rig.streamer.begin(rig.residency, 0)
     seen = await asyncio.to_thread(lambda: [rig.read(v) for v in range(len(rig.order))])
     await rig.streamer.finish()
     assert seen == [0, 1, 2, 3, 2, 1, 0]
@@ -86,7 +86,7 @@ async def test_a_step_sees_every_layer(rig: Rig) -> None:
 
 
 async def test_prefetch_and_wait_any_number_of_times(rig: Rig) -> None:
-    rig.streamer.begin(0)
+    rig.streamer.begin(rig.residency, 0)
     assert rig.streamer.prefetch(0) == rig.streamer.prefetch(0)
     first = await asyncio.to_thread(rig.streamer.wait, 0)
     again = await asyncio.to_thread(rig.streamer.wait, 0)
@@ -95,7 +95,7 @@ async def test_prefetch_and_wait_any_number_of_times(rig: Rig) -> None:
 
 
 async def test_no_more_is_loaded_than_there_are_slots(rig: Rig) -> None:
-    rig.streamer.begin(0)
+    rig.streamer.begin(rig.residency, 0)
     await asyncio.to_thread(rig.streamer.wait, 1)
     assert rig.source.fetched == [0, 1]
     assert not rig.streamer.prefetch(2)[0].done()
@@ -105,7 +105,7 @@ async def test_no_more_is_loaded_than_there_are_slots(rig: Rig) -> None:
 
 
 async def test_a_load_waits_for_its_generation(rig: Rig) -> None:
-    rig.streamer.begin(1)
+    rig.streamer.begin(rig.residency, 1)
     reading = asyncio.create_task(asyncio.to_thread(rig.read, 0))
     await asyncio.sleep(0)
     assert rig.source.fetched == []
@@ -116,7 +116,7 @@ async def test_a_load_waits_for_its_generation(rig: Rig) -> None:
 async def test_the_next_step_loads_everything_again(rig: Rig) -> None:
     for generation in range(2):
         await rig.source.reach(generation)
-        rig.streamer.begin(generation)
+        rig.streamer.begin(rig.residency, generation)
         seen = await asyncio.to_thread(lambda: [rig.read(v) for v in range(len(rig.order))])
         await rig.streamer.finish()
         assert seen == [10.0 * generation + layer for layer in rig.order]
@@ -124,7 +124,7 @@ async def test_the_next_step_loads_everything_again(rig: Rig) -> None:
 
 async def test_a_failure_of_the_source_reaches_the_compute_thread(rig: Rig) -> None:
     rig.source.error = MegatrainError("a shard failed")
-    rig.streamer.begin(0)
+    rig.streamer.begin(rig.residency, 0)
     with pytest.raises(MegatrainError, match="a shard failed"):
         await asyncio.to_thread(rig.streamer.wait, 0)
     with pytest.raises(MegatrainError, match="a shard failed"):
@@ -132,7 +132,7 @@ async def test_a_failure_of_the_source_reaches_the_compute_thread(rig: Rig) -> N
 
 
 async def test_cancelling_lets_a_waiting_thread_go(rig: Rig) -> None:
-    rig.streamer.begin(1)
+    rig.streamer.begin(rig.residency, 1)
     waiting = asyncio.create_task(asyncio.to_thread(rig.streamer.wait, 0))
     await asyncio.sleep(0)
     await rig.streamer.cancel()
@@ -142,7 +142,7 @@ async def test_cancelling_lets_a_waiting_thread_go(rig: Rig) -> None:
 
 async def test_a_stuck_load_is_named() -> None:
     rig = Rig(deadline_s=0.01)
-    rig.streamer.begin(1)
+    rig.streamer.begin(rig.residency, 1)
     with pytest.raises(DeadlineError, match="no load for visit 0"):
         await asyncio.to_thread(rig.streamer.wait, 0)
     await rig.streamer.cancel()
@@ -150,7 +150,7 @@ async def test_a_stuck_load_is_named() -> None:
 
 
 async def test_a_visit_cannot_be_entered_twice_at_once(rig: Rig) -> None:
-    rig.streamer.begin(0)
+    rig.streamer.begin(rig.residency, 0)
 
     def enter() -> None:
         with rig.streamer.layer(0), pytest.raises(SlotStateError, match="IN_USE"), rig.streamer.layer(0):

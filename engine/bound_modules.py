@@ -1,0 +1,51 @@
+"""Modules of a model's layers, called with the weights that are on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from megatrain_ray.engine.layer_call import Function
+from megatrain_ray.engine.layout import ModelLayout, Segment
+from megatrain_ray.engine.model import ModelStructure
+from megatrain_ray.engine.residents import Residents
+from megatrain_ray.engine.skeleton import Skeleton
+from megatrain_ray.engine.template import Template, Templates, positions_of
+
+
+class BoundModules:
+    """One template for each structure of layer; parameters are looked up in the slots. Compute thread only."""
+
+    def __init__(
+        self, structure: ModelStructure, layout: ModelLayout, skeleton: Skeleton, residents: Residents
+    ) -> None:
+        self.segments = _segments_by_module(structure, layout)
+        self._structure = structure
+        self._recorder = skeleton.recorder
+        self._residents = residents
+        templates = Templates()
+        self._templates: dict[str, Template] = {
+            path: templates.get(module, [segment.local for segment in self.segments[path]])
+            for path, module in skeleton.modules.items()
+        }
+        self._positions = {path: positions_of(module) for path, module in skeleton.modules.items()}
+
+    @contextmanager
+    def bound(self, path: str) -> Iterator[tuple[Function, list[torch.Tensor]]]:
+        """The module as a function, and its parameters in the order of `segments`; its layer must be on the device."""
+        layer = self._structure.layer_of(path)
+        parameters = [self._residents.parameter(layer, segment) for segment in self.segments[path]]
+        with self._templates[path].bound(parameters, self._positions[path]) as module:
+            yield partial(self._recorder.run, module), parameters
+
+
+def _segments_by_module(structure: ModelStructure, layout: ModelLayout) -> dict[str, list[Segment]]:
+    """Module path → its parameters."""
+    found: dict[str, list[Segment]] = {}
+    for spec, flat in zip(structure.layers, layout.layers, strict=True):
+        for path in spec.modules:
+            found[path] = [s for s in flat.segments if s.name == f"{path}.{s.local}"]
+    return found
