@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatrain_ray.engine.layer_call import LayerCall
-from megatrain_ray.engine.loss import chunked_loss
+from megatrain_ray.engine.loss import Objective, chunked_loss
 from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import to_working
@@ -167,6 +167,8 @@ def test_a_call_that_needs_no_gradient_keeps_nothing(trained: bool) -> None:
 def test_the_loss_takes_no_gradient_in_vain(hidden_wants: bool, head_wants: bool) -> None:
     hidden = torch.randn(1, 4, 3, requires_grad=hidden_wants)
     head, targets = torch.randn(5, 3, requires_grad=head_wants), torch.tensor([[1, 2, 3, 4]])
-    found = chunked_loss(lambda h: h @ head.T, hidden, targets, [head], chunk_tokens=3, num_supervised=4)
+    found = chunked_loss(
+        lambda h: h @ head.T, hidden, targets, [head], chunk_tokens=3, num_supervised=4, objective=Objective()
+    )
     assert (found.hidden is not None) is hidden_wants
     assert [gradient is not None for gradient in found.parameters] == [head_wants]
