@@ -85,6 +85,12 @@ def chunked_loss(
     return LossResult(losses, cross_entropies, of_hidden, sums.rounded())
 
 
+def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    wanted = [source for source in sources if source.requires_grad]
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    return [next(found) if source.requires_grad else None for source in sources]
+
+
 def cross_entropy_sums(
     logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, *, chunk_tokens: int
 ) -> list[torch.Tensor]:

@@ -58,11 +58,11 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
         yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
     if train.warmup_steps > train.steps:
         yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; set fewer"
+    if config.eval_every and config.data.eval_path is None:
+        yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     for number, group in enumerate(train.groups):
         if group.lr is None and group.weight_decay is None:
             yield f"train.groups.{number}: has neither lr nor weight_decay; set one of them, or leave the group out"
-    if config.eval_every and config.data.eval_path is None:
-        yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
 
