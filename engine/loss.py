@@ -101,12 +101,6 @@ def cross_entropy_sums(
         return [_cross_entropy(logits(chunk).float(), of_chunk) for chunk, of_chunk in chunks]
 
 
-def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    wanted = [source for source in sources if source.requires_grad]
-    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-    return [next(found) if source.requires_grad else None for source in sources]
-
-
 def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Summed over the supervised tokens. scores: [1, t, V]. targets: [t]."""
     flat = scores.view(-1, scores.shape[-1])
