@@ -6,112 +6,35 @@ are refused by name (config_problems.py), never accepted and ignored.
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from megatrain_ray.config_problems import describe_problems, disagreements
+from megatrain_ray.config_values import (
+    Count,
+    Group,
+    Rate,
+    Seed,
+    Size,
+    Text,
+    WeightedPath,
+    model_settings,
+    name_patterns,
+    names_of_data,
+    only,
+    optional_sources,
+    sources_of_data,
+)
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.units import parse_size
 
-
-def _only(allowed: Any) -> AfterValidator:
-    """Refuses every value but one, until a later version brings the others."""
-
-    def check(value: Any) -> Any:
-        if value != allowed:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            raise ValueError(f"{shown} comes with a later version; leave the key out")
-        return value
-
-    return AfterValidator(check)
-
-
-def _sources(value: Any) -> Any:
-    sources = [value] if isinstance(value, str) else value
-    expected = f"expected a path, a glob, a list of these, or a list of {{path, weight}}; got {value!r}"
-    if not isinstance(sources, (list, tuple)) or not sources:
-        raise ValueError(expected)
-    if all(isinstance(source, (dict, WeightedPath)) for source in sources):
-        return tuple(_weighted_path(source) for source in sources)
-    if any(isinstance(source, (dict, WeightedPath)) for source in sources):
-        raise ValueError("some sources have a weight and some none; give each as {path, weight}, or none")
-    if not all(isinstance(source, str) and source for source in sources):
-        raise ValueError(expected)
-    return value if isinstance(value, str) else tuple(sources)
-
-
-def _names(value: Any) -> Any:
-    names = value if isinstance(value, (list, tuple)) else [value]
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"expected a name or a list of names, got {value!r}")
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _patterns(value: Any) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else value
-    if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) and p for p in patterns):
-        raise ValueError(f"expected a pattern of parameter names or a list of them, got {value!r}")
-    try:
-        list(map(re.compile, patterns))
-    except re.error as error:
-        raise ValueError(f"{error.pattern!r} is no regular expression: {error}") from None
-    return tuple(patterns)
-
-
-def _weighted_path(source: dict[str, Any] | WeightedPath) -> WeightedPath:
-    if isinstance(source, WeightedPath):
-        return source
-    path, weight = source.get("path"), source.get("weight")
-    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if weight is None or set(source) != {"path", "weight"} or not isinstance(path, str) or not path or not number:
-        raise ValueError(f"expected {{path: a path or a glob, weight: a number}}, got {source!r}")
-    if not (weight > 0 and math.isfinite(weight)):
-        raise ValueError(f"the weight of {path} is {weight}; expected a number more than 0")
-    return WeightedPath(path=path, weight=weight)
-
-
-def _model_settings(value: Any) -> dict[str, Any] | str:
-    if isinstance(value, (dict, str)) and value:
-        return value
-    raise ValueError(f"expected a mapping of the model's settings, or the path of a config.json; got {value!r}")
-
-
-def _optional_sources(value: Any) -> Any:
-    return None if value is None else _sources(value)
-
-
-Text = Annotated[str, Field(min_length=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1)]
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
 SaveCompression = Literal["none", "zstd"]
-
-
-class Group(BaseModel):
-    """Settings that belong together. Unknown keys, wrong types and non-finite numbers are errors."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class ModelConfig(Group):
     path: Text | None = None
     """Folder or hub id whose weights training starts from."""
-    config: Annotated[dict[str, Any] | Text, BeforeValidator(_model_settings)] | None = None
+    config: Annotated[dict[str, Any] | Text, BeforeValidator(model_settings)] | None = None
     """Mapping, or path of a config.json: this shape with random weights."""
     seed: Seed = 0
     """Of the random weights."""
@@ -121,32 +44,25 @@ class ModelConfig(Group):
     """How layers attend where a mask is needed: flex attention, or SDPA with whole masks. auto: flex where it works."""
 
 
-class WeightedPath(Group):
-    path: Text
-    """A path, a glob or a folder."""
-    weight: Annotated[float, Field(gt=0)]
-    """Its share of the windows, in proportion to the other weights."""
-
-
 class DataConfig(Group):
     kind: Literal["pretrain", "sft", "tokens"] = "pretrain"
     """Plain text; chats of which the answers are learned; or records that hold token ids."""
-    path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(_sources)]
+    path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(sources_of_data)]
     """Texts (.txt, .jsonl, .jsonl.zst, .parquet) or chats (.json, .jsonl, .jsonl.zst, .parquet, dataset_info.json):
     a path, a glob, a folder, a list of these or of {path, weight}."""
-    eval_path: Annotated[
-        str | tuple[str, ...] | tuple[WeightedPath, ...] | None, BeforeValidator(_optional_sources)
-    ] = None
+    eval_path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...] | None, BeforeValidator(optional_sources)] = (
+        None
+    )
     """Held-out data, given as data.path is, for eval_every."""
-    dataset: Annotated[str | tuple[str, ...], BeforeValidator(_names)] | None = None
+    dataset: Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)] | None = None
     """Names of chats in the dataset_info.json that data.path is."""
-    eval_dataset: Annotated[str | tuple[str, ...], BeforeValidator(_names)] | None = None
+    eval_dataset: Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)] | None = None
     """Names of chats in the dataset_info.json that data.eval_path is."""
     chat_format: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
     """How records hold a chat; auto: recognised by their keys."""
     chat_template: Text | None = None
     """Jinja file that makes chats text. Unset: the tokenizer's own, else a plain one."""
-    chat_template_args: dict[str, Any] = {}
+    chat_template_args: dict[str, Any] = {}  # noqa: RUF012, pydantic copies it
     """Variables of the chat template, such as enable_thinking."""
     truncation: Literal["turn", "drop"] = "turn"
     """A chat of more than seq_len + 1 tokens is cut after an answer, other token ids at the end; or they are left
@@ -178,7 +94,7 @@ class DataConfig(Group):
 class ParameterGroupConfig(Group):
     """Parameters with a learning rate or decay of their own."""
 
-    match: Annotated[tuple[str, ...], BeforeValidator(_patterns), Field(min_length=1)]
+    match: Annotated[tuple[str, ...], BeforeValidator(name_patterns), Field(min_length=1)]
     """A pattern of parameter names, or a list of them."""
     lr: Annotated[float, Field(gt=0)] | None = None
     """Their peak learning rate; it follows the schedule in proportion. Unset: train.lr."""
@@ -205,9 +121,9 @@ class OptimizationConfig(Group):
     """Updates until the learning rate has its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay of matrices per update, times the learning rate."""
-    trainable: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
+    trainable: Annotated[tuple[str, ...], BeforeValidator(name_patterns)] = ()
     """Patterns (regular expressions) of parameter names: whatever none of them matches is frozen. Empty: nothing is."""
-    freeze: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
+    freeze: Annotated[tuple[str, ...], BeforeValidator(name_patterns)] = ()
     """Patterns of the parameters that are frozen, out of the trainable ones."""
     groups: Annotated[tuple[ParameterGroupConfig, ...], Field(strict=False)] = ()
     """Parameters with a learning rate or decay of their own: {match, lr, weight_decay}; the first match counts."""
@@ -239,7 +155,7 @@ class OptimizationConfig(Group):
 class HardwareConfig(Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where layers run; auto: a GPU where there is one."""
-    num_gpus: Annotated[Count, _only(1)] = 1
+    num_gpus: Annotated[Count, only(1)] = 1
     """GPUs that share an update."""
     hbm_limit: Size | None = None
     """Bytes of GPU memory to use at most; null: what is there."""

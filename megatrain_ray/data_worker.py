@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.config import DataConfig, WeightedPath
+from megatrain_ray.config import DataConfig
+from megatrain_ray.config_values import WeightedPath
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batches import Batch, BatchStream, Stream
 from megatrain_ray.io.corpus import open_corpus

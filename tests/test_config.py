@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.config import TrainConfig, WeightedPath
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.config_values import WeightedPath
 from megatrain_ray.errors import ConfigError
 from tests.settings import MISSING, config, settings
 

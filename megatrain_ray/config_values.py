@@ -1,0 +1,98 @@
+"""Values that settings may have, and what is wrong with others."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from megatrain_ray.units import parse_size
+
+Text = Annotated[str, Field(min_length=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Group(BaseModel):
+    """Settings that belong together. Unknown keys, wrong types and non-finite numbers are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class WeightedPath(Group):
+    path: Text
+    """A path, a glob or a folder."""
+    weight: Annotated[float, Field(gt=0)]
+    """Its share of the windows, in proportion to the other weights."""
+
+
+def only(allowed: Any) -> AfterValidator:
+    """Refuses every value but one, until a later version brings the others."""
+
+    def check(value: Any) -> Any:
+        if value != allowed:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ValueError(f"{shown} comes with a later version; leave the key out")
+        return value
+
+    return AfterValidator(check)
+
+
+def sources_of_data(value: Any) -> Any:
+    sources = [value] if isinstance(value, str) else value
+    expected = f"expected a path, a glob, a list of these, or a list of {{path, weight}}; got {value!r}"
+    if not isinstance(sources, (list, tuple)) or not sources:
+        raise ValueError(expected)
+    if all(isinstance(source, (dict, WeightedPath)) for source in sources):
+        return tuple(_weighted_path(source) for source in sources)
+    if any(isinstance(source, (dict, WeightedPath)) for source in sources):
+        raise ValueError("some sources have a weight and some none; give each as {path, weight}, or none")
+    if not all(isinstance(source, str) and source for source in sources):
+        raise ValueError(expected)
+    return value if isinstance(value, str) else tuple(sources)
+
+
+def names_of_data(value: Any) -> Any:
+    names = value if isinstance(value, (list, tuple)) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"expected a name or a list of names, got {value!r}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def name_patterns(value: Any) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) and p for p in patterns):
+        raise ValueError(f"expected a pattern of parameter names or a list of them, got {value!r}")
+    try:
+        list(map(re.compile, patterns))
+    except re.error as error:
+        raise ValueError(f"{error.pattern!r} is no regular expression: {error}") from None
+    return tuple(patterns)
+
+
+def _weighted_path(source: dict[str, Any] | WeightedPath) -> WeightedPath:
+    if isinstance(source, WeightedPath):
+        return source
+    path, weight = source.get("path"), source.get("weight")
+    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if weight is None or set(source) != {"path", "weight"} or not isinstance(path, str) or not path or not number:
+        raise ValueError(f"expected {{path: a path or a glob, weight: a number}}, got {source!r}")
+    if not (weight > 0 and math.isfinite(weight)):
+        raise ValueError(f"the weight of {path} is {weight}; expected a number more than 0")
+    return WeightedPath(path=path, weight=weight)
+
+
+def model_settings(value: Any) -> dict[str, Any] | str:
+    if isinstance(value, (dict, str)) and value:
+        return value
+    raise ValueError(f"expected a mapping of the model's settings, or the path of a config.json; got {value!r}")
+
+
+def optional_sources(value: Any) -> Any:
+    return None if value is None else sources_of_data(value)
