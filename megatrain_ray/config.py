@@ -33,52 +33,61 @@ SaveCompression = Literal["none", "zstd"]
 
 class ModelConfig(Group):
     path: Text | None = None
-    """Folder or hub id whose weights training starts from."""
+    """Folder of a Hugging Face model (safetensors), or a hub id: training starts from its weights."""
     config: Annotated[dict[str, Any] | Text, BeforeValidator(model_settings)] | None = None
-    """Mapping, or path of a config.json: this shape with random weights."""
+    """Mapping, or path of a config.json: this shape with random weights. Exactly one of the two."""
     seed: Seed = 0
     """Of the random weights."""
     trust_remote_code: bool = False
-    """Whether code that comes with a model may run."""
+    """true: code that comes in the model's folder may run, where Transformers has no such model itself."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
-    """How layers attend where a mask is needed: flex attention, or SDPA with whole masks. auto: flex where it works."""
+    """How layers attend where plain causal attention over whole rows is not enough (several documents in a row,
+    sliding windows). flex: flex attention, which needs a GPU and a model that Transformers lets use it; sdpa:
+    whole masks of seq_len² bytes a sequence; auto: flex where it works, else sdpa. Where no mask is needed it is
+    SDPA always, or what a model without SDPA has."""
 
 
 class DataConfig(Group):
     kind: Literal["pretrain", "sft", "tokens"] = "pretrain"
-    """Plain text; chats of which the answers are learned; or records that hold token ids."""
+    """pretrain: texts; sft: chats of which the answers are learned; tokens: records of token ids. A key of
+    another kind is refused."""
     path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(sources_of_data)]
-    """Texts (.txt, .jsonl, .jsonl.zst, .parquet) or chats (.json, .jsonl, .jsonl.zst, .parquet, dataset_info.json):
-    a path, a glob, a folder, a list of these or of {path, weight}."""
+    """A path, a glob, a folder, a list of these, or a list of {path, weight}. Texts: .txt, .jsonl, .jsonl.zst,
+    .parquet; chats: .json, .jsonl, .jsonl.zst, .parquet, dataset_info.json; token ids: as chats, without the
+    last."""
     eval_path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...] | None, BeforeValidator(optional_sources)] = (
         None
     )
     """Held-out data, given as data.path is, for eval_every."""
     dataset: Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)] | None = None
-    """Names of chats in the dataset_info.json that data.path is."""
+    """sft: a name, or a list of names, in the dataset_info.json that data.path is."""
     eval_dataset: Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)] | None = None
-    """Names of chats in the dataset_info.json that data.eval_path is."""
+    """sft: the same of the dataset_info.json that data.eval_path is."""
     chat_format: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
-    """How records hold a chat; auto: recognised by their keys."""
+    """sft: how records hold a chat; auto: recognised by the keys of each record."""
     chat_template: Text | None = None
-    """Jinja file that makes chats text. Unset: the tokenizer's own, else a plain one."""
+    """sft: a Jinja file that makes chats text; null: the tokenizer's own, else a plain one."""
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012, pydantic copies it
-    """Variables of the chat template, such as enable_thinking."""
+    """sft: variables of the template, such as {enable_thinking: false}."""
     truncation: Literal["turn", "drop"] = "turn"
-    """A chat of more than seq_len + 1 tokens is cut after an answer, other token ids at the end; or they are left
-    out."""
+    """sft: a chat of more than seq_len + 1 tokens is cut after an answer (turn) or left out (drop). tokens: a
+    sequence is cut at the end, or left out."""
     text_field: Text = "text"
-    """Key of a JSON line, or column of a Parquet file, that holds the text."""
+    """pretrain: key of a JSON line, or column of a Parquet file, that holds the text."""
     bad_records: Literal["error", "skip"] = "error"
-    """Whether a record without a text or chat ends the start, or is skipped and counted."""
+    """skip: records without a text, and chats that are wrong, are skipped and counted; error: the first one ends
+    the start."""
     tokenizer: Text | None = None
-    """Folder, hub id, or `bytes` (ids 0-255, 256 ends a document). Unset: model.path's own."""
+    """Folder with a tokenizer.json, hub id, or `bytes` (ids 0 to 255; 256 ends a document). null: model.path's
+    own."""
     seq_len: Count
-    """Tokens of a sequence, inputs and targets alike (cut from windows of seq_len + 1)."""
+    """Inputs of a sequence, and as many targets, cut from windows of seq_len + 1 tokens. The last short window
+    of a document is dropped unless it is the only one."""
     packing: bool = True
-    """Join documents before cutting windows; false cuts each document alone."""
+    """Documents are joined before windows are cut, chats stand whole in rows side by side, and none sees
+    another; false: each is cut alone."""
     shuffle: bool = True
-    """Draw windows in a new random order each epoch."""
+    """A new order of windows each epoch."""
     seed: Seed = 0
     """Of the order."""
 
@@ -106,9 +115,10 @@ class OptimizationConfig(Group):
     steps: Count
     """Updates in total, those before a resume included."""
     batch_size: Count | None = None
-    """Sequences of an update, over all GPUs."""
+    """Sequences of an update = batch_size, or micro_batch_size × accumulate; null: what the others say, 1 where
+    none does."""
     micro_batch_size: Count | None = None
-    """Sequences of one forward on one GPU."""
+    """Sequences of one forward; with batch_size alone 1."""
     accumulate: Count | None = None
     """Micro-batches of an update."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
@@ -116,11 +126,11 @@ class OptimizationConfig(Group):
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate that the schedule ends at."""
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
-    """How the learning rate falls from its peak over `steps`."""
+    """How the learning rate falls from its peak to min_lr over train.steps, after a linear warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Updates until the learning rate has its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled decay of matrices per update, times the learning rate."""
+    """Decoupled decay per update, times the learning rate; none on norms and biases."""
     trainable: Annotated[tuple[str, ...], BeforeValidator(name_patterns)] = ()
     """Patterns (regular expressions) of parameter names: whatever none of them matches is frozen. Empty: nothing is."""
     freeze: Annotated[tuple[str, ...], BeforeValidator(name_patterns)] = ()
@@ -132,17 +142,18 @@ class OptimizationConfig(Group):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of AdamW's second moment."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradients; null: no clipping."""
+    """Largest global norm of the gradients; null: off, and updates start under the backward."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Times logsumexp(logits)² of each supervised token, added to its loss."""
+    """This times logsumexp(logits)² of each supervised token is added to its loss, which keeps logits near zero;
+    PaLM used 1e-4."""
     label_smoothing: Rate = 0.0
-    """Share of a target's probability that is spread over the vocabulary."""
+    """This share of a target's probability is spread over the vocabulary, as torch's CrossEntropyLoss does."""
     seed: Seed = 0
     """Of dropout."""
     precision: Literal["bf16", "fp32", "tf32"] = "bf16"
     """Number format of the compute; masters are FP32 always."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients summed over micro-batches leave the device."""
+    """bf16: sums over micro-batches are rounded once before they leave the device."""
     deterministic: bool = False
     """Use kernels that give the same bits on every run."""
 
@@ -156,11 +167,11 @@ class HardwareConfig(Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where layers run; auto: a GPU where there is one."""
     num_gpus: Annotated[Count, only(1)] = 1
-    """GPUs that share an update."""
+    """Only 1 for now."""
     hbm_limit: Size | None = None
-    """Bytes of GPU memory to use at most; null: what is there."""
+    """Bytes of GPU memory that the plan may use; null: what is there."""
     ram_limit: Size | None = None
-    """Bytes of host memory to use at most; null: what is there."""
+    """Bytes of host memory that the plan may use; null: what is there."""
     num_shards: Count | None = None
     """Optimizer processes; null: one per NUMA node."""
 
@@ -169,9 +180,10 @@ class LogConfig(Group):
     tensorboard: bool = True
     """Event files in run_dir/tensorboard."""
     wandb: Text | None = None
-    """Project of Weights & Biases to log to; its package and login are the user's."""
+    """Project of Weights & Biases (`pip install megatrain-ray[wandb]`); its own environment variables name
+    server and account. A tracker that fails while the run is up is given up with a warning."""
     mlflow: Text | None = None
-    """Experiment of MLflow to log to, at the server that MLFLOW_TRACKING_URI names."""
+    """Experiment of MLflow (`pip install megatrain-ray[mlflow]`), at the server that MLFLOW_TRACKING_URI names."""
 
 
 class TrainConfig(Group):
@@ -190,16 +202,18 @@ class TrainConfig(Group):
     resume: bool = True
     """Continue the run that run_dir holds; false: it must hold none."""
     save_every: Annotated[int, Field(ge=0)] | None = 0
-    """Updates between saves; 0: at the end and on interrupt only; null: never."""
+    """0: at the end and when interrupted; N: every N updates as well; null: never, and no room on the disk is
+    asked for."""
     save_keep: Count = 2
-    """Newest saves that are kept."""
+    """Newest saves that are kept; while one more is written there must be room for that too, or the start is
+    refused (exit 3)."""
     save_compress: SaveCompression = "none"
-    """Whether saves are compressed on their way to the disk."""
+    """zstd: bf16 weights shrink by 1.46, FP32 masters and moments by about 1.2, at 0.5 to 1 GB/s a core."""
     eval_every: Annotated[int, Field(ge=0)] = 0
-    """Updates between evaluations of data.eval_path, which is also evaluated before the first update and after the
-    last; 0: never."""
+    """N: data.eval_path is evaluated before the first update, after every N and after the last; 0: never."""
     max_failures: Annotated[int, Field(ge=0)] = 3
-    """Deaths of optimizer shards and arena owner that are made good within one start of the run."""
+    """Deaths of optimizer shards or the arena owner that are made good within one start of the run; one more
+    ends it with exit 1."""
     log: LogConfig = LogConfig()
     """Where metrics go beside metrics.jsonl."""
 
