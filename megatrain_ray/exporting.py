@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,14 +72,19 @@ def _export(files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None
     folder, manifest = save_folder(files.saves, step), load_manifest(files.saves, step)
     beside = beside_the_save(model, manifest)
     copies = [*files.tokenizer_files(), *beside.code]
-    export_save(folder, manifest, out_dir, dtype, copies=copies, names=beside.names, rest=beside.rest)
+    # What serves models looks here for the class; a run that began with model.config alone was told none.
+    config = {**manifest.model, "architectures": manifest.model.get("architectures") or [beside.model_class]}
+    whole = replace(manifest, model=config)
+    export_save(folder, whole, out_dir, dtype, copies=copies, names=beside.names, rest=beside.rest)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What an export needs that no save holds. `names`: what a checkpoint of the model calls its tensors. `rest`: those
-    that the run never trained, as they are. `code`: files of the model's own code."""
+    """What an export needs that no save holds. `model_class`: its name in Transformers. `names`: what a checkpoint of
+    the model calls its tensors. `rest`: those that the run never trained, as they are. `code`: files of the model's own
+    code."""
 
+    model_class: str
     names: WeightMap
     rest: Sequence[ExportTensor] = ()
     code: Sequence[Path] = ()
@@ -100,7 +105,7 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
     buffers = [name for name in empty.state_dict() if name in dict(empty.named_buffers())]
     code = sorted(source.code.glob("*.py")) if source and source.code else ()
     if not parameters and not buffers:
-        return Beside(names, code=code)
+        return Beside(type(empty).__name__, names, code=code)
     source = source or open_model(config)
     pieces = {t.name: (name, t) for name in parameters for t in _tensors(name, names, empty)}
     stored = WeightFolder.open(source.folder) if source.folder else None
@@ -114,7 +119,7 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
             if name in left
         ]
         rest += read + [_as_it_is(name, made.get_buffer(name)) for name in buffers if name in left]
-    return Beside(names, rest, code)
+    return Beside(type(empty).__name__, names, rest, code)
 
 
 def _tensors(name: str, names: WeightMap, model: nn.Module) -> Sequence[CheckpointTensor]:

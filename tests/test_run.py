@@ -173,6 +173,7 @@ def test_export_generates(tmp_path: Path, ray_address: str) -> None:
     assert cli("export", str(tmp_path / "run"), str(tmp_path / "hf")).returncode == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.dtype == torch.bfloat16
+    assert model.config.architectures == ["LlamaForCausalLM"]
     ids = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
     assert ids.shape == (1, 8)
     inspected = cli("inspect", str(tmp_path / "run"))
