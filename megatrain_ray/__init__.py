@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatrain_ray.config import TrainConfig
+    from megatrain_ray.config_file import load_config
     from megatrain_ray.trainer import Trainer
 
-__all__ = ["TrainConfig", "Trainer", "__version__"]
+__all__ = ["TrainConfig", "Trainer", "__version__", "load_config"]
 __version__ = "0.1.0"
 
 
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from megatrain_ray.config import TrainConfig
 
         return TrainConfig
+    if name == "load_config":
+        from megatrain_ray.config_file import load_config
+
+        return load_config
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
