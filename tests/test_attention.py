@@ -35,8 +35,10 @@ LLAMA = {
 
 
 def plan(folder: Path, machine: Machine, shape: dict[str, Any] | None = None, **changes: Any) -> Plan:
-    settings = {"data__seq_len": SEQ_LEN, "hardware__device": machine.device, "train__precision": "bf16"} | changes
-    return prepare(TrainConfig.model_validate(config(folder, shape or LLAMA, **settings)).resolve(), machine).plan
+    settings = {"data__seq_len": SEQ_LEN, "hardware__device": machine.device, "train__precision": "bf16"}
+    settings["model__attention"] = "auto"
+    tree = config(folder, shape or LLAMA, **settings | changes)
+    return prepare(TrainConfig.model_validate(tree).resolve(), machine).plan
 
 
 def attentions(plan: Plan) -> tuple[Attention, Attention]:
