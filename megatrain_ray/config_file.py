@@ -45,13 +45,13 @@ for _end in (Loader, Dumper):
     _end.add_implicit_resolver(FLOAT_TAG, EXPONENT, NUMBER_STARTS)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
     """The configuration in a YAML file, changed by overrides (`train.lr=1e-4`; values are YAML; `null` unsets).
 
     Raises ConfigError: no such file, broken YAML (with line and column), an override without `=`, unknown keys, wrong
     types and values, settings that disagree; all wrong settings in one message, a line each.
     """
-    tree = read_settings(path)
+    tree = read_settings(Path(path))
     for text in overrides:
         override(tree, text)
     try:
