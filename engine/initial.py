@@ -25,7 +25,7 @@ def initial_values(model: nn.Module, name: str, seed: int) -> Tensor:
     path, _, local = name.rpartition(".")
     module = model.get_submodule(path)
     with _materialized(module), _unmarked(model, path), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_module_seed(path, seed))
+        torch.default_generator.manual_seed(module_seed(path, seed))
         for around, initialiser in reversed(list(_surroundings(model, path))):
             initialiser._init_weights(around)  # type: ignore[operator]  # of every PreTrainedModel
         values = module.get_parameter(local).detach()
@@ -72,7 +72,7 @@ def _unmarked(model: nn.Module, path: str) -> Iterator[None]:
             module._is_hf_initialized = True  # type: ignore[assignment]
 
 
-def _module_seed(path: str, seed: int) -> int:
-    """63 bits of a hash that is the same on every machine and in every version of Python."""
+def module_seed(path: str, seed: int) -> int:
+    """Of a module's random values: 63 bits of a hash that is the same on every machine and in every version of Python."""
     digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -46,7 +46,10 @@ class ParameterRules:
         aliases = _aliases(model)
         for key, pattern in self._patterns():
             if not any(_matches([pattern], names) for names in aliases.values()):
-                raise ConfigError(_no_match(key, pattern, list(aliases)))
+                raise ConfigError(
+                    f"{key}: {pattern!r} matches no parameter of the model ({len(aliases)} of them); "
+                    f"{near(pattern, list(aliases))}"
+                )
         trained = [name for name in aliases if model.get_parameter(name).requires_grad]
         open_to_all = not self.trainable
         trained = [name for name in trained if open_to_all or _matches(self.trainable, aliases[name])]
@@ -93,10 +96,10 @@ def _matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
     return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 
-def _no_match(key: str, pattern: str, names: Sequence[str]) -> str:
-    near = get_close_matches(re.sub(r"\\|\W+$|^\W+", "", pattern), _wholes_and_parts(names), n=3, cutoff=NEAR)
-    hint = f"near it are {', '.join(near)}" if near else f"its first parameters are {', '.join(names[:3])}"
-    return f"{key}: {pattern!r} matches no parameter of the model ({len(names)} of them); {hint}"
+def near(pattern: str, names: Sequence[str]) -> str:
+    """What a pattern that matches none of `names` may have meant."""
+    close = get_close_matches(re.sub(r"\\|\W+$|^\W+", "", pattern), _wholes_and_parts(names), n=3, cutoff=NEAR)
+    return f"near it are {', '.join(close)}" if close else f"the first are {', '.join(names[:3])}"
 
 
 def _wholes_and_parts(names: Sequence[str]) -> Mapping[str, None]:

@@ -128,6 +128,7 @@ class Plan:
     num_shard_threads: int
     recovery: Recovery
     uploads_per_step: int
+    saves_frozen: bool  # false: a save leaves out what is frozen
     save_copy_bytes: int  # spare RAM into which a save copies layers that are updated before they are written
     hbm_limit_bytes: int | None
     ram_limit_bytes: int
@@ -167,8 +168,12 @@ class Plan:
     @property
     def save_bytes(self) -> int:
         """Of one save, without its manifest: 12 bytes per trained parameter, the working copy of the others."""
-        frozen = self.num_parameters - self.num_trained
-        return self.updated_bytes + self.precision.working_dtype.itemsize * frozen
+        return self.updated_bytes + (self.frozen_bytes if self.saves_frozen else 0)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of the working copy of what is frozen."""
+        return self.precision.working_dtype.itemsize * (self.num_parameters - self.num_trained)
 
     @property
     def updated_bytes(self) -> int:

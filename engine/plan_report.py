@@ -27,7 +27,7 @@ def describe(plan: Plan) -> str:
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
         f"update    AdamW in {plan.update_order.value} order, {plan.num_shards} × {plan.num_shard_threads} threads",
-        f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}",
+        f"save      {format_bytes(plan.save_bytes)}{_left_out(plan)}{_copies(plan)}",
         f"recover   {plan.recovery.value} when an optimizer shard dies, from the last save otherwise",
     ]
     return "\n".join(lines)
@@ -64,6 +64,10 @@ def _attention(plan: Plan) -> str:
     if plan.attention is plan.packed_attention:
         return plan.attention.value
     return f"{plan.attention.value}, {plan.packed_attention.value} where rows hold several documents"
+
+
+def _left_out(plan: Plan) -> str:
+    return "" if plan.saves_frozen else f", without {format_bytes(plan.frozen_bytes)} that is frozen"
 
 
 def _copies(plan: Plan) -> str:

@@ -33,6 +33,7 @@ class Request:
     num_shards: int | None = None
     num_fragments: int = 1
     saves: bool = True  # while training goes on
+    saves_frozen: bool = True  # false: a save leaves out what is frozen, which comes from where the run began
     z_loss: bool = False
     attention: Attention = Attention.SDPA
     packed_attention: Attention = Attention.SDPA

@@ -165,6 +165,7 @@ class _Builder:
             num_shard_threads=max(1, m.num_cpus // num_shards),
             recovery=Recovery.IN_PLACE,  # all state is in host memory, where updates are logged
             uploads_per_step=len(residency.loads),
+            saves_frozen=r.saves_frozen,
             save_copy_bytes=0,
             hbm_limit_bytes=m.hbm_bytes,
             ram_limit_bytes=m.ram_bytes,

@@ -54,11 +54,13 @@ class AdamShard:
         hyper: Hyper,
         num_threads: int,
         journal: memoryview,
+        saves_frozen: bool = True,
         kernels: tuple[Build, ...] = NATIVE,
     ) -> None:
         """`working`: 1-D, the whole model's working copies at ModelLayout.starts. The others are the shard's own, 1-D
         of ShardLayout.size: `residual` int16 for bf16, else None; `m` and `v` fp32. `journal`: at least
-        Journal.num_bytes, zeroed, or what a shard that died left. `kernels`: candidates, the best first.
+        Journal.num_bytes, zeroed, or what a shard that died left. `saves_frozen`: whether what is frozen is among the
+        pieces of a save. `kernels`: candidates, the best first.
 
         Raises MegatrainError for a tensor of another type or size, or a journal made for less.
         """
@@ -67,6 +69,7 @@ class AdamShard:
         self._working = working
         self._own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
         self._hyper = hyper
+        self._saves_frozen = saves_frozen
         self._journal = Journal(journal, layout, precision, num_threads)
         self._kernel = open_kernel(num_threads, hyper, kernels)
 
@@ -97,11 +100,11 @@ class AdamShard:
         self._journal.roll_back(self._parts(layer), serial)
 
     def load(self, source: WeightSource) -> None:
-        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v. What is frozen is
-        the working copy alone.
+        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v.
 
         Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
         """
+        self.load_frozen(source)
         for layer in range(len(self.layout.spans)):
             for run in self._runs(layer):
                 state = self._state(layer, run)
@@ -109,6 +112,10 @@ class AdamShard:
                 state.v.zero_()
                 for span in _blocks(run):
                     state.cut(span).store(_read(source, run, span))
+
+    def load_frozen(self, source: WeightSource) -> None:
+        """The same of what is frozen, which is the working copy alone."""
+        for layer in range(len(self.layout.spans)):
             for run in self._frozen_runs(layer):
                 working = self._working_of(layer, run)
                 for span in _blocks(run):
@@ -117,7 +124,7 @@ class AdamShard:
 
     def pieces(self, layer: int) -> Iterator[Piece]:
         """This shard's part of a layer, kind by kind, in logical coordinates; none where it owns nothing. At last what
-        is frozen.
+        is frozen, if that is saved.
 
         The buffers are the state itself: read to save it, written to restore it.
         """
@@ -127,7 +134,7 @@ class AdamShard:
 
     def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
         frozen = [self._working_of(layer, run).view(torch.uint8) for run in self._frozen_runs(layer)]
-        if frozen:
+        if frozen and self._saves_frozen:
             yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
 
     def _piece(self, layer: int, kind: str, span: Span, tensors: Sequence[Tensor]) -> Piece:

@@ -79,24 +79,38 @@ def write_model_folder(
     The folder appears when it is complete. Raises ConfigError unless `out_dir` is new or empty, CapacityError when
     there is no room for the weights, MegatrainError when writing fails.
     """
+    # torch_dtype is the same key by its name before Transformers 4.56; two answers would be one too many
+    described = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype.config_name}
+    settings: dict[str, Mapping[str, Any]] = {"config.json": described}
+    if generation_config is not None:
+        settings["generation_config.json"] = generation_config
+    files = _split(tensors, dtype, file_bytes)
+    names = [f"model-{k:05}-of-{len(files):05}.safetensors" for k in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = [SINGLE_NAME]
+    else:
+        settings[INDEX_NAME] = _index(names, files, dtype)
+    write_folder(out_dir, settings, dict(zip(names, files, strict=True)), dtype, copies)
+
+
+def write_folder(
+    out_dir: Path,
+    settings: Mapping[str, Mapping[str, Any]],
+    weights: Mapping[str, Sequence[ExportTensor]],
+    dtype: ExportDtype,
+    copies: Sequence[Path] = (),
+) -> None:
+    """Writes JSON files, safetensors files, each by its name, and copies of other files. Raises as
+    write_model_folder."""
     with complete_or_absent(out_dir) as folder:
-        # torch_dtype is the same key by its name before Transformers 4.56; two answers would be one too many
-        described = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype.config_name}
-        _write_json(folder / "config.json", described)
-        if generation_config is not None:
-            _write_json(folder / "generation_config.json", generation_config)
-        num_bytes = sum(_nbytes(tensor, dtype) for tensor in tensors)
+        for name, values in settings.items():
+            _write_json(folder / name, values)
+        num_bytes = sum(_nbytes(tensor, dtype) for tensors in weights.values() for tensor in tensors)
         check_room(folder, num_bytes + REST_BYTES, "the exported model", "free some, or name another folder")
-        files = _split(tensors, dtype, file_bytes)
-        names = [f"model-{k:05}-of-{len(files):05}.safetensors" for k in range(1, len(files) + 1)]
-        if len(files) == 1:
-            names = [SINGLE_NAME]
-        else:
-            _write_json(folder / INDEX_NAME, _index(names, files, dtype))
         for file in copies:
             shutil.copy(file, folder)
-        for name, group in zip(names, files, strict=True):
-            _write_safetensors(folder / name, group, dtype)
+        for name, tensors in weights.items():
+            _write_safetensors(folder / name, tensors, dtype)
 
 
 def _split(tensors: Sequence[ExportTensor], dtype: ExportDtype, file_bytes: int) -> list[list[ExportTensor]]:

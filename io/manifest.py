@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.config import SaveCompression
-from megatrain_ray.errors import DamagedSaveError, MegatrainError
+from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.disk_errors import UnreadableError, explained
 
 FORMAT_VERSION: Final = 1
@@ -72,16 +72,18 @@ class ParameterEntry:
 @dataclass(frozen=True)
 class LayerEntry:
     """`logical_size`: elements. `num_frozen`: how many of them, the last ones, are not trained: only their weights are
-    there, `working` or `master`."""
+    there, `working` or `master`. `base_crc32`: where it is given not even these are; they come from where the run
+    began, and this is zlib's CRC-32 of their bytes."""
 
     name: str
     logical_size: int
     parameters: tuple[ParameterEntry, ...]
     num_frozen: int = 0
+    base_crc32: int | None = None
 
     def size_of(self, kind: str) -> int:
-        """Elements of one kind."""
-        return self.logical_size if kind in WEIGHT_KINDS else self.num_trained
+        """Elements of one kind that the save holds."""
+        return self.logical_size if kind in WEIGHT_KINDS and self.base_crc32 is None else self.num_trained
 
     @property
     def num_trained(self) -> int:
@@ -126,6 +128,20 @@ class Manifest:
 
     def blobs(self) -> Iterator[BlobEntry]:
         return (blob for part in self.parts for blob in part.blobs)
+
+    def check_base(self, checksums: Sequence[int | None]) -> None:
+        """`checksums`: of what was loaded for the frozen elements of each layer, where the save leaves them out.
+
+        Raises ConfigError when it is not what the run began with.
+        """
+        pairs = zip(self.layers, checksums, strict=True)
+        others = [layer.name for layer, found in pairs if layer.base_crc32 not in (None, found)]
+        if others:
+            raise ConfigError(
+                f"the run's base model has changed: the frozen weights of {others[0]} (and {len(others) - 1} more "
+                "layers) are not those that the run began with, and its saves hold adapters alone; put the model back "
+                "to what it was, or export the adapter and go on from it (lora.path) in another run_dir"
+            )
 
     def gaps(self) -> list[str]:
         """What the parts leave out or hold twice, in words; empty when every kind of every layer is there once."""

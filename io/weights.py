@@ -65,6 +65,11 @@ class WeightFolder:
         advice = "its weights are pickled, which is not read: save them as safetensors" if pickled else "is it a model?"
         raise ConfigError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}: {advice}")
 
+    @staticmethod
+    def of_file(file: Path) -> WeightFolder:
+        """What one safetensors file holds. Raises ConfigError as `open`."""
+        return WeightFolder(file.parent, _read_header(file))
+
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._stored)

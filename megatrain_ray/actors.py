@@ -41,6 +41,9 @@ class GpuActor:
     async def handles(self) -> dict[str, ArenaHandle]:
         return self._worker.handles()
 
+    async def base_checksums(self) -> tuple[int | None, ...]:
+        return await self._worker.base_checksums()
+
     async def start(self, progress: Progress) -> None:
         await self._worker.start(progress)
 

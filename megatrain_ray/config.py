@@ -163,6 +163,22 @@ class OptimizationConfig(Group):
         return self.micro_batch_size is None and self.accumulate is None
 
 
+class LoraConfig(Group):
+    """Thin trained matrices beside frozen ones."""
+
+    match: Annotated[tuple[str, ...], BeforeValidator(name_patterns), Field(min_length=1)]
+    """Patterns (regular expressions) over the paths of linear modules: those that get a pair. All else is frozen
+    but what train.trainable matches."""
+    rank: Count = 16
+    """The thin side of a pair's two matrices."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The product of a pair is scaled by alpha ÷ rank."""
+    dropout: Rate = 0.0
+    """Of what goes into a pair."""
+    path: Text | None = None
+    """Folder of an adapter (peft's format), or a hub id, to go on from. null: a new one."""
+
+
 class HardwareConfig(Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where layers run; auto: a GPU where there is one."""
@@ -195,6 +211,8 @@ class TrainConfig(Group):
     """The text: data.path and data.seq_len at least."""
     train: OptimizationConfig
     """The updates: train.steps at least."""
+    lora: LoraConfig | None = None
+    """Train adapters and leave the model as it is; null: train the model."""
     hardware: HardwareConfig = HardwareConfig()
     """The machine."""
     run_dir: Text

@@ -68,7 +68,7 @@ def names_of_data(value: Any) -> Any:
 def name_patterns(value: Any) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) and p for p in patterns):
-        raise ValueError(f"expected a pattern of parameter names or a list of them, got {value!r}")
+        raise ValueError(f"expected a pattern of names or a list of them, got {value!r}")
     try:
         list(map(re.compile, patterns))
     except re.error as error:

@@ -51,6 +51,7 @@ class Crew:
         self._shards: list[Post] = []
         self._gone: set[str] = set()  # ids of actors that were replaced
         self._newest_save = NO_ATTEMPT
+        self.base_checksums: Sequence[int | None] = ()  # of frozen parts, where saves leave them out; after `load`
         self.gpu: Any = None
         self.data: Any = None
         self._pids: dict[str, int] = {}
@@ -93,19 +94,25 @@ class Crew:
         return self._pids | {post.name: post.pid for post in self._posts if post.pid is not None}
 
     def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """Fills every shard: from a save, or from the model's source. Raises what a shard raised."""
+        """Fills every shard: from a save, or from the model's source. Raises what a shard raised, and ConfigError where
+        a save leaves out what is frozen and that has changed."""
 
         def task(actor: Any) -> Any:
             return actor.initialize.remote() if save_folder is None else actor.restore.remote(save_folder, manifest)
 
         for post in self._shards:
             self._assign(post, task, serves=False)
-        limit_s = transfer_deadline_s(self._prepared.plan.save_bytes)
+        plan = self._prepared.plan
+        limit_s = transfer_deadline_s(plan.updated_bytes + plan.frozen_bytes)
         deadline_s = time.monotonic() + limit_s
         while busy := [post.name for post in self._shards if post.call is not None]:
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s; {AGAIN}")
             self.wait([], 1.0)
+        if not plan.saves_frozen:
+            self.base_checksums = self._until(self.gpu.base_checksums.remote(), "the base was not read", limit_s)
+            if manifest is not None:
+                manifest.check_base(self.base_checksums)
 
     def copy_bytes_per_s(self) -> float:
         """How fast all shards together copy layers aside for a save; known once weights are loaded."""
@@ -231,13 +238,13 @@ class Crew:
         if self._placement is not None:
             self._placement.clear()
 
-    def _until(self, call: Any, late: str, timeout_s: float) -> None:
-        """Waits for the end of a call that takes time; who dies meanwhile is replaced."""
+    def _until(self, call: Any, late: str, timeout_s: float) -> Any:
+        """The answer of a call that takes time; who dies meanwhile is replaced."""
         deadline_s = time.monotonic() + timeout_s
         while not self.wait([call], 1.0):
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}")
-        ray.get(call)
+        return ray.get(call)
 
     def _assign(self, post: Post, task: Task, *, serves: bool) -> None:
         post.task, post.serves = task, serves

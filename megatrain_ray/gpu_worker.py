@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatrain_ray.arena_owner import SLAB, WORDS, WORKING
+from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
 from megatrain_ray.engine.deadlines import DEADLINE_S
@@ -76,6 +77,7 @@ class GpuWorker:
     ) -> None:
         """`holders`: of the run's arenas, one of them alive."""
         self._prepared = prepared
+        self._layout = prepared.structure.layout(prepared.plan.num_fragments)
         self._fetch_batch = fetch_batch
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
@@ -90,19 +92,29 @@ class GpuWorker:
         """Of all arenas of the run: this process keeps them alive too."""
         return self._holder.handles
 
+    async def base_checksums(self) -> tuple[int | None, ...]:
+        """Of what is frozen of each layer, once weights are loaded."""
+        return await asyncio.to_thread(
+            frozen_checksums, self._layout, self._working(), self._prepared.plan.num_compute_threads
+        )
+
+    def _working(self) -> torch.Tensor:
+        """The working copies of all layers."""
+        num_bytes = self._layout.size * self._prepared.plan.precision.working_dtype.itemsize
+        working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
+        return working.view(self._prepared.plan.precision.working_dtype)
+
     async def start(self, progress: Progress) -> None:
         """Builds device and engine; `progress`: where the weights in the arenas stand."""
-        plan, structure = self._prepared.plan, self._prepared.structure
-        layout = structure.layout(plan.num_fragments)
-        num_bytes = layout.size * plan.precision.working_dtype.itemsize
-        working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
+        plan, structure, layout = self._prepared.plan, self._prepared.structure, self._layout
+        working = self._working()
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)[: plan.slab_bytes]
         device = make_device(plan, deterministic=self._prepared.config.train.deterministic)
-        device.pin(working)
+        device.pin(working.view(torch.uint8))
         device.pin(slab)
         words = HostWords(self._arenas[WORDS].buffer, len(layout.layers), plan.num_shards)
         words.reset(progress.step, layout.fixed)
-        self._host = SharedHost(plan, layout, working.view(plan.precision.working_dtype), slab, words)
+        self._host = SharedHost(plan, layout, working, slab, words)
         self._engine = Engine(self._prepared.source.factory, structure, plan, device, self._host)
         await self._engine.rehearse()
         self._progress = progress

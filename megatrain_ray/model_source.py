@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ import torch
 
 from megatrain_ray.architecture import Architecture, is_known
 from megatrain_ray.checkpoint_names import checkpoint_names
-from megatrain_ray.config import ModelConfig
+from megatrain_ray.config import LoraConfig, ModelConfig
 from megatrain_ray.engine.load import RandomSource, WeightSource
+from megatrain_ray.engine.lora import AdaptedFactory, Lora, is_adapter
+from megatrain_ray.engine.lora_weights import LoraWeights
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.adapter_folder import CONFIG_NAME, WEIGHTS_NAME, AdapterFolder
 from megatrain_ray.io.hub import HubFolder, find_on_hub
 from megatrain_ray.io.weight_map import MappedWeights
 from megatrain_ray.io.weights import INDEX_NAME, WeightFolder, weight_files
@@ -29,7 +32,8 @@ GENERATION_NAME = "generation_config.json"
 class ModelSource:
     """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random. `code`: the
     folder of its own modeling code, where that may run and is needed. `generation_config`: the folder's, which saves
-    and exports carry on. `hub`: what `folder` is of; its weights are fetched when they are first asked for."""
+    and exports carry on. `hub`: what `folder` is of; its weights are fetched when they are first asked for. `lora`:
+    the pairs beside its matrices; `adapter`: where they come from; None: new ones."""
 
     config: Mapping[str, Any]
     folder: Path | None
@@ -37,10 +41,16 @@ class ModelSource:
     code: Path | None = None
     generation_config: Mapping[str, Any] | None = None
     hub: HubFolder | None = None
+    lora: Lora | None = None
+    adapter: Path | None = None
 
     @property
     def factory(self) -> ModelFactory:
         """Builds the model with a given parameter type; for meta or fake tensors."""
+        return AdaptedFactory(self._base, self.lora) if self.lora else self._base
+
+    @property
+    def _base(self) -> ModelFactory:
         return Architecture(dict(self.config), self.code, self.folder)
 
     def setting(self, name: str) -> Any:
@@ -53,22 +63,50 @@ class ModelSource:
         return positions
 
     def check_weights(self, structure: ModelStructure) -> None:
-        """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape, and where
+        """Raises ConfigError when a folder lacks a parameter of the model or holds it in another shape, and where
         weights cannot be fetched."""
+        owned = [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
         if self.folder is not None:
-            owned = [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
-            self._mapped(self.folder).check({p.name: p.shape for p in owned})
+            self._mapped(self.folder).check({p.name: p.shape for p in owned if not is_adapter(p.name)})
+        if adapter := self._stored_adapter():
+            trained = {p.name: p.shape for p in owned if p.group.trained}
+            adapter.check(trained, list(filter(is_adapter, trained)))
 
     def weights(self) -> WeightSource:
         """Initial FP32 values of every parameter."""
+        base = self.base_weights()
+        if self.lora is None:
+            return base
+        return LoraWeights(base, build_empty(self.factory, torch.float32), self.seed, self._stored_adapter())
+
+    def base_weights(self) -> WeightSource:
+        """The same of a model without its pairs."""
         if self.folder is not None:
             return self._mapped(self.folder)
-        return RandomSource(build_empty(self.factory, torch.float32), self.seed)
+        return RandomSource(build_empty(self._base, torch.float32), self.seed)
+
+    def _stored_adapter(self) -> AdapterFolder | None:
+        """Raises ConfigError for a folder whose pairs are others."""
+        if self.lora is None or self.adapter is None:
+            return None
+        stored = AdapterFolder.open(self.adapter)
+        if (stored.rank, stored.alpha) != (self.lora.rank, self.lora.alpha):
+            raise ConfigError(
+                f"lora.path: {self.adapter} has rank {stored.rank} and alpha {stored.alpha:g}, the settings say "
+                f"{self.lora.rank} and {self.lora.alpha:g}; set lora.rank and lora.alpha to the former"
+            )
+        return stored
 
     def _mapped(self, folder: Path) -> MappedWeights:
         if self.hub is not None:
             self.hub.require(weight_files(folder))
-        return MappedWeights(WeightFolder.open(folder), checkpoint_names(build_empty(self.factory, torch.float32)))
+        return MappedWeights(WeightFolder.open(folder), checkpoint_names(build_empty(self._base, torch.float32)))
+
+    def with_lora(self, lora: LoraConfig | None) -> ModelSource:
+        """The same with pairs. Raises ConfigError where those it goes on from are nowhere."""
+        if lora is None:
+            return self
+        return replace(self, lora=Lora(lora.match, lora.rank, lora.alpha, lora.dropout), adapter=_adapter(lora.path))
 
 
 def open_model(model: ModelConfig) -> ModelSource:
@@ -91,6 +129,18 @@ def open_model(model: ModelConfig) -> ModelSource:
     source = ModelSource(config, folder, model.seed, code, _generation_config(folder), hub)
     _check(source)
     return source
+
+
+def _adapter(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    hub = find_on_hub(name, "lora.path", CONFIG_NAME, ())
+    if hub is not None:
+        hub.require([WEIGHTS_NAME])
+    folder = hub.path if hub else Path(name)
+    if not folder.is_dir():
+        raise ConfigError(f"lora.path: {folder} is no folder, nor can it be a hub id; expected an adapter of peft's")
+    return folder
 
 
 def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Path | None:

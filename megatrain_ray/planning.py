@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain_ray.config import OptimizationConfig, TrainConfig
+from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.attention import Attention, flex_problem
+from megatrain_ray.engine.lora import LoraRules
 from megatrain_ray.engine.model import ModelStructure, build_empty
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
@@ -45,7 +46,7 @@ def plan_config(config: TrainConfig) -> Plan:
 
 def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
     """`machine`: another one than this."""
-    source = open_model(config.model)
+    source = open_model(config.model).with_lora(config.lora)
     positions = source.max_positions
     if positions is not None and config.data.seq_len > positions:
         raise ConfigError(
@@ -67,19 +68,22 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
         num_shards=hardware.num_shards,
         saves=bool(config.save_every),
         z_loss=config.train.z_loss > 0,
+        saves_frozen=config.lora is None,
         attention=attention,
         packed_attention=packed_attention,
     )
     return Prepared(config, source, structure, make_plan(structure, activations, machine, request))
 
 
-def _rules(train: OptimizationConfig) -> ParameterRules:
+def _rules(config: TrainConfig) -> ParameterRules:
     """A group's own learning rate is its peak: it follows the schedule of the run in proportion."""
+    train = config.train
     groups = (
         GroupRule(group.match, ParameterGroup(True, (group.lr or train.lr) / train.lr, group.weight_decay))
         for group in train.groups
     )
-    return ParameterRules(train.trainable, train.freeze, tuple(groups))
+    kind = ParameterRules if config.lora is None else LoraRules
+    return kind(train.trainable, train.freeze, tuple(groups))
 
 
 def _discover(
@@ -89,7 +93,7 @@ def _discover(
     is, so flex attention takes the place of those it can."""
     shape = Precision(config.train.precision).working_dtype, config.split()[0], config.data.seq_len
     flex = _may_use_flex(config, source, device)
-    rules = _rules(config.train)
+    rules = _rules(config)
     structure, activations = discover(source.factory, *shape, rules)
     attention = Attention.FLEX if flex and activations.masks else Attention.SDPA
     packed_attention = Attention.FLEX if flex and config.data.packing else attention

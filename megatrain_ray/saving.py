@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,8 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
-        commit_save(self._saves, self.step, _manifest(self._prepared, *self._at, parts, timing))
+        checksums = self._crew.base_checksums
+        commit_save(self._saves, self.step, _manifest(self._prepared, *self._at, parts, timing, checksums))
         prune(self._saves, self._prepared.config.save_keep)
         return timing
 
@@ -148,7 +149,9 @@ def _manifest(
     position: dict[str, Any],
     parts: tuple[PartManifest, ...],
     timing: SaveTiming,
+    checksums: Sequence[int | None],
 ) -> Manifest:
+    """`checksums`: of each layer's frozen part, where the save leaves it out; else none."""
     precision = prepared.plan.precision
     working = "working" if precision is Precision.BF16 else "master"
     layout = prepared.structure.layout(prepared.plan.num_fragments)
@@ -162,7 +165,7 @@ def _manifest(
             working: precision.working_dtype.itemsize,
             **{kind: dtype.itemsize for kind, dtype in precision.state_kinds},
         },
-        layers=tuple(_layer(flat) for flat in layout.layers),
+        layers=tuple(map(_layer, layout.layers, checksums or [None] * len(layout.layers))),
         data=position,
         model=dict(prepared.source.config),
         config=config_to_dict(prepared.config),
@@ -172,8 +175,9 @@ def _manifest(
     )
 
 
-def _layer(flat: FlatLayout) -> LayerEntry:
-    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), flat.logical_size - flat.num_trained)
+def _layer(flat: FlatLayout, base_crc32: int | None) -> LayerEntry:
+    num_frozen = flat.logical_size - flat.num_trained
+    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), num_frozen, base_crc32)
 
 
 def _parameters(flat: FlatLayout) -> Iterator[ParameterEntry]:

@@ -101,6 +101,7 @@ class ShardWorker:
             hyper=Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay),
             num_threads=plan.num_shard_threads,
             journal=self._arenas[journal_arena(self._index)].buffer,
+            saves_frozen=plan.saves_frozen,
         )
 
     def _state(self) -> dict[str, torch.Tensor]:
@@ -131,8 +132,11 @@ class ShardWorker:
         self._take_spare_memory()
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
-        """Fills this shard's part from a save, whatever the number of shards that wrote it."""
+        """Fills this shard's part from a save, whatever the number of shards that wrote it, and with what the save
+        leaves out from the model folder."""
         asyncio.run(read_pieces(save_folder, manifest, self._pieces()))
+        if not self._prepared.plan.saves_frozen:
+            self._shard.load_frozen(self._prepared.source.weights())
         self._take_spare_memory()
 
     def run(self, abandoned: SaveAttempt) -> None:

@@ -20,7 +20,7 @@ MORE = {
     "model.attention": "data.md", "data.kind": "data.md", "data.path": "data.md", "data.dataset": "sft_data.md",
     "data.eval_path": "data.md#held-out-data", "data.chat_format": "sft_data.md", "data.chat_template": "sft_data.md",
     "data.truncation": "sft_data.md", "data.packing": "data.md", "train.trainable": "freezing.md",
-    "train.freeze": "freezing.md", "train.groups": "freezing.md", "eval_every": "metrics.md#evaluationsjsonl",
+    "train.freeze": "freezing.md", "train.groups": "freezing.md", "lora": "lora.md", "eval_every": "metrics.md#evaluationsjsonl",
     "log.wandb": "metrics.md", "log.mlflow": "metrics.md", "save_compress": "save_format.md",
 }  # fmt: skip
 NAMES = {"integer": "whole number", "number": "number", "string": "text", "array": "list", "object": "mapping"}
@@ -39,10 +39,15 @@ def table() -> str:
 
 def _fields(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in group.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Group):
-            yield from _fields(field.annotation, f"{prefix}{name}.")
-        else:
+        inner = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_group(kind)), None)
+        if inner is not field.annotation:
             yield prefix + name, field
+        if inner is not None and get_origin(field.annotation) is not tuple:  # a group, or one that may be null
+            yield from _fields(inner, f"{prefix}{name}.")
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Group)
 
 
 def _validators(field: Any) -> list[Any]:
@@ -61,7 +66,8 @@ def _property(schema: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    reference = node.get("$ref") or next((part["$ref"] for part in node.get("allOf", ())), None)
+    parts = (*node.get("allOf", ()), *node.get("anyOf", ()))
+    reference = node.get("$ref") or next((part["$ref"] for part in parts if "$ref" in part), None)
     return schema["$defs"][reference.rpartition("/")[2]] if reference else node
 
 

@@ -71,7 +71,7 @@ def test_the_first_group_that_matches_counts() -> None:
         ("emebd", "near it are embed"),
         (r"layers\.1\.upp", r"near it are .*layers\.1\.up"),
         ("^down.wieght$", "near it are down.weight"),
-        ("xyz", "its first parameters are embed.weight, layers.0.up.weight"),
+        ("xyz", "the first are embed.weight, layers.0.up.weight"),
     ],
 )
 def test_a_pattern_without_a_match_names_what_is_near(pattern: str, near: str) -> None:

@@ -1,0 +1,86 @@
+"""A folder of LoRA adapters in the format of the peft library: adapter_config.json and adapter_model.safetensors, whose
+names are those of the model's parameters behind `base_model.model.`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.export import ExportDtype, ExportTensor, write_folder
+from megatrain_ray.io.weights import WeightFolder
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Of peft's settings, what would compute something else than a plain pair when set.
+OTHER_KINDS = (
+    "use_rslora", "use_dora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "lora_bias", "arrow_config",
+    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """Adapters and what was trained beside them, by the names of the model's parameters."""
+
+    path: Path
+    rank: int
+    alpha: float
+    _weights: WeightFolder
+
+    @staticmethod
+    def open(path: Path) -> AdapterFolder:
+        """Raises ConfigError for a folder that holds no adapters, others than plain LoRA, or damaged ones."""
+        file = path / CONFIG_NAME
+        try:
+            settings = json.loads(file.read_bytes())
+            kind, rank, alpha = settings["peft_type"], settings["r"], settings["lora_alpha"]
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}; expected a folder of peft's format") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file} describes no LoRA adapter: {type(error).__name__}: {error}") from None
+        others = [key for key in OTHER_KINDS if settings.get(key)]
+        if kind != "LORA" or others or settings.get("bias", "none") != "none":
+            found = kind if kind != "LORA" else ", ".join([*others, f"bias: {settings.get('bias')}"])
+            raise ConfigError(f"{file}: only plain LoRA without biases is trained, got {found}")
+        return AdapterFolder(path, rank, alpha, WeightFolder.of_file(path / WEIGHTS_NAME))
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str]) -> None:
+        """`shapes`: of all that is trained. Raises ConfigError where the folder lacks a `required` parameter, holds
+        one of another shape, or one that is not trained."""
+        names = [name.removeprefix(PREFIX) for name in self._weights.names]
+        strangers = sorted(set(names) - shapes.keys())
+        if strangers:
+            raise ConfigError(
+                f"{self.path} holds {strangers[0]} (and {len(strangers) - 1} more), which would not be trained: is it "
+                "of another model? Else let lora.match and train.trainable match it"
+            )
+        self._weights.check({PREFIX + name: shapes[name] for name in {*names, *required}})
+
+    def holds(self, name: str) -> bool:
+        return PREFIX + name in self._weights.names
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened parameter: 1-D, fp32. Raises ConfigError as WeightFolder.read."""
+        return self._weights.read(PREFIX + name, start, stop)
+
+
+def write_adapter_folder(
+    out_dir: Path,
+    tensors: Sequence[ExportTensor],
+    dtype: ExportDtype,
+    settings: Mapping[str, Any],
+    copies: Sequence[Path] = (),
+) -> None:
+    """Writes `settings` as adapter_config.json, the weights, whose names are those of the model, and copies of files.
+
+    The folder appears when it is complete. Raises as write_model_folder.
+    """
+    named = [tensor._replace(name=PREFIX + tensor.name) for tensor in tensors]
+    write_folder(out_dir, {CONFIG_NAME: settings}, {WEIGHTS_NAME: named}, dtype, copies)
