@@ -73,6 +73,6 @@ def _unmarked(model: nn.Module, path: str) -> Iterator[None]:
 
 
 def module_seed(path: str, seed: int) -> int:
-    """Of a module's random values: 63 bits of a hash that is the same on every machine and in every version of Python."""
+    """Of a module's random values: 63 bits of a hash, the same on every machine and in every version of Python."""
     digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

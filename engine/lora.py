@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,15 +59,21 @@ class Lora:
         for path in self._targets(model):
             module = model.get_submodule(path)
             num_in, num_out = _sides(module)
-            like = {"device": module.weight.device, "dtype": module.weight.dtype}
+            like: dict[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
             kind = type(module)
             module.__class__ = kinds.setdefault(kind, type(f"Adapted{kind.__name__}", (_Adapted, kind), {}))
             module.scale = self.scale  # type: ignore[assignment]  # a plain attribute
             module.lora_dropout = nn.Dropout(self.dropout) if self.dropout else nn.Identity()
-            module.lora_A = nn.Linear(num_in, self.rank, bias=False, **like)  # type: ignore[arg-type]
-            module.lora_B = nn.Linear(self.rank, num_out, bias=False, **like)  # type: ignore[arg-type]
+            module.lora_A = nn.Linear(num_in, self.rank, bias=False, **like)
+            module.lora_B = nn.Linear(self.rank, num_out, bias=False, **like)
 
     def _targets(self, model: nn.Module) -> list[str]:
+        matched = [(p, m) for p, m in model.named_modules() if any(re.search(pattern, p) for pattern in self.match)]
+        # By storage: on the meta device a shared parameter may be several objects.
+        uses = Counter(p.untyped_storage()._cdata for _, p in model.named_parameters(remove_duplicate=False))
+        for path, module in matched:
+            if problem := self._problem(module, uses):
+                raise ConfigError(f"lora.match: {path} {problem}; make the pattern narrower")
         linear = [path for path, module in model.named_modules() if _is_linear(module)]
         for pattern in self.match:
             if not any(re.search(pattern, path) for path in linear):
@@ -74,23 +81,19 @@ class Lora:
                     f"lora.match: {pattern!r} matches no linear module of the model ({len(linear)} of them); "
                     f"{near(pattern, linear)}"
                 )
-        matched = [(p, m) for p, m in model.named_modules() if any(re.search(pattern, p) for pattern in self.match)]
-        # By storage: on the meta device a shared parameter may be several objects.
-        uses = Counter(p.untyped_storage()._cdata for _, p in model.named_parameters(remove_duplicate=False))
-        for path, module in matched:
-            if problem := self._problem(module, uses):
-                raise ConfigError(f"lora.match: {path} {problem}; make the pattern narrower")
         return [path for path, module in matched if _is_linear(module)]
 
     def _problem(self, module: nn.Module, uses: Counter[int]) -> str | None:
         """Why a module that matches can have no pair; None also where it holds no matrix, as a norm, and is passed."""
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
         if own and not _is_linear(module):
-            return f"is a {type(module).__name__}: a pair stands beside the matrix of a linear module only"
+            return f"is of class {type(module).__name__}: a pair stands beside the matrix of a linear module only"
         if any(uses[p.untyped_storage()._cdata] > 1 for p in own):
             return "shares its matrix with another module, and a pair would serve one of its two uses"
         if own and self.rank > min(own[0].shape):
-            return f"is {' × '.join(map(str, own[0].shape))}, and lora.rank is {self.rank}: set at most the smaller side"
+            return (
+                f"is {' × '.join(map(str, own[0].shape))}, and lora.rank is {self.rank}: set at most the smaller side"
+            )
         return None
 
 
@@ -134,10 +137,14 @@ class _Adapted(nn.Module):
     """The forward of a linear module with a pair; comes before its class."""
 
     scale: float
+    lora_dropout: nn.Module
+    lora_A: nn.Module  # noqa: N815  # peft's name
+    lora_B: nn.Module  # noqa: N815
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = super().forward(x)  # type: ignore[misc]  # of the linear module
-        return result + self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scale
+        result: torch.Tensor = super().forward(x)  # of the linear module
+        product: torch.Tensor = self.lora_B(self.lora_A(self.lora_dropout(x)))
+        return result + product * self.scale
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -153,7 +160,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def _sides(module: nn.Module) -> tuple[int, int]:
     """Numbers of inputs and outputs."""
-    rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
+    rows, columns = module.get_parameter("weight").shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
 
 

@@ -27,7 +27,7 @@ def describe(plan: Plan) -> str:
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
         f"update    AdamW in {plan.update_order.value} order, {plan.num_shards} × {plan.num_shard_threads} threads",
-        f"save      {format_bytes(plan.save_bytes)}{_left_out(plan)}{_copies(plan)}",
+        f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}{_left_out(plan)}",
         f"recover   {plan.recovery.value} when an optimizer shard dies, from the last save otherwise",
     ]
     return "\n".join(lines)
@@ -67,7 +67,7 @@ def _attention(plan: Plan) -> str:
 
 
 def _left_out(plan: Plan) -> str:
-    return "" if plan.saves_frozen else f", without {format_bytes(plan.frozen_bytes)} that is frozen"
+    return "" if plan.saves_frozen else f"; {format_bytes(plan.frozen_bytes)} that is frozen is left out"
 
 
 def _copies(plan: Plan) -> str:

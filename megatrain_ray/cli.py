@@ -53,10 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     for command in (train, plan):
         command.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.lr=1e-4")
-    export = commands.add_parser("export", help="write the newest save as a Hugging Face folder")
+    export = commands.add_parser(
+        "export", help="write the newest save as a Hugging Face folder, adapters as one of peft's"
+    )
     export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     export.add_argument("out_dir", type=Path, metavar="OUT_DIR")
     export.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the working copy's")
+    export.add_argument("--merge", action="store_true", help="of a run with lora: the model with its adapters added in")
     inspect = commands.add_parser("inspect", help="configuration, saves, last rows, checksums")
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     doctor = commands.add_parser("doctor", help="what of this machine would stop a run or slow it down")
@@ -95,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     commands: dict[str, Callable[[], int]] = {
         "train": lambda: _train(load_config(options.config, options.overrides)),
         "plan": lambda: _plan(load_config(options.config, options.overrides), as_json=options.json),
-        "export": lambda: _export(options.run_dir, options.out_dir, options.dtype),
+        "export": lambda: _export(options.run_dir, options.out_dir, options.dtype, merge=options.merge),
         "inspect": lambda: _inspect(options.run_dir),
         "doctor": lambda: _doctor(options.folder),
         "tokenizer": lambda: _train_tokenizer(options),
@@ -130,10 +133,10 @@ def _plan(config: TrainConfig, *, as_json: bool) -> int:
     return 0
 
 
-def _export(run_dir: Path, out_dir: Path, dtype: str | None) -> int:
+def _export(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool) -> int:
     from megatrain_ray.exporting import export_run
 
-    export_run(run_dir, out_dir, dtype)
+    export_run(run_dir, out_dir, dtype, merge=merge)
     print(f"exported to {out_dir}")
     return 0
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatrain_ray.architecture import Architecture, is_known
 from megatrain_ray.checkpoint_names import checkpoint_names, owned_parameters
-from megatrain_ray.config import ModelConfig
+from megatrain_ray.config import ModelConfig, TrainConfig
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.model import build_empty
@@ -25,20 +25,24 @@ from megatrain_ray.io.save import list_saves, load_manifest, save_folder
 from megatrain_ray.io.weight_map import CheckpointTensor, WeightMap
 from megatrain_ray.io.weights import BUFFER_DTYPES, WeightFolder
 from megatrain_ray.logs import say
-from megatrain_ray.model_source import open_model
+from megatrain_ray.lora_export import export_adapter, export_merged
+from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.run_dir import RunFiles
 
 MAX_TRIES = 5
 
 
-def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
-    """`dtype`: bf16, fp32, or None for the working copy's. The tokenizer's files go with the weights.
+def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False) -> None:
+    """`dtype`: bf16, fp32, or None for the working copy's. The tokenizer's files go with the weights. Of a run with
+    `lora` the adapters alone, or with `merge` the model with these added in.
 
-    Raises ConfigError for a folder that holds no run or no save, and for an OUT_DIR that is in use; MegatrainError for
-    a damaged save. OUT_DIR appears whole or not at all.
+    Raises ConfigError for a folder that holds no run or no save, for an OUT_DIR that is in use, and for a merge of what
+    has no adapters; MegatrainError for a damaged save. OUT_DIR appears whole or not at all.
     """
     files = RunFiles(run_dir.absolute())
-    model = files.read_config().model
+    config = files.read_config()
+    if merge and config.lora is None:
+        raise ConfigError(f"--merge: {run_dir} trained the model itself and has no adapters; leave --merge out")
     chosen = ExportDtype(dtype) if dtype else None
     for _ in range(MAX_TRIES):
         saves = list_saves(files.saves)
@@ -46,7 +50,7 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
             raise ConfigError(f"{run_dir} holds no save yet: train until one is made (save_every), then export")
         step = saves[-1]
         try:
-            return _export(files, step, out_dir, chosen, model)
+            return _export(files, step, out_dir, chosen, config, merge=merge)
         except MegatrainError:
             if step in list_saves(files.saves):
                 raise
@@ -68,14 +72,41 @@ def load_exported(folder: Path) -> Any:
     return Architecture(settings).load(folder)
 
 
-def _export(files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, model: ModelConfig) -> None:
+def has_adapters(run_dir: Path) -> bool:
+    """Raises ConfigError where there is no run."""
+    return RunFiles(run_dir).read_config().lora is not None
+
+
+def _export(
+    files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, config: TrainConfig, *, merge: bool
+) -> None:
     folder, manifest = save_folder(files.saves, step), load_manifest(files.saves, step)
+    model, lora, tokenizer = config.model, config.lora, files.tokenizer_files()
+    if lora is not None and not merge:
+        empty = _empty(_with_own_code(model, manifest), manifest)
+        return export_adapter(folder, manifest, out_dir, dtype, lora, empty, model, tokenizer)
     beside = beside_the_save(model, manifest)
-    copies = [*files.tokenizer_files(), *beside.code]
     # What serves models looks here for the class; a run that began with model.config alone was told none.
-    config = {**manifest.model, "architectures": manifest.model.get("architectures") or [beside.model_class]}
-    whole = replace(manifest, model=config)
-    export_save(folder, whole, out_dir, dtype, copies=copies, names=beside.names, rest=beside.rest)
+    settings = {**manifest.model, "architectures": manifest.model.get("architectures") or [beside.model_class]}
+    whole = replace(manifest, model=settings)
+    copies = [*tokenizer, *beside.code]
+    if lora is None:
+        return export_save(folder, whole, out_dir, dtype, copies=copies, names=beside.names, rest=beside.rest)
+    source = open_model(model)
+    base, empty = source.weights(), build_empty(source.factory, torch.float32)
+    return export_merged(
+        folder, whole, out_dir, dtype, lora, empty, base, names=beside.names, rest=beside.rest, copies=copies
+    )
+
+
+def _with_own_code(model: ModelConfig, manifest: Manifest) -> ModelSource | None:
+    """Where a model comes from that Transformers does not have."""
+    return None if is_known(manifest.model.get("model_type")) else open_model(model)
+
+
+def _empty(source: ModelSource | None, manifest: Manifest) -> nn.Module:
+    """The model without weights: of its own code, or of Transformers'."""
+    return build_empty(source.factory if source else Architecture(dict(manifest.model)), torch.float32)
 
 
 @dataclass(frozen=True)
@@ -95,10 +126,8 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
 
     They come from where the run began: raises ConfigError when that folder is gone and something of it is needed.
     """
-    source = None
-    if not is_known(manifest.model.get("model_type")):
-        source = open_model(config)
-    empty = build_empty(source.factory if source else Architecture(dict(manifest.model)), torch.float32)
+    source = _with_own_code(config, manifest)
+    empty = _empty(source, manifest)
     names = checkpoint_names(empty)
     held = {p.name for layer in manifest.layers for p in layer.parameters}
     parameters = [name for name in owned_parameters(empty) if name not in held]

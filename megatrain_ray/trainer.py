@@ -16,7 +16,7 @@ from megatrain_ray.controller import Observation, RunPolicy
 from megatrain_ray.data_worker import HeldOutData, naming_eval_path, open_stream
 from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
-from megatrain_ray.exporting import export_run, load_exported
+from megatrain_ray.exporting import export_run, has_adapters, load_exported
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
@@ -45,18 +45,20 @@ class TrainSummary:
     rows: Sequence[Mapping[str, Any]] = ()
     evaluations: Sequence[Mapping[str, Any]] = ()
 
-    def export(self, out_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None) -> Path:
-        """Writes the newest save as a Hugging Face folder, which it returns. Raises as export_run."""
-        export_run(self.run_dir, Path(out_dir), dtype)
+    def export(self, out_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False) -> Path:
+        """Writes the newest save as a Hugging Face folder, which it returns; with `lora` as a folder of peft's, or with
+        `merge` the model with its adapters added in. Raises as export_run."""
+        export_run(self.run_dir, Path(out_dir), dtype, merge=merge)
         return Path(out_dir)
 
     def load_model(self, dtype: Literal["bf16", "fp32"] | None = None) -> Any:
-        """The model of the newest save as a PreTrainedModel, on the CPU; `dtype`: None: that of the working copy.
+        """The model of the newest save as a PreTrainedModel, on the CPU, adapters added in; `dtype`: None: that of the
+        working copy.
 
         Takes room for an export in the run directory meanwhile. Raises as export_run.
         """
         with tempfile.TemporaryDirectory(prefix=".export-", dir=self.run_dir) as folder:
-            return load_exported(self.export(folder, dtype))
+            return load_exported(self.export(folder, dtype, merge=has_adapters(self.run_dir)))
 
 
 class Trainer:

@@ -60,6 +60,7 @@ class Recipe:
     trainable: tuple[str, ...] = ()  # patterns: what none of them matches is frozen
     freeze: tuple[str, ...] = ()
     groups: tuple[Own, ...] = ()  # the first that matches counts
+    adapter: Path | None = None  # a folder of peft's: its pairs are trained, and beside them what `trainable` matches
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float | None = 1.0
@@ -102,7 +103,7 @@ def train_reference(
     """
     with _threads(recipe.num_threads):
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-        model = load_model(folder, dtype).to(recipe.device).train()
+        model = _load(folder, dtype, recipe).to(recipe.device).train()
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # a view of the file, at any address: matrix products round by it
         _freeze(model, recipe, frozen)
@@ -141,9 +142,11 @@ def _freeze(model: Any, recipe: Recipe, unreached: tuple[str, ...]) -> None:
     """A shared parameter goes by any of its names. What is frozen has the value that streams."""
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(parameter, []).append(name)
+        aliases.setdefault(parameter, []).append(_plain(name))
     for parameter, names in aliases.items():
-        out = recipe.trainable and not _matches(recipe.trainable, names)
+        if recipe.adapter and _matches(recipe.trainable, names):
+            parameter.requires_grad_(True)
+        out = recipe.trainable and not recipe.adapter and not _matches(recipe.trainable, names)
         if out or _matches(recipe.freeze, names) or names[0].startswith(unreached):
             parameter.requires_grad_(False)
 
@@ -261,6 +264,22 @@ def _backward_in_chunks(
     return losses
 
 
+def _load(folder: Path, dtype: torch.dtype, recipe: Recipe) -> Any:
+    """The model, and in it the pairs of the recipe's adapter by the peft library, in the same type."""
+    model = load_model(folder, dtype)
+    if recipe.adapter is None:
+        return model
+    from peft import PeftModel
+
+    loaded = PeftModel.from_pretrained(model, recipe.adapter, is_trainable=True, autocast_adapter_dtype=False)
+    return loaded.get_base_model()
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what peft puts into it."""
+    return re.sub(r"\.(base_layer|default)(?=\.)", "", name)
+
+
 def load_model(folder: Path, dtype: torch.dtype) -> Any:
     """The model by the class that its configuration names: a causal language model, or one that has one inside; by the
     folder's own code where there is some."""
@@ -270,7 +289,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _trained(model: Any) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [(_plain(name), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 @dataclass
@@ -311,10 +330,9 @@ def _seed_dropout(model: Any, place: _Place, unreached: tuple[str, ...]) -> None
 
 
 def _beginning(folder: Path, recipe: Recipe, model: Any) -> Result:
-    whole = load_model(folder, torch.float32).to(recipe.device)
-    masters = {name: whole.get_parameter(name).detach() for name, _ in _trained(model)}
-    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    _set_weights(frozen, dict(whole.named_parameters()))
+    whole = {_plain(n): p.detach() for n, p in _load(folder, torch.float32, recipe).named_parameters()}
+    masters = {name: whole[name].to(recipe.device) for name, _ in _trained(model)}
+    _set_weights([(_plain(name), p) for name, p in model.named_parameters() if not p.requires_grad], whole)
     zeros = {name: torch.zeros_like(master) for name, master in masters.items()}
     return Result(0, 0, masters, zeros, zeros)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain_ray.config import ModelConfig
+from megatrain_ray.config import LoraConfig, ModelConfig
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.cpu_device import CpuDevice
@@ -22,6 +24,7 @@ from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout, ShardLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
+from megatrain_ray.engine.lora import AdaptedFactory, LoraRules
 from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import micro_batches_of
@@ -93,7 +96,11 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     precision = Precision(recipe.precision)
     num_sequences, seq_len = batch
     structure, activations = discover(
-        factory, precision.working_dtype, recipe.micro_batch_size, seq_len, rules_of(recipe)
+        factory,
+        precision.working_dtype,
+        recipe.micro_batch_size,
+        seq_len,
+        rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory)),
     )
     request = Request(
         precision=precision,
@@ -114,12 +121,27 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     return structure, dataclasses.replace(plan, **changes)
 
 
-def rules_of(recipe: Recipe) -> ParameterRules:
+def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
     groups = (
         GroupRule((g.match,), ParameterGroup(True, (g.lr or recipe.lr) / recipe.lr, g.weight_decay))
         for g in recipe.groups
     )
-    return ParameterRules(recipe.trainable, recipe.freeze, tuple(groups))
+    kind = LoraRules if has_pairs else ParameterRules
+    return kind(recipe.trainable, recipe.freeze, tuple(groups))
+
+
+def lora_of(recipe: Recipe) -> LoraConfig | None:
+    """The settings that go on from the recipe's adapter."""
+    if recipe.adapter is None:
+        return None
+    theirs = json.loads((recipe.adapter / "adapter_config.json").read_text())
+    return LoraConfig(
+        match=tuple(rf"(^|\.){re.escape(name)}$" for name in theirs["target_modules"]),
+        rank=theirs["r"],
+        alpha=theirs["lora_alpha"],
+        dropout=theirs["lora_dropout"],
+        path=str(recipe.adapter),
+    )
 
 
 def train_engine(
@@ -132,10 +154,12 @@ def train_engine(
     make_device: Callable[[Timeline, int], Device] = lambda timeline, threads: CpuDevice(timeline, threads),
     trust_remote_code: bool = False,
     held_out: Sequence[Batch] = (),
+    lora: LoraConfig | None = None,
 ) -> EngineResult:
-    """Trains the model of `folder` on one batch an update through the engine."""
+    """Trains the model of `folder` on one batch an update through the engine. `lora`: pairs, if not those of the
+    recipe's adapter."""
     batches = list(batches)
-    source = folder_source(folder, trust_remote_code=trust_remote_code)
+    source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
     factory = source.factory
     structure, plan = plan_for(factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
     layout = structure.layout(mode.num_fragments)

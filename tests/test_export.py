@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from megatrain_ray.engine import export_save as export_module
+from megatrain_ray.engine import saved_values as export_module
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.working_copy import split, to_working
 from megatrain_ray.errors import CapacityError, ConfigError, MegatrainError
