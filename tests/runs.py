@@ -90,6 +90,7 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch
         trainable=tuple(train.get("trainable", ())),
         freeze=tuple(train.get("freeze", ())),
         groups=tuple(Own(**group) for group in train.get("groups", ())),
+        adapter=Path(tree["lora"]["path"]) if tree.get("lora") else None,
         clip=train.get("clip", 1.0),
         seed=train.get("seed", 0),
         precision=train["precision"],
