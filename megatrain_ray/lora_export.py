@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def export_adapter(
         for name, parameter in beside.items():
             tensors += [t._replace(name=name) for t in export_tensors(saved, [parameter], chosen, None)]
         modules = [module_of(p.name) for p in trained if p.name.endswith(A_END)]
-        settings = _settings(lora, model, base, modules, [name.rpartition(".")[0] for name in beside])
+        settings = _settings(lora, model, base, modules, beside)
         write_adapter_folder(out_dir, tensors, chosen, settings, copies)
 
 
@@ -81,7 +81,11 @@ def _with_aliases(manifest: Manifest, parameters: Sequence[ParameterEntry]) -> d
 
 
 def _settings(
-    lora: LoraConfig, model: nn.Module, base: ModelConfig, modules: Sequence[str], beside: Sequence[str]
+    lora: LoraConfig,
+    model: nn.Module,
+    base: ModelConfig,
+    modules: Sequence[str],
+    beside: Mapping[str, ParameterEntry],
 ) -> dict[str, Any]:
     """adapter_config.json, as peft's LoraConfig names it."""
     name, revision = _base_name(base)
@@ -95,7 +99,8 @@ def _settings(
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": _targets(model, modules),
-        "modules_to_save": sorted(set(beside)) or None,
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in beside}) or None,
+        "ensure_weight_tying": len({p.name for p in beside.values()}) < len(beside),
         "fan_in_fan_out": any(_transposed(model, path) for path in modules),
         "bias": "none",
     }

@@ -231,7 +231,7 @@ def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:
 class HostState:
     """Working copies and shards' state in ordinary memory; what nobody wrote is NaN."""
 
-    def __init__(self, layout: ModelLayout, plan: Plan, recipe: Recipe) -> None:
+    def __init__(self, layout: ModelLayout, plan: Plan, recipe: Recipe, *, saves_frozen: bool = True) -> None:
         self.layout = layout
         self.working = _poisoned(layout.size, plan.precision.working_dtype)
         self.shard_layouts = [ShardLayout(layout, k, plan.num_shards) for k in range(plan.num_shards)]
@@ -249,6 +249,7 @@ class HostState:
                 hyper=Hyper(*recipe.betas, recipe.eps, recipe.weight_decay),
                 num_threads=1,
                 journal=memoryview(bytearray(Journal.num_bytes(s, plan.precision, 1))),
+                saves_frozen=saves_frozen,
             )
             for s, t in zip(self.shard_layouts, self.tensors, strict=True)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,14 +49,15 @@ def random_folder(folder: Path, layout: ModelLayout, dtype: torch.dtype, num_fil
     return weights
 
 
-def save(shards: Shards, saves: Path, precision: Precision) -> Manifest:
+def save(shards: Shards, saves: Path, precision: Precision, checksums: Sequence[int | None] | None = None) -> Manifest:
+    """`checksums`: of what is frozen, where the shards leave that out."""
     layers = []
-    for flat in shards.layout.layers:
+    for flat, checksum in zip(shards.layout.layers, checksums or [None] * len(shards.layout.layers), strict=True):
         starts, entries = 0, list[ParameterEntry]()
         for segment in flat.segments:
             entries.append(ParameterEntry(segment.name, segment.shape, starts, segment.tied_to))
             starts += segment.numel
-        layers.append(LayerEntry(flat.name, starts, tuple(entries), starts - flat.num_trained))
+        layers.append(LayerEntry(flat.name, starts, tuple(entries), starts - flat.num_trained, checksum))
     folder = prepare_save(saves, 0)
 
     pieces = [[p for i in range(len(layers)) for p in shard.pieces(i)] for shard in shards.shards]
