@@ -16,6 +16,7 @@ from megatrain_ray.config_file import dump_settings, override, read_settings
 from megatrain_ray.config_problems import known_keys
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.foreign_keys import Findings, Table, apply
+from megatrain_ray.foreign_lora import resolve_lora
 from megatrain_ray.foreign_values import UNWARMED
 from megatrain_ray.llama_factory_keys import LLAMA_FACTORY
 
@@ -24,13 +25,13 @@ TABLES = (LLAMA_FACTORY, AXOLOTL)
 RESOLVED = frozenset(
     {
         "revision", "neat_packing", "enable_thinking", "epochs", "max_steps", "warmup_steps", "warmup_ratio",
-        "min_lr_ratio", "method",
+        "min_lr_ratio", "method", "every_linear", "beside",
         "optimizer", "special_tokens", "beta1", "beta2", "bf16", "tf32", "seed", "save_strategy", "save_steps",
         "saves_per_epoch", "eval_steps", "evals_per_epoch",
     }
 )  # fmt: skip
 MOST_WARMUP_STEPS = 100  # of Axolotl's default
-GROUPS = ("model", "data", "train", "hardware")
+GROUPS = ("model", "data", "train", "lora", "hardware")
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,6 @@ def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, len
         marks = ", ".join(f"{table.recognised} ({table.tool})" for table in TABLES)
         raise ConfigError(f"{path}: is of no tool that is known here; expected one of the keys {marks}")
     found = apply(table, tree, known_keys(TrainConfig) | RESOLVED)
-    if found.settings.pop("method", "full") != "full":
-        found.refused.append("finetuning_type: is lora where it is not given; say full")
     refused = bool(found.refused)
     if refused and not lenient:
         return Conversion("", tuple(_report(found)), refused)
@@ -79,6 +78,7 @@ def _resolve(found: Findings, table: Table, overrides: Sequence[str], num_gpus: 
     given = dict(found.settings)
     _resolve_model_and_data(given)
     _resolve_numbers(given)
+    resolve_lora(given)
     _resolve_batch(given, num_gpus)
     theirs = {key: given.pop(key) for key in list(given) if key in RESOLVED}
     tree = _nested(given)

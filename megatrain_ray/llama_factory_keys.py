@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.foreign_keys import RefusedError, Sets, Table, names, negated, number, one_of, or_null, whole
+from megatrain_ray.foreign_lora import EVERY, one_folder, parameters_of, targets_of
 from megatrain_ray.foreign_values import (
     DATA_LOADING,
     KERNELS,
     LOGGED,
     LORA,
+    LORA_RATES,
     MULTI_GPU,
     PARTLY,
     PLANNED,
@@ -58,7 +60,13 @@ SETS = {
     "save_total_limit": Sets("save_keep", whole),
     "eval_steps": Sets("eval_steps", number),
     "stage": Sets("data.kind", one_of({"sft": "sft", "pt": "pretrain"}, PREFERENCES), "sft"),
-    "finetuning_type": Sets("method", one_of({"full": "full"}, f"{LORA}; full is what there is"), "lora"),
+    "finetuning_type": Sets("method", one_of({"full": "full", "lora": "lora"}, "only full and lora are here"), "lora"),
+    "lora_rank": Sets("lora.rank", whole, 8),
+    "lora_alpha": Sets("lora.alpha", number),
+    "lora_dropout": Sets("lora.dropout", number),
+    "lora_target": Sets("lora.match", targets_of, [EVERY]),
+    "additional_target": Sets("beside", parameters_of),
+    "adapter_name_or_path": Sets("lora.path", one_folder),
 }
 OTHERWISE = {
     "template": "the tokenizer's own chat template is used; data.chat_template names a Jinja file for another",
@@ -133,9 +141,9 @@ MEANINGLESS = {
     "push_to_hub": "an export can be uploaded by hand",
     "hub_*": "an export can be uploaded by hand",
     "export_*": "of another command",
-    "lora_*": LORA,
-    "loraplus_*": LORA,
-    "pissa_*": LORA,
+    "pissa_iter": "of pissa_init",
+    "pissa_convert": "of pissa_init",
+    "loraplus_lr_embedding": "of loraplus_lr_ratio",
     "infer_*": "of generation",
     "predict_with_generate": "of generation",
     "max_new_tokens": "of generation",
@@ -149,7 +157,9 @@ REFUSED = {
     "quantization_*": "a quantised base is not trained; masters are FP32",
     "double_quantization": "a quantised base is not trained; masters are FP32",
     "adapter_*": LORA,
-    "additional_target": LORA,
+    "lora_*": LORA,
+    "loraplus_lr_ratio": LORA_RATES,
+    "pissa_init": LORA,
     "use_rslora": LORA,
     "use_dora": LORA,
     "create_new_adapter": LORA,

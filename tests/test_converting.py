@@ -196,6 +196,47 @@ def test_a_file_of_axolotl(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     TrainConfig.model_validate(tree)
 
 
+LLAMA_FACTORY_LORA: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"finetuning_type": "lora"}, {"rank": 8, "alpha": 16, "match": [r"\.\d+\."]}, []),
+    (
+        {"finetuning_type": None, "lora_rank": 4, "lora_alpha": 4, "lora_dropout": 0.1, "lora_target": "q_proj,v_proj",
+         "additional_target": "embed_tokens, norm"},
+        {"rank": 4, "alpha": 4, "dropout": 0.1, "match": [r"(^|\.)q_proj$", r"(^|\.)v_proj$"]},
+        [r"(^|\.)embed_tokens\.", r"(^|\.)norm\."],
+    ),
+]  # fmt: skip
+AXOLOTL_LORA: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    (
+        {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, "lora_mlp_kernel": True},
+        {"rank": 4, "alpha": 8, "match": [r"\.\d+\."]}, [],
+    ),
+    (
+        {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_modules_to_save": ["lm_head"],
+         "lora_target_modules": r"model.layers.[\d]+.mlp.(up|down)_proj"},
+        {"rank": 4, "alpha": 8, "match": [r"^(?:model.layers.[\d]+.mlp.(up|down)_proj)$"]}, [r"(^|\.)lm_head\."],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "lora", "beside"),
+    [
+        *((LLAMA_FACTORY, *case) for case in LLAMA_FACTORY_LORA),
+        *((AXOLOTL, *case) for case in AXOLOTL_LORA),
+    ],
+)
+def test_adapters_of_both(
+    folder: Path, text: str, changes: dict[str, Any], lora: dict[str, Any], beside: list[str]
+) -> None:
+    """What comes out can be planned: the patterns match modules of a model."""
+    converted = convert(write(folder, text, max_steps=5, **changes))
+    tree = yaml.safe_load(converted.text)
+    assert tree["lora"] == lora
+    assert tree["train"].get("trainable", []) == beside
+    (folder / "ours.yaml").write_text(converted.text)
+    assert main(["plan", "ours.yaml", "hardware.device=cpu"]) == 0
+
+
 def test_texts_of_both(folder: Path) -> None:
     path = write(folder, LLAMA_FACTORY, stage="pt", dataset="texts", max_steps=50, template=None)
     assert converted(path)["data"] == {
@@ -263,16 +304,14 @@ def test_epochs_of_data_that_are_not_here_need_steps(folder: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "lora": (
+    "other adapters": (LLAMA_FACTORY, {"finetuning_type": "oft"}, "finetuning_type: oft: only full and lora are here"),
+    "DoRA": (LLAMA_FACTORY, {"finetuning_type": "lora", "use_dora": True}, "use_dora: adapters are plain LoRA pairs"),
+    "several": (
         LLAMA_FACTORY,
-        {"finetuning_type": "lora", "lora_rank": 8},
-        "finetuning_type: lora: there are no",
+        {"adapter_name_or_path": "a,b"},
+        "adapter_name_or_path: a,b: one adapter can be gone on",
     ),
-    "lora by default": (
-        LLAMA_FACTORY,
-        {"finetuning_type": None},
-        "finetuning_type: is lora where it is not given",
-    ),
+    "LoRA+": (AXOLOTL, {"adapter": "lora", "loraplus_lr_ratio": 8}, "loraplus_lr_ratio: set train.groups with match:"),
     "quantised": (LLAMA_FACTORY, {"quantization_bit": 4}, "quantization_bit: a quantised base is not trained"),
     "preferences": (
         LLAMA_FACTORY,
@@ -287,7 +326,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         "lr_scheduler_type: polynomial: only",
     ),
     "optimizer": (AXOLOTL, {"optimizer": "lion_8bit"}, "optimizer: lion_8bit: the optimizer is AdamW"),
-    "qlora": (AXOLOTL, {"adapter": "qlora", "load_in_4bit": True}, "adapter: there are no adapters"),
+    "qlora": (AXOLOTL, {"adapter": "qlora", "load_in_4bit": True}, "adapter: qlora: adapters are plain LoRA pairs"),
     "tokens": (
         AXOLOTL,
         {"special_tokens": {"eos_token": "</s>"}},
