@@ -12,7 +12,7 @@ from megatrain_ray.config import LoraConfig, ModelConfig
 from megatrain_ray.engine.export_save import export_tensors, owned
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.lora import A_END, B_END, is_adapter, is_transposed, module_of
-from megatrain_ray.engine.merged_values import MergedValues, Pair
+from megatrain_ray.engine.merged_values import MergedValues, Pair, base_checksums
 from megatrain_ray.engine.saved_values import SavedValues
 from megatrain_ray.io.adapter_folder import write_adapter_folder
 from megatrain_ray.io.export import ExportDtype, ExportTensor, write_model_folder
@@ -35,7 +35,8 @@ def export_merged(
     copies: Sequence[Path],
 ) -> None:
     """A Hugging Face folder like any other. `model`: without pairs, on the meta device. `base`: its weights. The others
-    and what is raised: as for export_save."""
+    and what is raised: as for export_save, and ConfigError for another base than the run's."""
+    manifest.check_base(base_checksums(base, manifest))
     shapes = {p.name: p.shape for p in owned(manifest)}
     modules = [module_of(name) for name in shapes if name.endswith(A_END)]
     pairs = {

@@ -33,7 +33,7 @@ class ModelSource:
     """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random. `code`: the
     folder of its own modeling code, where that may run and is needed. `generation_config`: the folder's, which saves
     and exports carry on. `hub`: what `folder` is of; its weights are fetched when they are first asked for. `lora`:
-    the pairs beside its matrices; `adapter`: where they come from; None: new ones."""
+    the pairs beside its matrices; `adapter`: folder or hub id that they come from; None: new ones."""
 
     config: Mapping[str, Any]
     folder: Path | None
@@ -42,7 +42,7 @@ class ModelSource:
     generation_config: Mapping[str, Any] | None = None
     hub: HubFolder | None = None
     lora: Lora | None = None
-    adapter: Path | None = None
+    adapter: str | None = None
 
     @property
     def factory(self) -> ModelFactory:
@@ -86,13 +86,13 @@ class ModelSource:
         return RandomSource(build_empty(self._base, torch.float32), self.seed)
 
     def _stored_adapter(self) -> AdapterFolder | None:
-        """Raises ConfigError for a folder whose pairs are others."""
+        """Raises ConfigError for one that cannot be read or has other pairs."""
         if self.lora is None or self.adapter is None:
             return None
-        stored = AdapterFolder.open(self.adapter)
+        stored = _open_adapter(self.adapter)
         if (stored.rank, stored.alpha) != (self.lora.rank, self.lora.alpha):
             raise ConfigError(
-                f"lora.path: {self.adapter} has rank {stored.rank} and alpha {stored.alpha:g}, the settings say "
+                f"lora.path: {stored.path} has rank {stored.rank} and alpha {stored.alpha:g}, the settings say "
                 f"{self.lora.rank} and {self.lora.alpha:g}; set lora.rank and lora.alpha to the former"
             )
         return stored
@@ -103,10 +103,10 @@ class ModelSource:
         return MappedWeights(WeightFolder.open(folder), checkpoint_names(build_empty(self._base, torch.float32)))
 
     def with_lora(self, lora: LoraConfig | None) -> ModelSource:
-        """The same with pairs. Raises ConfigError where those it goes on from are nowhere."""
+        """The same with pairs."""
         if lora is None:
             return self
-        return replace(self, lora=Lora(lora.match, lora.rank, lora.alpha, lora.dropout), adapter=_adapter(lora.path))
+        return replace(self, lora=Lora(lora.match, lora.rank, lora.alpha, lora.dropout), adapter=lora.path)
 
 
 def open_model(model: ModelConfig) -> ModelSource:
@@ -131,16 +131,14 @@ def open_model(model: ModelConfig) -> ModelSource:
     return source
 
 
-def _adapter(name: str | None) -> Path | None:
-    if name is None:
-        return None
+def _open_adapter(name: str) -> AdapterFolder:
     hub = find_on_hub(name, "lora.path", CONFIG_NAME, ())
     if hub is not None:
         hub.require([WEIGHTS_NAME])
     folder = hub.path if hub else Path(name)
     if not folder.is_dir():
         raise ConfigError(f"lora.path: {folder} is no folder, nor can it be a hub id; expected an adapter of peft's")
-    return folder
+    return AdapterFolder.open(folder)
 
 
 def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Path | None:

@@ -17,6 +17,7 @@ from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.lora import is_adapter
 from megatrain_ray.engine.model import build_empty
 from megatrain_ray.engine.plan import Precision
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.exporting import beside_the_save
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import save_folder
@@ -89,6 +90,23 @@ def test_both_exports_compute_what_peft_does(
     merged = load_model(tmp_path / "merged", torch.float32)
     torch.testing.assert_close(logits(merged), alone, rtol=1e-5, atol=1e-5)
     assert (logits(merged) - logits(load_model(model, torch.float32))).abs().max() > 0.01
+
+
+def test_nothing_is_merged_into_another_base(tmp_path: Path) -> None:
+    model = build_family("Llama", tmp_path / "model")
+    recipe = Recipe(1, precision="bf16", adapter=build_adapter(tmp_path / "adapter", model, ["q_proj"]))
+    manifest, lora, base = saved(tmp_path, model, recipe), lora_of(recipe), folder_source(model)
+    assert lora is not None
+    empty, beside = build_empty(base.factory, torch.float32), beside_the_save(ModelConfig(path=str(model)), manifest)
+    arguments: dict[str, Any] = {"names": beside.names, "rest": beside.rest, "copies": ()}
+    folder = save_folder(tmp_path, 0)
+    export_merged(folder, manifest, tmp_path / "1", None, lora, empty, base.weights(), **arguments)
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] *= 1.1
+    safetensors.torch.save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"base model has changed: the frozen weights of layers\.2 \(and 0 more"):
+        export_merged(folder, manifest, tmp_path / "2", None, lora, empty, base.weights(), **arguments)
+    assert not (tmp_path / "2").exists()
 
 
 def test_targets_are_named_as_shortly_as_they_can_be(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.adapter_folder import AdapterFolder
 from megatrain_ray.planning import plan_config
 from tests.family_models import build_family
+from tests.hub import files_of, fill_cache
 from tests.reference import Recipe
 from tests.run_engine import HostState, Mode, folder_source, plan_for, train_engine
 from tests.runs import config, write_config
@@ -204,10 +205,19 @@ def test_what_was_trained_beside_is_gone_on_from_too(tmp_path: Path) -> None:
     assert source.weights().read("model.layers.0.input_layernorm.weight", 0, 1) != 7
 
 
+def test_an_adapter_by_its_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    fill_cache(tmp_path / "hub", "owner/adapter", files_of(write_adapter(tmp_path / "adapter", lambda c, t: None)))
+    lora = LoraConfig(match=("q_proj",), rank=2, alpha=4, path="owner/adapter")
+    weights = folder_source(build_tiny(tmp_path / "model")).with_lora(lora).weights()
+    assert weights.read("model.layers.0.self_attn.q_proj.lora_B.weight", 0, 2).tolist() == [1, 1]
+
+
 def test_no_adapter_where_one_is_named(tmp_path: Path) -> None:
-    source = folder_source(build_tiny(tmp_path / "model"))
+    path = str(tmp_path / "nowhere/deep/er")
+    source = folder_source(build_tiny(tmp_path / "model")).with_lora(LORA.model_copy(update={"path": path}))
     with pytest.raises(ConfigError, match=r"lora.path: .*nowhere/deep/er is no folder"):
-        source.with_lora(LORA.model_copy(update={"path": str(tmp_path / "nowhere/deep/er")}))
+        source.weights()
     with pytest.raises(ConfigError, match=r"cannot read .*adapter_config.json: No such file"):
         AdapterFolder.open(tmp_path)
 
