@@ -19,6 +19,7 @@ from megatrain_ray.engine.lora import LoraRules
 from megatrain_ray.engine.model import build_empty
 from megatrain_ray.engine.plan import Tier
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.template import structure
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.adapter_folder import AdapterFolder
 from megatrain_ray.planning import plan_config
@@ -243,3 +244,11 @@ def test_checksums_of_what_is_frozen(tmp_path: Path) -> None:
     assert frozen_checksums(state.layout, state.working, 1)[3:] == before[3:]
     whole, plan = plan_for(folder_source(tmp_path).factory, Recipe(1), Mode(), (1, 8))
     assert set(frozen_checksums(whole.layout(), torch.zeros(whole.layout().size), 1)) == {None}
+
+
+def test_layers_with_equal_pairs_share_a_template(tmp_path: Path) -> None:
+    lora = LORA.model_copy(update={"match": (r"layers\.[02]\.mlp",), "dropout": 0.1})
+    model = build_empty(folder_source(build_tiny(tmp_path)).with_lora(lora).factory, torch.float32)
+    first, second, third = (structure(layer) for layer in model.get_submodule("model.layers").children())
+    assert first == third
+    assert second not in (first, third)
