@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from benchmarks.kill_campaign.cases import BACKWARD, DRIVER, SHARD_0
 from megatrain_ray import Trainer
 from megatrain_ray.cli import main
 from megatrain_ray.engine.working_copy import to_working
@@ -18,6 +20,7 @@ from megatrain_ray.exporting import export_run
 from megatrain_ray.io.manifest import read_manifest
 from tests.adapters import build_adapter, peft
 from tests.runs import cli, config, losses, reference_of, rows, write_config
+from tests.test_kills import END_S, kill, prepare, training
 from tests.test_objects import RECORDS, settings
 from tests.tiny import build_tiny
 
@@ -91,6 +94,25 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
     torch.testing.assert_close(logits(merged), logits(alone), rtol=1e-5, atol=1e-5)
     assert main(["inspect", str(run_dir)]) == 0
     assert "step 5: good" in capsys.readouterr().out
+
+
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    """A shard is replaced, which keeps the base; then everything dies, and a new crew loads it again."""
+    tree, path = prepare(tmp_path, train__steps=12, save_every=1)
+    adapter = build_adapter(tmp_path / "adapter", tmp_path / "model", ["up_proj", "o_proj"])
+    tree["lora"] = {"match": [r"\.(up|o)_proj$"], "rank": 4, "alpha": 8, "path": str(adapter)}
+    write_config(path, tree)
+    with training(tmp_path, path) as run:
+        kill(run, BACKWARD, SHARD_0)
+        kill(run, BACKWARD, DRIVER)
+        assert run.process.wait(END_S) == -signal.SIGKILL
+        assert "optimizer shard 0 died and was replaced" in run.text()
+    with training(tmp_path, path) as run:
+        assert run.process.wait(END_S) == 0, run.text()
+        assert "resuming from the save of step" in run.text()
+    theirs = reference_of(tmp_path / "run", tree)
+    assert losses(tmp_path / "run") == theirs.losses
+    assert [row["grad_norm"] for row in rows(tmp_path / "run")] == theirs.grad_norms
 
 
 def test_from_python_with_a_model_object(tmp_path: Path, ray_address: str) -> None:
