@@ -1,9 +1,9 @@
 """One step of a tiny model of each family on one device, against plain autograd of the unmodified model there.
 
-    python -m benchmarks.families OUT.json [--device cpu] [--only NAME …]
+    python -m benchmarks.families OUT.json COMMIT [--device cpu] [--only NAME …]
 
-Losses, and the gradients of each parameter (after one step without clipping m is the gradient times 1 − β₁): how many
-have the same bits, and the largest relative distance of the others. In FP32 and BF16, with deterministic kernels; a
+Losses, and the gradients of each parameter (with β₁ = 0 and without clipping m is the gradient): how many have the same
+bits, and the largest relative distance of the others. In FP32 and BF16, with deterministic kernels; a
 document a row, and several documents a row where the model keeps them apart, with SDPA and with flex attention.
 """
 
@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from benchmarks.vertical_slice import machine
-from megatrain_ray.engine.attention import Attention, flex_problem
+from megatrain_ray.engine.attention import MIN_HEAD_DIM, Attention, flex_problem
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
 from megatrain_ray.engine.device import Device
@@ -100,12 +100,13 @@ def attentions(name: str, folder: Path, kind: str) -> Sequence[Attention]:
 def family(name: str, kind: str) -> list[dict[str, Any]]:
     rows = []
     with TemporaryDirectory() as folder:
-        path = build_family(name, Path(folder))
+        heads = {"head_dim": MIN_HEAD_DIM} if name in WITH_FLEX else {}
+        path = build_family(name, Path(folder), **heads)
         cases = [(family_batches(1)[0], Attention.SDPA), *((packed(0), a) for a in attentions(name, path, kind))]
         for precision in ("fp32", "bf16"):
             for batch, attention in cases:
                 size = min(2, batch.input_ids.shape[0])
-                recipe = Recipe(1, precision=precision, micro_batch_size=size, clip=None)
+                recipe = Recipe(1, precision=precision, micro_batch_size=size, clip=None, betas=(0.0, 0.95))
                 head = {"family": name, "precision": precision, "packed": batch.segments is not None}
                 row = head | {"attention": attention.value} | case(path, name, batch, recipe, attention, kind)
                 row["within"] = "failed" not in row and row["error"] <= BOUNDS[precision]
@@ -117,6 +118,7 @@ def family(name: str, kind: str) -> list[dict[str, Any]]:
 def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("out", type=Path)
+    arguments.add_argument("commit")
     arguments.add_argument("--only", nargs="+", default=list(FAMILIES))
     arguments.add_argument("--device", default="cuda")
     options = arguments.parse_args()
