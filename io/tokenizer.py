@@ -22,7 +22,7 @@ from megatrain_ray.io.tokens import TokenArray, TokenBlock
 BATCH_CHARS = 4 << 20  # encoded at a time; an encoded character takes some 30 bytes until its ids are taken
 EMPTY_CHARS = 64  # what a text takes beside its characters, counted as these
 
-# tokenizer.json is what is read here; the others go with an export: what AutoTokenizer and AutoProcessor read beside it,
+# tokenizer.json is what is read here. The others go with exports: what AutoTokenizer and AutoProcessor read beside it,
 # and what llama.cpp, vLLM and older Transformers read in its place.
 FILE_NAMES = (
     "tokenizer.json",
