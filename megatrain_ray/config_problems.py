@@ -125,7 +125,8 @@ def _unknown(key: str, value: Any, root: type[BaseModel]) -> str:
     group, _, name = _without_numbers(key).rpartition(".")
     keys = list(_fields(root))
     siblings = [other for other in keys if other.rpartition(".")[0] == group]
-    near = _nearest(name, siblings) or _nearest(name, keys)
+    elsewhere = next((other for other in keys if other.rpartition(".")[2] == name), None)
+    near = elsewhere or _nearest(name, siblings) or _nearest(name, keys)
     hint = f"did you mean {near}?" if near else f"expected one of {', '.join(siblings)}"
     return f"{key}: unknown key; {hint}"
 

@@ -71,6 +71,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "save_every": 0,
         "save_keep": 2,
         "save_compress": "none",
+        "lora": None,
         "eval_every": 0,
         "max_failures": 3,
         "log": {"tensorboard": True, "wandb": None, "mlflow": None},
