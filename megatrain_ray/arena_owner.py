@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.journal import Journal
-from megatrain_ray.engine.layout import ModelLayout, ShardLayout
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 

@@ -20,10 +20,10 @@ from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.layout import ShardLayout
 from megatrain_ray.engine.save_cost import measure_copy
 from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError

@@ -19,7 +19,7 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.journal import Journal
-from megatrain_ray.engine.layout import ModelLayout, ShardLayout
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.loss import Objective
@@ -32,6 +32,7 @@ from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder

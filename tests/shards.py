@@ -12,11 +12,12 @@ from torch import Tensor
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.kernel_choice import NATIVE
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.parameter_group import FROZEN, ParameterGroup
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.engine.working_copy import join
 

@@ -118,11 +118,21 @@ def test_every_variant_equals_torch(variant: int) -> None:
 
 
 class Wrong(NativeAdamW):
-    """Right but for one bit of one moment."""
+    """Right but for one bit of one moment of a part."""
 
-    def update(self, parts: Sequence[Part], gradient: Tensor, rates: Rates, transaction: Transaction | None) -> None:
-        super().update(parts, gradient, rates, transaction)
-        parts[5].state.v.view(torch.int32)[-1] ^= 1
+    wrong = 5
+
+    def update(
+        self,
+        parts: Sequence[Part],
+        gradient: Tensor,
+        rates: Rates,
+        transaction: Transaction | None,
+        directions: Tensor | None = None,
+    ) -> None:
+        super().update(parts, gradient, rates, transaction, directions)
+        state = parts[self.wrong].state
+        (state.m if state.v is None else state.v).view(torch.int32)[-1] ^= 1
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout import ShardLayout
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import LOAD_ELEMENTS, UpdateHeader
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
 from tests.shards import (

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megatrain_ray.engine.host_words import NUM_HEADERS, HostWords, TornLayer
 from megatrain_ray.engine.journal import Journal, serial_of
-from megatrain_ray.engine.layout import ModelLayout, ShardLayout, Span
+from megatrain_ray.engine.layout import ModelLayout, Span
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError

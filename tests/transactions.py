@@ -14,9 +14,10 @@ from torch import Tensor
 from megatrain_ray.engine.adamw import BLOCK_ELEMENTS
 from megatrain_ray.engine.journal import UNIT_ELEMENTS, Journal
 from megatrain_ray.engine.kernel_choice import NATIVE
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.update_kernel import Build
 from tests.shards import shard_over
