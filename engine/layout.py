@@ -24,6 +24,7 @@ from megatrain_ray.engine.parameter_group import COMMON, ParameterGroup
 
 ALIGN_ELEMENTS = 128  # 256 bytes of a two-byte type: coalesced loads, and every cut below stays on a vector boundary
 CUT_ELEMENTS = 2048  # 4096 bytes of a two-byte type: O_DIRECT- and page-safe for every state class
+DIRECTION_BYTES = 2  # of an element of what Muon orthogonalised
 NODE_CUT_ELEMENTS = 1 << 20  # 2 MiB of a two-byte type: a huge page is never shared by two NUMA nodes
 
 
@@ -253,6 +254,11 @@ class ModelLayout:
     def fixed(self) -> tuple[int, ...]:
         """The layers that no update changes."""
         return tuple(i for i, layer in enumerate(self.layers) if not layer.trained.size)
+
+    @property
+    def direction_bytes(self) -> tuple[int, ...]:
+        """Of each layer's directions: bf16, at the coordinates of its gradient."""
+        return tuple(layer.trained.size * DIRECTION_BYTES if layer.num_muon else 0 for layer in self.layers)
 
     @property
     def adamw_size(self) -> int:

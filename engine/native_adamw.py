@@ -80,8 +80,9 @@ _load_library = functools.cache(_Library)
 
 
 class NativeAdamW:
-    """UpdateKernel in C, of AdamW and Muon. `vector`: elements of torch's vectors on this machine; what a parameter has beyond a multiple
-    of them is rounded otherwise. Right or wrong for all else, so `check_kernel` decides which one it is."""
+    """UpdateKernel in C, of AdamW and Muon. `vector`: elements of torch's vectors on this machine; what a parameter has
+    beyond a multiple of them is rounded otherwise. Right or wrong for all else, so `check_kernel` decides which one it
+    is."""
 
     def __init__(self, num_threads: int, hyper: Hyper, *, vector: int) -> None:
         """`num_threads`: the caller's own is one of them. Raises OSError or CompileError where the file cannot be built

@@ -73,6 +73,11 @@ class AdamShard:
         self._kernel = open_kernel(num_threads, hyper, kernels)
 
     @property
+    def m(self) -> Tensor:
+        """First moments, 1-D of ShardLayout.size; to be read."""
+        return self._own["m"]
+
+    @property
     def kernel_name(self) -> str:
         return self._kernel.name
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+
+import torch
 
 from megatrain_ray.engine.layout import CUT_ELEMENTS, FlatLayout, ModelLayout, Span
 
@@ -61,6 +64,10 @@ class ShardLayout:
     def size_of(self, kind: str) -> int:
         """Padded elements of one kind of the shard's state."""
         return sum(span.size for span in self.v_spans) if kind == "v" else self.size
+
+    def num_bytes(self, kinds: Iterable[tuple[str, torch.dtype]]) -> int:
+        """Of the shard's state of these kinds."""
+        return sum(self.size_of(kind) * dtype.itemsize for kind, dtype in kinds)
 
     def slice(self, layer: int) -> slice:
         """Where layer `layer`'s part lies in this shard's state (elements)."""

@@ -9,8 +9,6 @@ from megatrain_ray.engine.slab import SlabPool
 from megatrain_ray.errors import CapacityError
 
 
-
-
 async def test_a_whole_model_slab_gives_every_layer_its_own_place() -> None:
     pool = SlabPool(torch.zeros(32768, dtype=torch.uint8), [8192, 16384, 8192], start=512)
     leases = [await pool.lease(i) for i in (2, 0, 1)]
