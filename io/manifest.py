@@ -72,16 +72,19 @@ class ParameterEntry:
 @dataclass(frozen=True)
 class LayerEntry:
     """`logical_size`: elements. `num_frozen`: how many of them, the last ones, are not trained: only their weights are
-    there, `working` or `master`."""
+    there, `working` or `master`. `num_muon`: how many of the trained ones, the last of them, have no `v`."""
 
     name: str
     logical_size: int
     parameters: tuple[ParameterEntry, ...]
     num_frozen: int = 0
+    num_muon: int = 0
 
     def size_of(self, kind: str) -> int:
         """Elements of one kind."""
-        return self.logical_size if kind in WEIGHT_KINDS else self.num_trained
+        if kind in WEIGHT_KINDS:
+            return self.logical_size
+        return self.num_trained - (self.num_muon if kind == "v" else 0)
 
     @property
     def num_trained(self) -> int:

@@ -173,7 +173,8 @@ def _manifest(
 
 
 def _layer(flat: FlatLayout) -> LayerEntry:
-    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), flat.logical_size - flat.num_trained)
+    num_frozen = flat.logical_size - flat.num_trained
+    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), num_frozen, flat.num_muon)
 
 
 def _parameters(flat: FlatLayout) -> Iterator[ParameterEntry]:
