@@ -56,7 +56,7 @@ def save(shards: Shards, saves: Path, precision: Precision) -> Manifest:
         for segment in flat.segments:
             entries.append(ParameterEntry(segment.name, segment.shape, starts, segment.tied_to))
             starts += segment.numel
-        layers.append(LayerEntry(flat.name, starts, tuple(entries), starts - flat.num_trained))
+        layers.append(LayerEntry(flat.name, starts, tuple(entries), starts - flat.num_trained, flat.num_muon))
     folder = prepare_save(saves, 0)
 
     pieces = [[p for i in range(len(layers)) for p in shard.pieces(i)] for shard in shards.shards]
