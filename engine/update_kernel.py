@@ -84,17 +84,22 @@ def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
         got, want = list(_parts(is_split, hyper)), list(_parts(is_split, hyper))
         kernel.update(got, gradient, rates, None, directions)
         for part, expected in zip(got, want, strict=True):
-            own = slice(part.gradient_start, part.gradient_start + part.length)
-            if part.by_muon and hyper.muon:
-                muon_block(expected.state, gradient[own], directions[own], hyper.muon, rates, part.weighting, scratch)
-            else:
-                adamw_block(expected.state, gradient[own], hyper, rates, part.weighting, scratch)
+            _update(expected, gradient, directions, hyper, rates, scratch)
             if names := _different(part.state, expected.state):
                 raise MegatrainError(
                     f"{kernel.name} differs from torch {torch.__version__} in {', '.join(names)} of a parameter of "
                     f"{part.length} elements ({'split' if is_split else 'fp32'} master, {dtype} gradient, "
                     f"scale {scale}, step {step})"
                 )
+
+
+def _update(part: Part, gradient: Tensor, directions: Tensor, hyper: Hyper, rates: Rates, scratch: Scratch) -> None:
+    """By torch."""
+    own = slice(part.gradient_start, part.gradient_start + part.length)
+    if part.by_muon and hyper.muon:
+        muon_block(part.state, gradient[own], directions[own], hyper.muon, rates, part.weighting, scratch)
+    else:
+        adamw_block(part.state, gradient[own], hyper, rates, part.weighting, scratch)
 
 
 def _parts(is_split: bool, hyper: Hyper) -> Iterator[Part]:
