@@ -18,7 +18,7 @@ _ADAMW = dict.fromkeys(
     ),
     True,
 )  # fmt: skip
-optimizer_of = one_of(_ADAMW, "the optimizer is AdamW")
+optimizer_of = one_of(_ADAMW, "the optimizer is AdamW; for Muon set train.optimizer: muon")
 
 PLANNED = "the plan decides what is kept, recomputed and where it lies; see megatrain plan"
 KERNELS = "the engine chooses its kernels"

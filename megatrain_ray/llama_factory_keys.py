@@ -177,7 +177,7 @@ REFUSED = {
     "use_badam": "the optimizer is AdamW",
     "badam_*": "the optimizer is AdamW",
     "use_adam_mini": "the optimizer is AdamW",
-    "use_muon": "the optimizer is AdamW",
+    "use_muon": "set train.optimizer: muon; see muon.md",
     "optim_*": "the optimizer is AdamW",
     "lr_scheduler_kwargs": "set train.min_lr where it is meant",
     "neftune_noise_alpha": "no noise is added to embeddings",

@@ -21,7 +21,7 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.journal import Journal
-from megatrain_ray.engine.layout import ModelLayout, ShardLayout
+from megatrain_ray.engine.layout import ModelLayout, Span
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lora import AdaptedFactory, LoraRules
@@ -29,12 +29,14 @@ from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
+from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
@@ -123,11 +125,11 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
 
 def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
     groups = (
-        GroupRule((g.match,), ParameterGroup(True, (g.lr or recipe.lr) / recipe.lr, g.weight_decay))
+        GroupRule((g.match,), ParameterGroup(True, (g.lr or recipe.lr) / recipe.lr, g.weight_decay, g.muon))
         for g in recipe.groups
     )
     kind = LoraRules if has_pairs else ParameterRules
-    return kind(recipe.trainable, recipe.freeze, tuple(groups))
+    return kind(recipe.trainable, recipe.freeze, tuple(groups), recipe.muon is not None)
 
 
 def lora_of(recipe: Recipe) -> LoraConfig | None:
@@ -142,6 +144,13 @@ def lora_of(recipe: Recipe) -> LoraConfig | None:
         dropout=theirs["lora_dropout"],
         path=str(recipe.adapter),
     )
+
+
+def muon_of(recipe: Recipe) -> Muon | None:
+    theirs = recipe.muon
+    if theirs is None:
+        return None
+    return Muon(theirs.momentum, theirs.nesterov, theirs.ns_steps, LrAdjustment(theirs.adjust_lr))
 
 
 def train_engine(
@@ -171,7 +180,7 @@ def train_engine(
         timeline = Timeline(cost)
         device = make_device(timeline, recipe.num_threads)
         host = LocalHost(plan, layout, state.working, state.shards, timeline)
-        engine = Engine(factory, structure, plan, device, host, poison=mode.poison)
+        engine = Engine(factory, structure, plan, device, host, muon=muon_of(recipe), poison=mode.poison)
         adam_step = 1
 
         async def evaluate(generation: int) -> None:
@@ -206,7 +215,7 @@ def train_engine(
     result.masters = state.named(state.masters())
     result.frozen = state.frozen()
     result.exp_avg = state.named(state.whole("m"))
-    result.exp_avg_sq = state.named(state.whole("v"))
+    result.exp_avg_sq = state.second_moments()
     return result
 
 
@@ -236,7 +245,8 @@ class HostState:
         self.working = _poisoned(layout.size, plan.precision.working_dtype)
         self.shard_layouts = [ShardLayout(layout, k, plan.num_shards) for k in range(plan.num_shards)]
         self.tensors = [
-            {kind: _poisoned(s.size, dtype) for kind, dtype in plan.precision.state_kinds} for s in self.shard_layouts
+            {kind: _poisoned(s.size_of(kind), dtype) for kind, dtype in plan.precision.state_kinds}
+            for s in self.shard_layouts
         ]
         self.shards = [
             AdamShard(
@@ -246,7 +256,7 @@ class HostState:
                 residual=t.get("residual"),
                 m=t["m"],
                 v=t["v"],
-                hyper=Hyper(*recipe.betas, recipe.eps, recipe.weight_decay),
+                hyper=Hyper(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe)),
                 num_threads=1,
                 journal=memoryview(bytearray(Journal.num_bytes(s, plan.precision, 1))),
                 saves_frozen=saves_frozen,
@@ -262,9 +272,9 @@ class HostState:
         """One kind of all shards, every layer's padded flat at its start."""
         flat = torch.zeros(self.layout.size, dtype=self.tensors[0][kind].dtype)
         for s, t in zip(self.shard_layouts, self.tensors, strict=True):
-            for i, span in enumerate(s.spans):
-                start = self.layout.starts[i]
-                flat[start + span.start : start + span.stop] = t[kind][s.slice(i)]
+            spans = s.v_spans if kind == "v" else s.spans
+            for start, span, part in zip(self.layout.starts, spans, t[kind].split([*map(_size, spans)]), strict=True):
+                flat[start + span.start : start + span.stop] = part
         return flat
 
     def masters(self) -> Tensor:
@@ -279,6 +289,11 @@ class HostState:
             for s in layer.trained_segments
         }
 
+    def second_moments(self) -> dict[str, Tensor]:
+        """Of what AdamW trains."""
+        without = {s.name for layer in self.layout.layers for s in layer.muon_segments}
+        return {name: v for name, v in self.named(self.whole("v")).items() if name not in without}
+
     def frozen(self) -> dict[str, Tensor]:
         return {
             s.name: layer.view(self.working[start : start + layer.size], s.name)
@@ -286,6 +301,10 @@ class HostState:
             for s in layer.owned
             if not s.group.trained
         }
+
+
+def _size(span: Span) -> int:
+    return span.size
 
 
 def _poisoned(size: int, dtype: torch.dtype) -> Tensor:

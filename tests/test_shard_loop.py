@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain_ray.arena_owner import state_views
 from megatrain_ray.engine.host_words import NUM_HEADERS, HostWords, TornLayer
 from megatrain_ray.engine.journal import Journal, serial_of
-from megatrain_ray.engine.layout import ModelLayout, ShardLayout, Span
+from megatrain_ray.engine.layout import ModelLayout, Span
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -28,6 +30,7 @@ from tests.shards import (
     ShardedState,
     Shards,
     assert_equal,
+    flat_directions,
     flat_gradients,
     headers,
     model_layout,
@@ -70,14 +73,17 @@ class Worker:
 
     layout: ModelLayout
     words: HostWords
-    slab: Tensor  # every layer's gradient (bf16) at its own place
+    slab: Tensor  # every layer's gradient (bf16) at its own place, and then its directions
 
     def land(self, update: int, layer: int, gradient: Tensor) -> None:
         """As soon as the slab is free again."""
         wait_generation(self.words, layer, update - 1)
         start = 2 * self.layout.starts[layer]
         self.slab[start : start + gradient.nbytes].copy_(gradient.view(torch.uint8))
-        self.words.land(layer, update, start)
+        directions = flat_directions(self.layout, update)[layer]
+        behind = 2 * self.layout.size + start
+        self.slab[behind : behind + directions.nbytes].copy_(directions.view(torch.uint8))
+        self.words.land(layer, update, start, behind)
 
     def run(self, num_updates: int, *, commit_first: bool) -> None:
         """Gradients land in backward order; the commit comes before them (no clipping) or after (clipping)."""
@@ -112,9 +118,9 @@ def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
     layout, gradients, update_header = model_layout(), flat_gradients(model_layout(), 1, torch.bfloat16), headers(1)[0]
     part = ShardLayout(layout, 0, 1)
     working = poisoned(layout.size, PRECISION.working_dtype)
-    own = {kind: poisoned(part.size, dtype) for kind, dtype in PRECISION.state_kinds}
+    own = {kind: poisoned(part.size_of(kind), dtype) for kind, dtype in PRECISION.state_kinds}
     memory = memoryview(mmap.mmap(-1, Journal.num_bytes(part, PRECISION, 1)))
-    words, slab = new_words(), torch.zeros(2 * layout.size, dtype=torch.uint8)
+    words, slab = new_words(), torch.zeros(4 * layout.size, dtype=torch.uint8)
     with closing(shard_over(part, PRECISION, working, own, 1, memory)) as killed:
         killed.load(Dictionary(random_masters(layout)))
         words.commit(update_header)
@@ -136,8 +142,9 @@ def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
 
 
 def tear(shard: AdamShard, journal: Journal, serial: int) -> None:
-    """The last unit of layer 1 as a kill can leave it: saved, half overwritten."""
+    """The last unit of layer 1, which is Muon's, as a kill can leave it: saved, half overwritten."""
     last = shard._parts(1)[-1]
+    assert last.by_muon
     unit = Span(last.units.stop - 1, last.units.stop)
     elements = last.elements(unit)
     state = last.state.cut(elements)
@@ -149,7 +156,7 @@ def tear(shard: AdamShard, journal: Journal, serial: int) -> None:
 @pytest.mark.parametrize(("order", "commit_first"), [(FORWARD, False), (BACKWARD, True)])
 def test_threads_serve_ten_updates_exactly(order: tuple[int, ...], commit_first: bool) -> None:
     with open_shards(PRECISION, 2) as shards:
-        words, slab = new_words(), torch.zeros(2 * shards.layout.size, dtype=torch.uint8)
+        words, slab = new_words(), torch.zeros(4 * shards.layout.size, dtype=torch.uint8)
         shards.load(Dictionary(random_masters(shards.layout)))
         with serving(shards, words, slab, order) as loops:
             Worker(shards.layout, words, slab).run(10, commit_first=commit_first)
@@ -173,9 +180,7 @@ def serve_in_a_process(paths: dict[str, str], index: int, num_shards: int) -> No
 
 
 def state_tensors(memory: Tensor, part: ShardLayout) -> dict[str, Tensor]:
-    sizes = [part.size * dtype.itemsize for _, dtype in PRECISION.state_kinds]
-    pieces = memory.split(sizes)
-    return {kind: piece.view(dtype) for (kind, dtype), piece in zip(PRECISION.state_kinds, pieces, strict=True)}
+    return state_views(memory, part, PRECISION)
 
 
 def mapped(path: str) -> Tensor:
@@ -199,8 +204,8 @@ def memfds(sizes: dict[str, int]) -> Iterator[dict[str, str]]:
 def test_processes_share_words_working_copies_and_slab_only() -> None:
     layout, num_shards = model_layout(), 2
     parts = [ShardLayout(layout, k, num_shards) for k in range(num_shards)]
-    sizes = {"words": 8 * HostWords.num_words(3, num_shards), "working": 2 * layout.size, "slab": 2 * layout.size}
-    sizes |= {f"state {part.index}": 10 * part.size for part in parts}
+    sizes = {"words": 8 * HostWords.num_words(3, num_shards), "working": 2 * layout.size, "slab": 4 * layout.size}
+    sizes |= {f"state {part.index}": part.num_bytes(PRECISION.state_kinds) for part in parts}
     context = multiprocessing.get_context("spawn")
     with memfds(sizes) as paths:
         words = HostWords(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
@@ -222,7 +227,7 @@ def test_processes_share_words_working_copies_and_slab_only() -> None:
 
 def test_a_failing_shard_is_flagged_and_leaves_its_layer_torn() -> None:
     with open_shards(PRECISION, 2) as shards:
-        words, slab = new_words(), torch.zeros(2 * shards.layout.size, dtype=torch.uint8)
+        words, slab = new_words(), torch.zeros(4 * shards.layout.size, dtype=torch.uint8)
         failures = []
         with serving(shards, words, slab[:64], FORWARD) as loops:  # a slab that holds no whole gradient
             words.commit(header(1))
@@ -240,7 +245,7 @@ def test_a_failing_shard_is_flagged_and_leaves_its_layer_torn() -> None:
 
 def test_stop_ends_idle_shards_and_whoever_waits_for_them() -> None:
     with open_shards(PRECISION, 2) as shards:
-        words, slab = new_words(), torch.zeros(2 * shards.layout.size, dtype=torch.uint8)
+        words, slab = new_words(), torch.zeros(4 * shards.layout.size, dtype=torch.uint8)
         with serving(shards, words, slab, FORWARD) as loops:
             words.land(1, 1, 0)  # not the layer they wait for, nor is anything committed
         for loop in loops:
