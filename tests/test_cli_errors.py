@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -91,6 +92,30 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {tmp_path} holds no run")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
+def test_a_reader_that_goes_ends_a_command_quietly(arguments: list[str]) -> None:
+    """As of `megatrain doctor | head -1`; here the reader is gone before the first line."""
+    command = [sys.executable, "-m", "megatrain_ray", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    end, out = os.pipe()
+    os.close(end)
+    try:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    finally:
+        os.close(out)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_no_silence(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: Any) -> int:
+        raise BrokenPipeError("a tracker's socket")
+
+    monkeypatch.setattr("megatrain_ray.cli._train", fail)
+    monkeypatch.setattr("megatrain_ray.cli.is_unread", lambda stream: False)
+    with pytest.raises(BrokenPipeError):
+        main(["train", file])
 
 
 @pytest.mark.parametrize(
