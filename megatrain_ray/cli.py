@@ -119,7 +119,9 @@ def _run(options: argparse.Namespace) -> int:
         "convert-config": lambda: _convert(options),
     }
     if options.command not in commands:
-        raise ConfigError(f"megatrain {options.command} comes with a later version")
+        raise ConfigError(
+            f"megatrain {options.command} comes with a later version; megatrain train says at its end how fast it was"
+        )
     return commands[options.command]()
 
 
