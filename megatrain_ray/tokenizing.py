@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from megatrain_ray.config import DataConfig
 from megatrain_ray.data_worker import sources_of
+from megatrain_ray.io.cache_folder import cache_folder
 from megatrain_ray.io.chat_cache import ChatRecipe
 from megatrain_ray.io.chat_sources import find_chats
 from megatrain_ray.io.chat_template import load_chat_template
@@ -61,8 +61,7 @@ def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Pat
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "megatrain-ray" / "tokens"
+    return cache_folder() / "tokens"
 
 
 @contextmanager
