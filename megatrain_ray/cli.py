@@ -143,9 +143,12 @@ def _train(config: TrainConfig) -> int:
 def _plan(config: TrainConfig, *, as_json: bool) -> int:
     from megatrain_ray.engine.plan_report import describe
     from megatrain_ray.planning import plan_config
+    from megatrain_ray.tokenizing import missing_data
 
     plan = plan_config(config)
     print(plan.to_json().rstrip("\n") if as_json else describe(plan))
+    for problem in missing_data(config.data):
+        show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
     return 0
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatrain_ray.config import DataConfig
-from megatrain_ray.data_worker import sources_of
+from megatrain_ray.data_worker import naming_eval_path, sources_of
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.cache_folder import cache_folder
 from megatrain_ray.io.chat_cache import ChatRecipe
 from megatrain_ray.io.chat_sources import find_chats
@@ -34,6 +35,25 @@ def tokenize(
     """
     recipes = {name: _recipe(path, data, tokenizer) for name, path in sources_of(data, key).items()}
     return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
+
+
+def missing_data(data: DataConfig) -> Iterator[str]:
+    """What is wrong with the places that data.path and data.eval_path name, a message each; reads no text."""
+    for part, naming in ((data, nullcontext()), (data.held_out, naming_eval_path())):
+        try:
+            with naming:
+                if part is not None:
+                    _find(part)
+        except (ConfigError, OSError) as error:
+            yield str(error)
+
+
+def _find(data: DataConfig) -> None:
+    for path in sources_of(data).values():
+        if data.kind == "pretrain":
+            find_documents(path)
+        else:
+            find_chats(path, data.dataset, data.chat_format)
 
 
 def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
