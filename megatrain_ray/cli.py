@@ -126,8 +126,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _train(config: TrainConfig) -> int:
-    from megatrain_ray.summary import summarize
-    from megatrain_ray.trainer import Trainer
+    from megatrain_ray.startup import spinner
+
+    with spinner("importing PyTorch and Ray"):
+        from megatrain_ray.summary import summarize
+        from megatrain_ray.trainer import Trainer
 
     summary = Trainer(config).fit()
     if summary.loss is None and not summary.evaluations:

@@ -22,6 +22,7 @@ from megatrain_ray.io.documents import find_documents
 from megatrain_ray.io.token_cache import Recipe, TokenMeta, TokenRecipe, find_tokens, make_tokens
 from megatrain_ray.io.token_records import TokenRecordsRecipe
 from megatrain_ray.logs import say
+from megatrain_ray.startup import spinner
 from megatrain_ray.units import format_count
 
 
@@ -74,7 +75,9 @@ def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Reci
 
 def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Path:
     with suppress(RuntimeError):  # no home
-        if found := find_tokens(recipe, _cache()):  # in one that cannot be written to, perhaps
+        with spinner(f"checking the tokens of {name}"):
+            found = find_tokens(recipe, _cache())  # in one that cannot be written to, perhaps
+        if found:
             return found
     with _root(run_dir) as root, _reports(name) as reports:
         return make_tokens(recipe, root, vocab_size, reports)
