@@ -156,10 +156,15 @@ def _plan(config: TrainConfig, *, as_json: bool) -> int:
 
 
 def _export(run_dir: Path, out_dir: Path, dtype: str | None) -> int:
-    from megatrain_ray.exporting import export_run
+    from megatrain_ray.startup import spinner
 
-    export_run(run_dir, out_dir, dtype)
-    print(f"exported to {out_dir}")
+    with spinner("exporting"):
+        from megatrain_ray.export_report import describe_export
+        from megatrain_ray.exporting import export_run
+
+        step = export_run(run_dir, out_dir, dtype)
+    for line in describe_export(out_dir, step):
+        print(line)
     return 0
 
 

@@ -31,8 +31,9 @@ from megatrain_ray.run_dir import RunFiles
 MAX_TRIES = 5
 
 
-def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
-    """`dtype`: bf16, fp32, or None for the working copy's. The tokenizer's files go with the weights.
+def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> int:
+    """The step of the save that was taken. `dtype`: bf16, fp32, or None for the working copy's. The tokenizer's files
+    go with the weights.
 
     Raises ConfigError for a folder that holds no run or no save, and for an OUT_DIR that is in use; MegatrainError for
     a damaged save. OUT_DIR appears whole or not at all.
@@ -46,7 +47,8 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None) -> None:
             raise ConfigError(f"{run_dir} holds no save yet: train until one is made (save_every), then export")
         step = saves[-1]
         try:
-            return _export(files, step, out_dir, chosen, model)
+            _export(files, step, out_dir, chosen, model)
+            return step
         except MegatrainError:
             if step in list_saves(files.saves):
                 raise
