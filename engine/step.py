@@ -91,7 +91,6 @@ class StepRunner:
         self._transfer = transfer
         self._modules = modules
         self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
-        self.num_forwards = 0
         self.whereabouts = "between steps"  # read by other threads
 
     def run(self, step: StepInput, visits: tuple[Visit, ...]) -> StepOutput:
@@ -175,7 +174,6 @@ class StepRunner:
                 self._seed(state.step, j, layer, 0)
                 saving = self._residents.saving() if keep else None
                 outcome = call.forward(function, parameters, saving)
-                self.num_forwards += 1
             self._seed(state.step, j, layer, 1)
             forward_pass.resume(outcome)
 
@@ -249,7 +247,6 @@ class StepRunner:
         with self._modules.bound(call.path) as (function, parameters), self._device.compute(Op("recompute", layer, j)):
             self._seed(state.step, j, layer, 0)
             call.recompute(function, parameters, self._residents.saving())
-            self.num_forwards += 1
 
     def _layer_of(self, call: LayerCall) -> int:
         return self._structure.layer_of(call.path)

@@ -57,7 +57,8 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
     if train.warmup_steps > train.steps:
-        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; set fewer"
+        remedy = f"set train.warmup_steps to {train.steps} or fewer"
+        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; {remedy}"
     if config.eval_every and config.data.eval_path is None:
         yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     for number, group in enumerate(train.groups):
@@ -119,7 +120,8 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
             yield _unknown(key, problem["input"], root)
         case "missing":
             field = _fields(root).get(_without_numbers(key))
-            yield f"{key}: required. {(field and field.description) or ''}".rstrip()
+            sentence = " ".join(((field and field.description) or "").split()).partition(". ")[0]
+            yield f"{key}: required. {sentence}".rstrip()
         case "value_error":
             yield f"{key}: {problem['ctx']['error']}"
         case kind if kind in EXPECTED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
 from megatrain_ray.session import Job, Session
+from megatrain_ray.startup import Startup
 from megatrain_ray.tokenizing import tokenize
 
 log = logging.getLogger(__name__)
@@ -91,19 +92,21 @@ class Trainer:
                 f"run_dir: {self.config.run_dir} is relative, and a Ray job runs in a folder of its own that goes with "
                 "it; give an absolute path"
             )
+        startup = Startup()
         with Interrupts() as interrupts, RunDir.open(self.config) as run, log_to(run.logs / "driver.log"):
             await_end(run.path)
             manifest = _newest_save(run)
             if manifest is not None and _is_done(run, manifest.step):
                 return TrainSummary(manifest.step, None, run.path)
             with self._objects.written(run):
-                prepared = prepare(run.config)
+                with startup.phase("reading the model's configuration"):
+                    prepared = prepare(run.config)
                 if run.has_begun:
                     check_model(run.path, prepared.source.config, prepared.structure)
                 if manifest is not None:
                     _tell_of_resume(run, manifest.step)
-                inputs = _check_inputs(prepared, run.path, manifest)
-                return _run(prepared, inputs, run, manifest, interrupts)
+                inputs = _check_inputs(prepared, run.path, manifest, startup)
+                return _run(prepared, inputs, run, manifest, interrupts, startup)
 
 
 def _tell_of_resume(run: RunDir, step: int) -> None:
@@ -129,13 +132,15 @@ def _is_done(run: RunDir, step: int) -> bool:
     return RunPolicy.of(run.config).is_done(here)
 
 
-def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) -> Inputs:
+def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None, startup: Startup) -> Inputs:
     """Everything that can be wrong with files, before the run is written or started. Raises ConfigError."""
     config = prepared.config
     check_packages(config)
-    prepared.source.check_weights(prepared.structure)
+    with startup.phase("looking for weights and tokenizer"):
+        prepared.source.check_weights(prepared.structure)
+        tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
     vocab_size = prepared.structure.vocab_size
-    tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
+    startup.tell("reading data")
     tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
     stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
     held_out = _held_out(prepared, run_dir)
@@ -162,8 +167,9 @@ def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
 
 
 def _run(
-    prepared: Prepared, inputs: Inputs, run: RunDir, manifest: Manifest | None, interrupts: Interrupts
-) -> TrainSummary:
+    prepared: Prepared, inputs: Inputs, run: RunDir, manifest: Manifest | None, interrupts: Interrupts,
+    startup: Startup,
+) -> TrainSummary:  # fmt: skip
     left = run.clean()
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
@@ -172,8 +178,10 @@ def _run(
     for path in left:
         log.info("deleted what a dead run left: %s", path)
     try:
-        with cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons:
-            return _train(Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons), manifest)
+        with ExitStack() as stack:
+            with startup.phase("starting Ray"):
+                daemons = stack.enter_context(cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0))
+            return _train(Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup), manifest)
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved

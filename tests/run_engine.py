@@ -75,8 +75,6 @@ class EngineResult:
     exp_avg: dict[str, Tensor] = field(default_factory=dict)
     exp_avg_sq: dict[str, Tensor] = field(default_factory=dict)
     records: list[tuple[Record, ...]] = field(default_factory=list)
-    num_uploads: int = 0
-    num_forwards: int = 0
     device_bytes: int = 0
     evaluations: list[float] = field(default_factory=list)  # mean of the held-out batches, before and after every step
 
@@ -87,6 +85,10 @@ class EngineResult:
     @property
     def grad_norms(self) -> list[float]:
         return [r.grad_norm for r in self.reports]
+
+    def count(self, *names: str) -> int:
+        """Operations of these names in all steps."""
+        return sum(record.op.name in names for records in self.records for record in records)
 
 
 def folder_source(folder: Path, *, trust_remote_code: bool = False) -> ModelSource:
@@ -169,54 +171,66 @@ def train_engine(
     recipe's adapter."""
     batches = list(batches)
     source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
-    factory = source.factory
-    structure, plan = plan_for(factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
-    layout = structure.layout(mode.num_fragments)
-    state = HostState(layout, plan, recipe)
+    structure, plan = plan_for(source.factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
+    state = HostState(structure.layout(mode.num_fragments), plan, recipe)
     state.load(source.weights())
-    result = EngineResult(plan)
 
-    async def main() -> None:
+    async def train() -> EngineResult:
         timeline = Timeline(cost)
         device = make_device(timeline, recipe.num_threads)
-        host = LocalHost(plan, layout, state.working, state.shards, timeline)
-        engine = Engine(factory, structure, plan, device, host, muon=muon_of(recipe), poison=mode.poison)
-        adam_step = 1
+        host = LocalHost(plan, state.layout, state.working, state.shards, timeline)
+        muon = muon_of(recipe)
+        engine = Engine(source.factory, structure, plan, device, host, muon=muon, poison=mode.poison)
+        return await Training(engine, host, timeline, recipe, EngineResult(plan)).run(batches, held_out)
 
-        async def evaluate(generation: int) -> None:
-            if held_out:
-                parts = [
-                    await engine.evaluate(micro_batches_of(b, recipe.micro_batch_size), generation) for b in held_out
-                ]
-                result.evaluations.append(sum(parts) / sum(b.num_supervised for b in held_out))
-                assert device.take_exposed() == {}, "no step waited for what an evaluation waited for"
-                timeline.clear()
-
-        try:
-            await engine.rehearse()
-            await evaluate(0)
-            for step, batch in enumerate(batches, 1):
-                report = await engine.step(step_input(step, batch, recipe), schedule(step, adam_step, recipe))
-                adam_step += not report.skipped
-                result.reports.append(report)
-                if len(batches) == step:
-                    await host.drain(step)
-                result.records.append(timeline.records)
-                timeline.clear()
-                await evaluate(step)
-            result.device_bytes = device.memory().reserved_bytes
-        finally:
-            await host.close()
-            await engine.close()
-        result.num_uploads = engine.streamer.num_uploads
-        result.num_forwards = engine.runner.num_forwards
-
-    asyncio.run(main())
+    result = asyncio.run(train())
     result.masters = state.named(state.masters())
     result.frozen = state.frozen()
     result.exp_avg = state.named(state.whole("m"))
     result.exp_avg_sq = state.second_moments()
     return result
+
+
+@dataclass(frozen=True)
+class Training:
+    """An engine and its host for as long as a training lasts, and what comes of it."""
+
+    engine: Engine
+    host: LocalHost
+    timeline: Timeline
+    recipe: Recipe
+    result: EngineResult
+
+    async def run(self, batches: Sequence[Batch], held_out: Sequence[Batch]) -> EngineResult:
+        try:
+            await self.engine.rehearse()
+            await self._evaluate(held_out, 0)
+            for step, batch in enumerate(batches, 1):
+                await self._step(step, batch)
+                if step == len(batches):
+                    await self.host.drain(step)
+                self.result.records.append(self.timeline.records)
+                self.timeline.clear()
+                await self._evaluate(held_out, step)
+            self.result.device_bytes = self.engine.device.memory().reserved_bytes
+        finally:
+            await self.host.close()
+            await self.engine.close()
+        return self.result
+
+    async def _step(self, step: int, batch: Batch) -> None:
+        adam_step = 1 + sum(not report.skipped for report in self.result.reports)
+        settings = schedule(step, adam_step, self.recipe)
+        self.result.reports.append(await self.engine.step(step_input(step, batch, self.recipe), settings))
+
+    async def _evaluate(self, batches: Sequence[Batch], generation: int) -> None:
+        if not batches:
+            return
+        cut = [micro_batches_of(batch, self.recipe.micro_batch_size) for batch in batches]
+        parts = [await self.engine.evaluate(micro_batches, generation) for micro_batches in cut]
+        self.result.evaluations.append(sum(parts) / sum(batch.num_supervised for batch in batches))
+        assert self.engine.device.take_exposed() == {}, "no step waited for what an evaluation waited for"
+        self.timeline.clear()
 
 
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.kernel_choice import NATIVE
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
@@ -251,3 +253,15 @@ def assert_equal(state: ShardedState, expected: Mapping[str, Mapping[str, Tensor
         assert got.keys() == by_name.keys()
         for name, want in by_name.items():
             assert torch.equal(got[name].view(torch.int32), want.view(torch.int32)), f"{kind} of {name}"
+
+
+def new_words(num_shards: int = 2, num_layers: int = 3, generation: int = 0) -> HostWords:
+    words = HostWords(
+        memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, num_shards))), num_layers, num_shards
+    )
+    words.reset(generation)
+    return words
+
+
+def header(update: int) -> UpdateHeader:
+    return UpdateHeader(update=update, adam_step=update, lr=0.1, scale=1.0, skip=False)

@@ -157,7 +157,7 @@ def test_a_kernel_that_is_wrong_by_a_bit_is_not_used(caplog: pytest.LogCaptureFi
 def test_without_a_compiler_torch_does_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(native_adamw, "_load_library", native_adamw._Library)
     hyper = replace(HYPER, eps=1.5e-8)  # not checked before
@@ -172,7 +172,7 @@ def test_without_a_compiler_torch_does_it(
 def test_other_compilers_make_the_same(compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not shutil.which(compiler):
         pytest.skip(f"no {compiler}")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     monkeypatch.setattr("megatrain_ray.io.compiled.COMPILERS", (compiler,))
     monkeypatch.setattr(native_adamw, "_load_library", native_adamw._Library)
     with closing(native()) as kernel:
