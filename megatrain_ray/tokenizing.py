@@ -23,6 +23,8 @@ from megatrain_ray.io.token_records import TokenRecordsRecipe
 from megatrain_ray.logs import say
 from megatrain_ray.units import format_count
 
+MOST_PROCESSES = 16  # reading records and writing what comes of them is one process's, a tenth of the work
+
 
 def tokenize(
     data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path, key: str = "data.path"
@@ -49,6 +51,7 @@ def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Reci
         data.truncation,
         data.seq_len,
         data.bad_records,
+        min(len(os.sched_getaffinity(0)), MOST_PROCESSES),
     )
 
 
