@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from megatrain_ray.config import DataConfig
 from megatrain_ray.data_worker import sources_of
+from megatrain_ray.io.cache_pruning import mark_used, prune
 from megatrain_ray.io.chat_cache import ChatRecipe
 from megatrain_ray.io.chat_sources import find_chats
 from megatrain_ray.io.chat_template import load_chat_template
@@ -21,7 +22,7 @@ from megatrain_ray.io.documents import find_documents
 from megatrain_ray.io.token_cache import Recipe, TokenMeta, TokenRecipe, find_tokens, make_tokens
 from megatrain_ray.io.token_records import TokenRecordsRecipe
 from megatrain_ray.logs import say
-from megatrain_ray.units import format_count
+from megatrain_ray.units import format_bytes, format_count
 
 MOST_PROCESSES = 16  # reading records and writing what comes of them is one process's, a tenth of the work
 
@@ -57,13 +58,21 @@ def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Reci
 
 def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Path:
     with suppress(RuntimeError):  # no home
-        if found := find_tokens(recipe, _cache()):  # in one that cannot be written to, perhaps
+        if found := find_tokens(recipe, token_cache()):  # in one that cannot be written to, perhaps
+            mark_used(found)
             return found
-    with _root(run_dir) as root, _reports(name) as reports:
-        return make_tokens(recipe, root, vocab_size, reports)
+    with _root(run_dir) as root:
+        with _reports(name) as reports:
+            made = make_tokens(recipe, root, vocab_size, reports)
+        mark_used(made)
+        if freed_bytes := prune(root):
+            size = format_bytes(freed_bytes)
+            say(f"{root}: {size} of tokens deleted: their files have changed, or nothing used them for long")
+        return made
 
 
-def _cache() -> Path:
+def token_cache() -> Path:
+    """Where tokens are kept. Raises RuntimeError for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "megatrain-ray" / "tokens"
 
@@ -72,7 +81,7 @@ def _cache() -> Path:
 def _root(run_dir: Path) -> Iterator[Path]:
     """The cache, or a folder in `run_dir` where that cannot be written to; an empty one goes again."""
     try:
-        root = _cache()
+        root = token_cache()
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             pass

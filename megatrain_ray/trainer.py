@@ -18,6 +18,7 @@ from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.exporting import export_run, load_exported
 from megatrain_ray.interrupts import Interrupts
+from megatrain_ray.io.cache_pruning import held
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.io.tokenizer import tokenizer_files
@@ -101,7 +102,8 @@ class Trainer:
                 if manifest is not None:
                     _tell_of_resume(run, manifest.step)
                 inputs = _check_inputs(prepared, run.path, manifest)
-                return _run(prepared, inputs, run, manifest, interrupts)
+                with held(inputs.folders):
+                    return _run(prepared, inputs, run, manifest, interrupts)
 
 
 def _tell_of_resume(run: RunDir, step: int) -> None:
@@ -119,6 +121,11 @@ class Inputs:
 
     tokens: tuple[Path, ...]
     held_out: HeldOutData | None
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Of all tokens."""
+        return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
 
 
 def _is_done(run: RunDir, step: int) -> bool:
