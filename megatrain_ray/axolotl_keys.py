@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain_ray.axolotl_data import data_of
+from megatrain_ray.foreign_groups import lr_groups_of
 from megatrain_ray.foreign_keys import RefusedError, Sets, Table, negated, number, one_of, or_null, whole
 from megatrain_ray.foreign_values import (
     DATA_LOADING,
-    GROUPS,
     KERNELS,
     LOGGED,
     LORA,
@@ -70,6 +70,9 @@ SETS = {
     "warmup_steps": Sets("warmup_steps", number),
     "optimizer": Sets("optimizer", optimizer_of, True),
     "unfrozen_parameters": Sets("train.trainable", trainable_of),
+    "lr_groups": Sets("lr_groups", lr_groups_of),
+    "embedding_lr": Sets("embedding_lr", number),
+    "embedding_lr_scale": Sets("embedding_lr_scale", number),
     "weight_decay": Sets("train.weight_decay", number, 0.0),
     "adam_beta1": Sets("beta1", number, 0.9),
     "adam_beta2": Sets("beta2", number, 0.999),
@@ -199,8 +202,6 @@ REFUSED = {
     "fp8*": "compute is bf16, tf32 or fp32",
     "lr_scheduler_kwargs": "set train.min_lr where it is meant",
     "cosine_constant_lr_ratio": "only constant, linear and cosine are here",
-    "lr_groups": GROUPS,
-    "embedding_lr*": GROUPS,
     "optim_*": "the optimizer is AdamW",
     "adam_beta3": "the optimizer is AdamW",
     "adam_epsilon2": "the optimizer is AdamW",

@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.axolotl_keys import AXOLOTL
-from megatrain_ray.config import TrainConfig
+from megatrain_ray.config import ModelConfig, TrainConfig
 from megatrain_ray.config_file import dump_settings, override, read_settings
 from megatrain_ray.config_problems import known_keys
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.foreign_groups import axolotl_groups, trained_layers
 from megatrain_ray.foreign_keys import Findings, Table, apply
 from megatrain_ray.foreign_values import UNWARMED
 from megatrain_ray.llama_factory_keys import LLAMA_FACTORY
 
 TABLES = (LLAMA_FACTORY, AXOLOTL)
+FREEZING = ("freeze_layers", "freeze_modules", "freeze_extra")
 # What tables set beside settings: resolved by _resolve, which says how.
 RESOLVED = frozenset(
     {
         "revision", "neat_packing", "enable_thinking", "epochs", "max_steps", "warmup_steps", "warmup_ratio",
         "min_lr_ratio", "method",
         "optimizer", "special_tokens", "beta1", "beta2", "bf16", "tf32", "seed", "save_strategy", "save_steps",
-        "saves_per_epoch", "eval_steps", "evals_per_epoch",
+        "saves_per_epoch", "eval_steps", "evals_per_epoch", "embedding_lr", "embedding_lr_scale", "lr_groups",
+        *FREEZING,
     }
 )  # fmt: skip
 MOST_WARMUP_STEPS = 100  # of Axolotl's default
@@ -55,14 +58,25 @@ def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, len
         marks = ", ".join(f"{table.recognised} ({table.tool})" for table in TABLES)
         raise ConfigError(f"{path}: is of no tool that is known here; expected one of the keys {marks}")
     found = apply(table, tree, known_keys(TrainConfig) | RESOLVED)
-    if found.settings.pop("method", "full") != "full":
-        found.refused.append("finetuning_type: is lora where it is not given; say full")
+    _settle_method(found, tree)
     refused = bool(found.refused)
     if refused and not lenient:
         return Conversion("", tuple(_report(found)), refused)
     settings = _resolve(found, table, overrides, num_gpus)
     head = f"# From {path.name} of {table.tool}, by megatrain convert-config.\n"
     return Conversion(head + dump_settings(settings), tuple(_report(found)), refused)
+
+
+def _settle_method(found: Findings, tree: Mapping[str, Any]) -> None:
+    """LLaMA-Factory's finetuning_type, whose default is lora; what is said of freezing counts for freeze alone."""
+    method = found.settings.pop("method", "full")
+    if method == "lora":
+        found.refused.append("finetuning_type: is lora where it is not given; say full or freeze")
+    if method != "freeze":
+        for target in FREEZING:
+            found.settings.pop(target, None)
+        keys = [key for key in LLAMA_FACTORY.sets if LLAMA_FACTORY.sets[key].target in FREEZING and tree.get(key)]
+        found.meaningless += [f"{key}: of finetuning_type: freeze" for key in keys]
 
 
 def _report(found: Findings) -> list[str]:
@@ -84,6 +98,10 @@ def _resolve(found: Findings, table: Table, overrides: Sequence[str], num_gpus: 
     tree = _nested(given)
     for text in overrides:
         override(tree, text)
+    if "freeze_layers" in theirs and "trainable" not in tree["train"]:
+        tree["train"]["trainable"] = _trainable(tree["model"], theirs)
+    if groups := axolotl_groups(theirs, tree["train"].get("lr", 0.0)):
+        tree["train"].setdefault("groups", groups)
     _resolve_steps(tree, theirs, table)
     TrainConfig.model_validate(tree)
     return {key: tree[key] for key in (*GROUPS, *tree) if key in tree}
@@ -136,6 +154,19 @@ def _resolve_batch(given: dict[str, Any], num_gpus: int) -> None:
         given["train.accumulate"] = max(1, batch // micro)
     else:
         given["train.accumulate"] *= num_gpus
+
+
+def _trainable(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    from megatrain_ray.model_source import open_model
+
+    try:
+        num_layers = open_model(ModelConfig.model_validate(model)).setting("num_hidden_layers")
+    except ConfigError as error:
+        raise ConfigError(
+            f"freeze_trainable_layers cannot be followed, as the model's layers cannot be counted: {error}; or give "
+            "train.trainable=[PATTERN] after the file"
+        ) from None
+    return trained_layers(theirs["freeze_layers"], num_layers, theirs["freeze_modules"], theirs.get("freeze_extra", ()))
 
 
 def _warmup(warmup: float | None, ratio: float | None, default: float, steps: int) -> int:

@@ -58,7 +58,12 @@ SETS = {
     "save_total_limit": Sets("save_keep", whole),
     "eval_steps": Sets("eval_steps", number),
     "stage": Sets("data.kind", one_of({"sft": "sft", "pt": "pretrain"}, PREFERENCES), "sft"),
-    "finetuning_type": Sets("method", one_of({"full": "full"}, f"{LORA}; full is what there is"), "lora"),
+    "finetuning_type": Sets(
+        "method", one_of({"full": "full", "freeze": "freeze"}, f"{LORA}; full and freeze are"), "lora"
+    ),
+    "freeze_trainable_layers": Sets("freeze_layers", whole, 2),
+    "freeze_trainable_modules": Sets("freeze_modules", names, ["all"]),
+    "freeze_extra_modules": Sets("freeze_extra", names),
 }
 OTHERWISE = {
     "template": "the tokenizer's own chat template is used; data.chat_template names a Jinja file for another",
@@ -153,8 +158,6 @@ REFUSED = {
     "use_rslora": LORA,
     "use_dora": LORA,
     "create_new_adapter": LORA,
-    "freeze_trainable_*": PARTLY,
-    "freeze_extra_modules": PARTLY,
     "freeze_language_model": PARTLY,
     "use_llama_pro": PARTLY,
     "train_mm_proj_only": PARTLY,
