@@ -23,6 +23,12 @@ from megatrain_ray.foreign_values import (
 )
 from megatrain_ray.io.dataset_info import FILE_NAME
 
+
+def device_of(on_cpu: Any) -> str:
+    return "cpu" if on_cpu else "auto"
+
+
+EVALUATED = "held-out loss and perplexity, before the first update, every eval_steps, and at the end"
 SETS = {
     "model_name_or_path": Sets("model.path"),
     "model_revision": Sets("revision"),
@@ -51,9 +57,13 @@ SETS = {
     "bf16": Sets("bf16"),
     "pure_bf16": Sets("bf16"),
     "tf32": Sets("tf32"),
+    "use_cpu": Sets("hardware.device", device_of),
+    "no_cuda": Sets("hardware.device", device_of),
     "full_determinism": Sets("train.deterministic"),
     "seed": Sets("seed", whole, 42),
-    "save_strategy": Sets("save_strategy"),
+    "data_seed": Sets("data_seed", whole),
+    "train_sampling_strategy": Sets("data.shuffle", one_of({"random": True, "sequential": False}, "only these are")),
+    "save_strategy": Sets("save_strategy", one_of({"no": "no", "steps": "steps", "epoch": "epoch"}, "only these are")),
     "save_steps": Sets("save_steps", number, 500),
     "save_total_limit": Sets("save_keep", whole),
     "eval_steps": Sets("eval_steps", number),
@@ -74,6 +84,30 @@ MEANINGLESS = {
     "do_eval": "eval_every says when",
     "overwrite_output_dir": RESUMES,
     "ignore_data_skip": RESUMES,
+    "do_predict": "of another command",
+    "activation_checkpointing*": PLANNED,
+    "auto_find_batch_size": PLANNED,
+    "accelerator_config": PLANNED,
+    "liger_kernel_config": KERNELS,
+    "jit_mode_eval": KERNELS,
+    "half_precision_backend": KERNELS,
+    "torchdynamo": KERNELS,
+    "use_mps_device": "hardware.device says where",
+    "average_tokens_across_devices": "the mean is over all tokens of a step in any case",
+    "use_cache": "of generation",
+    "restore_callback_states_from_checkpoint": RESUMES,
+    "enable_jit_checkpoint": RESUMES,
+    "prediction_loss_only": EVALUATED,
+    "batch_eval_metrics": EVALUATED,
+    "use_legacy_prediction_loop": EVALUATED,
+    "eval_*": EVALUATED,
+    "*_full_eval": EVALUATED,
+    "debug": LOGGED,
+    "skip_memory_metrics": LOGGED,
+    "project": LOGGED,
+    "trackio_*": LOGGED,
+    "length_column_name": "pads cost no loss, and packing makes few",
+    "_n_gpu": MULTI_GPU,
     "gradient_checkpointing": PLANNED,
     "gradient_checkpointing_kwargs": PLANNED,
     "disable_gradient_checkpointing": PLANNED,
@@ -94,7 +128,6 @@ MEANINGLESS = {
     "use_fast_tokenizer": "tokenizers are those of tokenizer.json",
     "use_kv_cache": "of generation",
     "eval_num_beams": "of generation",
-    "use_cpu": "hardware.device says where",
     "torch_empty_cache_steps": PLANNED,
     "overwrite_cache": DATA_LOADING,
     "preprocessing_*": DATA_LOADING,
@@ -135,7 +168,7 @@ MEANINGLESS = {
     "save_only_model": "a save is whole, so that a run can go on from it; megatrain export writes the model",
     "save_safetensors": "exports are safetensors",
     "save_on_each_node": MULTI_GPU,
-    "push_to_hub": "an export can be uploaded by hand",
+    "push_to_hub*": "an export can be uploaded by hand",
     "hub_*": "an export can be uploaded by hand",
     "export_*": "of another command",
     "lora_*": LORA,
@@ -150,7 +183,16 @@ MEANINGLESS = {
 }
 REFUSED = {
     "fp16": "compute is bf16, tf32 or fp32; set bf16",
+    "fp16_*": "compute is bf16, tf32 or fp32; set bf16",
     "fp8*": "compute is bf16, tf32 or fp32",
+    "parallelism_config": MULTI_GPU,
+    "mp_parameters": MULTI_GPU,
+    "tpu_*": "one GPU",
+    "per_gpu_*": "say per_device_train_batch_size",
+    "label_names": "labels are read from labels",
+    "past_index": "the model's own forward runs unchanged",
+    "adafactor": "the optimizer is AdamW",
+    "greater_is_better": "a run goes to train.steps; save_keep keeps earlier saves",
     "quantization_*": "a quantised base is not trained; masters are FP32",
     "double_quantization": "a quantised base is not trained; masters are FP32",
     "adapter_*": LORA,
