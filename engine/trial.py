@@ -119,8 +119,8 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
     Whether all of something holds: yes; what was computed from positions alone: that; any other question about values:
-    zero; which elements: all of them. So checks pass, and the trial takes every expert for busy, which makes its bytes
-    an upper bound.
+    zero; which elements: all of them; how often each integer below a number occurs: that many counts, as if no larger
+    one did. So checks pass, and the trial takes every expert for busy, which makes its bytes an upper bound.
     """
 
     def __init__(self) -> None:
@@ -139,6 +139,8 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _zero(args[0].dtype) if id(args[0]) not in self._alls else True
         if func is aten.nonzero.default:
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func is aten.bincount.default:
+            return _counts(*args, **kwargs or {})
         if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
             # Its shapes are known for BF16 only, its arithmetic for FP32 as well.
             halves = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
@@ -159,6 +161,10 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             real_args, real_kwargs = tree_map(lambda value: known.get(id(value), value), (tuple(args), dict(kwargs)))
             with unset_fake_temporarily():
                 self._known[id(result)] = (result, func(*real_args, **real_kwargs))
+
+
+def _counts(integers: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    return integers.new_empty(max(1, minlength), dtype=torch.int64 if weights is None else weights.dtype)
 
 
 def _zero(dtype: torch.dtype) -> float | int | bool:

@@ -22,13 +22,21 @@ from megatrain_ray.io.tokens import TokenArray, TokenBlock
 BATCH_CHARS = 4 << 20  # encoded at a time; an encoded character takes some 30 bytes until its ids are taken
 EMPTY_CHARS = 64  # what a text takes beside its characters, counted as these
 
-# What AutoTokenizer reads beside tokenizer.json.
+# tokenizer.json is what is read here. The others go with exports: what AutoTokenizer and AutoProcessor read beside it,
+# and what llama.cpp, vLLM and older Transformers read in its place.
 FILE_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tekken.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 

@@ -28,9 +28,8 @@ class Architecture:
     weights: Path | None = None
 
     def __call__(self, dtype: torch.dtype) -> Any:
-        model = _without_values(
-            partial(self._auto_class.from_config, self.config, dtype=dtype, trust_remote_code=self.code is not None)
-        )
+        build = partial(self._auto_class.from_config, self.config, **_attention_of(self.config))
+        model = _without_values(partial(build, dtype=dtype, trust_remote_code=self.code is not None))
         _keep_in_fp32(model)
         if self.weights is not None:
             _load_buffers(model, self.weights)
@@ -78,6 +77,13 @@ class Architecture:
         if type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             return "causal"
         return "image and text" if type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+
+
+def _attention_of(config: Any) -> dict[str, str]:
+    """Scores that are capped need eager attention: Transformers (5.17 does, 5.23 does not) takes SDPA for them, which
+    leaves the cap out without a word."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return {} if capped is None else {"attn_implementation": "eager"}
 
 
 def _without_values(build: Callable[[], Any]) -> Any:

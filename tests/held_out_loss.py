@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
 from tests import reference
 from tests.reference import Named, Recipe, Sequences
@@ -19,7 +18,7 @@ def held_out_loss(folder: Path, batches: Iterable[Sequences], recipe: Recipe, ma
     total, num_supervised = 0.0, 0
     with reference._threads(recipe.num_threads), torch.no_grad():
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(recipe.device).eval()
+        model = reference.load_model(folder, dtype).to(recipe.device).eval()
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
         masters = masters or reference._beginning(folder, recipe, model).masters

@@ -263,10 +263,12 @@ def _backward_in_chunks(
 
 def load_model(folder: Path, dtype: torch.dtype) -> Any:
     """The model by the class that its configuration names: a causal language model, or one that has one inside; by the
-    folder's own code where there is some."""
+    folder's own code where there is some. Older Transformers give capped scores to SDPA, which leaves the cap out."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     model_class = getattr(transformers, config.architectures[0], AutoModelForCausalLM)
-    return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=True)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    attention = {"attn_implementation": "eager"} if capped else {}
+    return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=True, **attention)
 
 
 def _trained(model: Any) -> list[tuple[str, nn.Parameter]]:

@@ -16,10 +16,9 @@ from tests.run_engine import EngineResult, Mode, train_engine
 
 STEPS = 10
 DOCS = Path(__file__).parent.parent / "docs" / "families.md"
-# The other way to run a step, for families that ask more of it than the plain one: recomputed, cut, sharded.
+# The other way to run a step: recomputed, cut, sharded.
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3)
-IN_BOTH_ORDERS = ("GPT-2", "Qwen3-MoE", "Gemma 3n", "Zamba2")
-IN_BF16 = ("Gemma 2", "GPT-2", "Mixtral", "DeepSeek-V3", "Zamba2")
+EXACT = [name for name in FAMILIES if name not in ROUNDED]
 
 
 def run(name: str, folder: Path, recipe: Recipe, mode: Mode) -> tuple[EngineResult, Result]:
@@ -38,38 +37,37 @@ def assert_equal(ours: EngineResult, theirs: Result) -> None:
     assert [name for name, m in theirs.exp_avg.items() if not torch.equal(ours.exp_avg[name], m)] == []
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ROUNDED])
+@pytest.mark.parametrize("name", EXACT)
 def test_fp32_is_bit_equal(tmp_path: Path, name: str) -> None:
     recipe = Recipe(STEPS, micro_batch_size=2, seed=3)
     assert_equal(*run(name, tmp_path, recipe, Mode()))
 
 
-@pytest.mark.parametrize("name", [name for name in IN_BOTH_ORDERS if name not in ROUNDED])
-def test_layers_outermost_is_bit_equal(tmp_path: Path, name: str) -> None:
-    recipe = Recipe(STEPS, micro_batch_size=2, seed=3)
-    assert_equal(*run(name, tmp_path, recipe, LAYERS))
-
-
-@pytest.mark.parametrize("name", IN_BF16)
-def test_bf16_is_bit_equal(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", EXACT)
+def test_bf16_with_layers_outermost_is_bit_equal(tmp_path: Path, name: str) -> None:
     recipe = Recipe(STEPS, micro_batch_size=2, precision="bf16", seed=3)
     assert_equal(*run(name, tmp_path, recipe, LAYERS))
 
 
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("mode", [Mode(), LAYERS])
-def test_a_sum_in_another_order_is_bounded(tmp_path: Path, name: str, mode: Mode) -> None:
+@pytest.mark.parametrize(("precision", "rounding"), [("fp32", 1e-5), ("bf16", 5e-3)])
+def test_a_sum_in_another_order_is_bounded(
+    tmp_path: Path, name: str, mode: Mode, precision: str, rounding: float
+) -> None:
     """What the model does between its layers sums gradients in another order than a whole graph does."""
-    ours, theirs = run(name, tmp_path, Recipe(STEPS, micro_batch_size=2), mode)
+    ours, theirs = run(name, tmp_path, Recipe(STEPS, micro_batch_size=2, precision=precision), mode)
     assert ours.losses[0] == theirs.losses[0]
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
-    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-4)
-    ours, theirs = run(name, tmp_path / "one", Recipe(1, micro_batch_size=2), mode)
+    assert ours.losses == pytest.approx(theirs.losses, rel=rounding)
+    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=10 * rounding)
+    unclipped = Recipe(1, micro_batch_size=2, precision=precision, clip=None)  # a norm would spread it to all
+    ours, theirs = run(name, tmp_path / "one", unclipped, mode)
     differing = {name for name, m in theirs.exp_avg.items() if not torch.equal(ours.exp_avg[name], m)}
     assert differing <= ROUNDED[name]
     for parameter in differing:
-        torch.testing.assert_close(ours.exp_avg[parameter], theirs.exp_avg[parameter], rtol=1e-4, atol=1e-8)
+        distance = (ours.exp_avg[parameter] - theirs.exp_avg[parameter]).norm()
+        assert distance < rounding * theirs.exp_avg[parameter].norm()
 
 
 def test_the_table_in_docs_is_current() -> None:
-    assert table(IN_BF16) in DOCS.read_text(), "run: python -m tests.families"
+    assert table() in DOCS.read_text(), "run: python -m tests.families"

@@ -88,8 +88,9 @@ def test_the_tokenizer_is_kept_with_the_template_that_chats_were_written_with(tm
         folder.mkdir()
         (folder / "tokenizer.json").write_text("{}")
     (own / "chat_template.jinja").write_text("own")
+    (own / "tokenizer.model").write_text("pieces")  # llama.cpp's converter reads nothing else of some models
     file.write_text("other")
-    its_own = {"tokenizer.json": "{}", "chat_template.jinja": "own"}
+    its_own = {"tokenizer.json": "{}", "tokenizer.model": "pieces", "chat_template.jinja": "own"}
     assert kept(tmp_path / "1", kind="sft", tokenizer=str(own)) == its_own
     assert kept(tmp_path / "2", kind="sft", tokenizer=str(own), chat_template=str(file)) == its_own | {
         "chat_template.jinja": "other"
