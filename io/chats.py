@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from megatrain_ray.io.chat_tally import ChatTally, Fate
 from megatrain_ray.io.chat_template import ChatTemplate
 from megatrain_ray.io.chat_turns import MarkedText, TurnMarker
 from megatrain_ray.io.highest_id import HighestId
+from megatrain_ray.io.process_map import map_in_order
 from megatrain_ray.io.record_files import Place, RecordError, read_records
 from megatrain_ray.io.sequence_files import TokenIds, TokenSequence
 from megatrain_ray.io.tokenizer import Tokenizer
@@ -61,29 +64,43 @@ class ChatEncoder:
         return EncodedChat(ids.astype(np.uint32), supervised, answer_ends)
 
 
+class EncodedRecord(NamedTuple):
+    """What became of a record: its sequences, what is to be told of it, and what is wrong with it, if anything is."""
+
+    chats: list[EncodedChat]
+    fates: list[Fate]
+    problem: str | None = None
+
+
 def read_chats(
-    sources: Iterable[ChatSource],
+    sources: Sequence[ChatSource],
     encoder: ChatEncoder,
     tally: ChatTally,
     *,
     max_tokens: int,
     truncation: Truncation,
     vocab_size: int,
-) -> Iterator[TokenSequence]:
+    num_processes: int = 1,
+) -> Generator[TokenSequence]:
     """Every sequence of these files in their order, at most `max_tokens` long (seq_len + 1), with something to learn.
 
-    Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, an id outside of the
-    model's vocabulary, and at the end where there was nothing to learn.
+    The same from any number of processes. Raises ConfigError for a file that cannot be read, a bad record unless the
+    tally skips it, an id outside of the model's vocabulary, and at the end where there was nothing to learn;
+    MegatrainError where a process dies.
     """
     highest = HighestId(vocab_size)
-    for source in sources:
-        for place, record in read_records(source.file):
+    with closing(_encoded(sources, encoder, num_processes)) as records:
+        for place, record in records:
             tally.num_records += 1
-            for chat in _encoded(record, source.layout, place, encoder, tally):
+            if record.problem is not None:
+                tally.bad(place, record.problem)
+            for fate in record.fates:
+                tally.note(fate, place)
+            for chat in record.chats:
                 highest.check(int(chat.ids.max(initial=0)), str(place))
-                length, fate = _length(chat, max_tokens, truncation)
-                if fate:
-                    tally.note(fate, place)
+                length, cut = _length(chat, max_tokens, truncation)
+                if cut:
+                    tally.note(cut, place)
                 if length:
                     tally.learn(chat.supervised[:length])
                     yield TokenSequence(chat.ids[:length], chat.supervised[:length], place)
@@ -92,21 +109,31 @@ def read_chats(
 
 
 def _encoded(
-    record: object, layout: ChatLayout, place: Place, encoder: ChatEncoder, tally: ChatTally
-) -> list[EncodedChat]:
+    sources: Sequence[ChatSource], encoder: ChatEncoder, num_processes: int
+) -> Generator[tuple[Place, EncodedRecord]]:
+    """Every record with its place. What is sent to other processes is the number of its source and the record."""
+    work = partial(_encode_record, encoder, [source.layout for source in sources])
+    records = (
+        (place, (number, record))
+        for number, source in enumerate(sources)
+        for place, record in read_records(source.file)
+    )
+    return map_in_order(work, records, num_processes)
+
+
+def _encode_record(encoder: ChatEncoder, layouts: Sequence[ChatLayout], numbered: tuple[int, object]) -> EncodedRecord:
+    number, record = numbered
     try:
-        conversation = read_conversation(record, layout)
-        encoded = encoder.encode(conversation)
+        conversation = read_conversation(record, layouts[number])
+        chats = encoder.encode(conversation)
     except RecordError as error:
-        tally.bad(place, str(error))
-        return []
-    if not encoded:
-        tally.note(Fate.NO_ANSWER, place)
+        return EncodedRecord([], [], str(error))
+    fates = [Fate.SPLIT] if len(chats) > 1 else []
+    if not chats:
+        fates = [Fate.NO_ANSWER]
     elif conversation.messages[-1]["role"] != "assistant":
-        tally.note(Fate.TRAILING, place)
-    if len(encoded) > 1:
-        tally.note(Fate.SPLIT, place)
-    return encoded
+        fates = [Fate.TRAILING, *fates]
+    return EncodedRecord(chats, fates)
 
 
 def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, Fate | None]:

@@ -127,7 +127,7 @@ def provenance_of(files: Sequence[Path], tokenizer: str | None) -> dict[str, Any
         hashes = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in parts]
         return {
             "version": VERSION,
-            "files": [_identity(file) for file in files],
+            "files": [file_identity(file) for file in files],
             "tokenizer": hashes or tokenizer,
         }
     except OSError as error:
@@ -242,7 +242,8 @@ class _Making:
         self._advance(read_bytes, self._total_bytes)
 
 
-def _identity(file: Path) -> list[Any]:
+def file_identity(file: Path) -> list[Any]:
+    """Path, size and time of change, by which a file is known again. Raises OSError."""
     real = file.resolve()
     stats = real.stat()
     return [str(real), stats.st_size, stats.st_mtime_ns]

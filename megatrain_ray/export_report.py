@@ -34,7 +34,7 @@ def describe_export(out_dir: Path, step: int) -> Iterator[str]:
 
 def _next_steps(out_dir: Path, names: Container[str]) -> Iterator[str]:
     if "adapter_config.json" in names:
-        yield f'next  PeftModel.from_pretrained(base, "{out_dir}") in peft, base being the model that the run began with'
+        yield f'next  PeftModel.from_pretrained(base, "{out_dir}") in peft; base: the model that the run began with'
         yield f"      lora.path: {out_dir} in a configuration with a new run_dir trains on from these adapters"
         return
     has_tokenizer = any(name in names for name in TOKENIZER_FILES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from megatrain_ray.config import DataConfig
 from megatrain_ray.data_worker import naming_eval_path, sources_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.cache_folder import cache_folder
+from megatrain_ray.io.cache_pruning import mark_used, prune
 from megatrain_ray.io.chat_cache import ChatRecipe
 from megatrain_ray.io.chat_sources import find_chats
 from megatrain_ray.io.chat_template import load_chat_template
@@ -23,7 +25,9 @@ from megatrain_ray.io.token_cache import Recipe, TokenMeta, TokenRecipe, find_to
 from megatrain_ray.io.token_records import TokenRecordsRecipe
 from megatrain_ray.logs import say
 from megatrain_ray.startup import spinner
-from megatrain_ray.units import format_count
+from megatrain_ray.units import format_bytes, format_count
+
+MOST_PROCESSES = 16  # reading records and writing what comes of them is one process's, a tenth of the work
 
 
 def tokenize(
@@ -70,20 +74,29 @@ def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Reci
         data.truncation,
         data.seq_len,
         data.bad_records,
+        min(len(os.sched_getaffinity(0)), MOST_PROCESSES),
     )
 
 
 def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Path:
     with suppress(RuntimeError):  # no home
         with spinner(f"checking the tokens of {name}"):
-            found = find_tokens(recipe, _cache())  # in one that cannot be written to, perhaps
+            found = find_tokens(recipe, token_cache())  # in one that cannot be written to, perhaps
         if found:
+            mark_used(found)
             return found
-    with _root(run_dir) as root, _reports(name) as reports:
-        return make_tokens(recipe, root, vocab_size, reports)
+    with _root(run_dir) as root:
+        with _reports(name) as reports:
+            made = make_tokens(recipe, root, vocab_size, reports)
+        mark_used(made)
+        if freed_bytes := prune(root):
+            size = format_bytes(freed_bytes)
+            say(f"{root}: {size} of tokens deleted: their files have changed, or nothing used them for long")
+        return made
 
 
-def _cache() -> Path:
+def token_cache() -> Path:
+    """Where tokens are kept. Raises RuntimeError for a user without a home."""
     return cache_folder() / "tokens"
 
 
@@ -91,7 +104,7 @@ def _cache() -> Path:
 def _root(run_dir: Path) -> Iterator[Path]:
     """The cache, or a folder in `run_dir` where that cannot be written to; an empty one goes again."""
     try:
-        root = _cache()
+        root = token_cache()
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             pass

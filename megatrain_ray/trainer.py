@@ -18,6 +18,7 @@ from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.exporting import export_run, has_adapters, load_exported
 from megatrain_ray.interrupts import Interrupts
+from megatrain_ray.io.cache_pruning import held
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.io.tokenizer import tokenizer_files
@@ -31,6 +32,7 @@ from megatrain_ray.run_processes import await_end
 from megatrain_ray.session import Job, Session
 from megatrain_ray.startup import Startup
 from megatrain_ray.tokenizing import tokenize
+from megatrain_ray.training_arguments import with_arguments
 
 log = logging.getLogger(__name__)
 
@@ -66,19 +68,29 @@ class Trainer:
     """Trains what a TrainConfig describes; resumes the run when its directory holds one."""
 
     def __init__(
-        self, config: TrainConfig | Mapping[str, Any], *, model: Any = None, train_dataset: Any = None,
-        eval_dataset: Any = None, tokenizer: Any = None,
+        self, config: TrainConfig | Mapping[str, Any] | None = None, *, model: Any = None, args: Any = None,
+        train_dataset: Any = None, eval_dataset: Any = None, tokenizer: Any = None, processing_class: Any = None,
     ) -> None:  # fmt: skip
         """`config`: or its settings, as in a YAML file. Objects stand in the place of the settings that would name
         files, which are then left out: model.path, data.path, data.eval_path, data.tokenizer; what they may be:
-        objects.py. data.kind follows the first record unless it is set.
+        objects.py. data.kind follows the first record unless it is set. `processing_class`: the tokenizer.
+
+        `args`: a transformers.TrainingArguments, for what the settings do not say (training_arguments.py).
 
         Raises ConfigError.
         """
-        self._objects = Objects(model, train_dataset, eval_dataset, tokenizer)
-        if not self._objects.is_empty and isinstance(config, TrainConfig):
-            raise ConfigError("config: with objects give the settings as a mapping, without those of their files")
-        tree = config if isinstance(config, TrainConfig) else self._objects.fill(config)
+        self._objects = Objects(model, train_dataset, eval_dataset, tokenizer or processing_class)
+        if isinstance(config, TrainConfig):
+            if args is not None or not self._objects.is_empty:
+                raise ConfigError("config: with objects give the settings as a mapping, without those of their files")
+            self.config = config
+            return
+        settings = dict(config or {})
+        if args is not None:
+            settings.setdefault("run_dir", args.output_dir)
+        tree = self._objects.fill(settings)
+        if args is not None:
+            tree = with_arguments(args, tree, self._objects.num_records)
         self.config = TrainConfig.model_validate(tree)
 
     def fit(self) -> TrainSummary:
@@ -106,7 +118,8 @@ class Trainer:
                 if manifest is not None:
                     _tell_of_resume(run, manifest.step)
                 inputs = _check_inputs(prepared, run.path, manifest, startup)
-                return _run(prepared, inputs, run, manifest, interrupts, startup)
+                with held(inputs.folders):
+                    return _run(prepared, inputs, run, manifest, interrupts, startup)
 
 
 def _tell_of_resume(run: RunDir, step: int) -> None:
@@ -124,6 +137,11 @@ class Inputs:
 
     tokens: tuple[Path, ...]
     held_out: HeldOutData | None
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Of all tokens."""
+        return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
 
 
 def _is_done(run: RunDir, step: int) -> bool:
