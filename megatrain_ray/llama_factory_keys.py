@@ -71,7 +71,7 @@ SETS = {
     "eval_steps": Sets("eval_steps", number),
     "stage": Sets("data.kind", one_of({"sft": "sft", "pt": "pretrain"}, PREFERENCES), "sft"),
     "finetuning_type": Sets(
-        "method", one_of({"full": "full", "freeze": "freeze", "lora": "lora"}, "full, freeze and lora are here"), "lora"
+        "method", one_of({"full": "full", "freeze": "freeze", "lora": "lora"}, "only full, freeze and lora are here"), "lora"
     ),
     "freeze_trainable_layers": Sets("freeze_layers", whole, 2),
     "freeze_trainable_modules": Sets("freeze_modules", names, ["all"]),
