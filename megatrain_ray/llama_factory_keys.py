@@ -31,6 +31,7 @@ def device_of(on_cpu: Any) -> str:
 
 
 EVALUATED = "held-out loss and perplexity, before the first update, every eval_steps, and at the end"
+METHODS = {"full": "full", "freeze": "freeze", "lora": "lora"}
 SETS = {
     "model_name_or_path": Sets("model.path"),
     "model_revision": Sets("revision"),
@@ -70,9 +71,7 @@ SETS = {
     "save_total_limit": Sets("save_keep", whole),
     "eval_steps": Sets("eval_steps", number),
     "stage": Sets("data.kind", one_of({"sft": "sft", "pt": "pretrain"}, PREFERENCES), "sft"),
-    "finetuning_type": Sets(
-        "method", one_of({"full": "full", "freeze": "freeze", "lora": "lora"}, "only full, freeze and lora are here"), "lora"
-    ),
+    "finetuning_type": Sets("method", one_of(METHODS, "only full, freeze and lora are here"), "lora"),
     "freeze_trainable_layers": Sets("freeze_layers", whole, 2),
     "freeze_trainable_modules": Sets("freeze_modules", names, ["all"]),
     "freeze_extra_modules": Sets("freeze_extra", names),

@@ -374,7 +374,11 @@ def test_epochs_of_data_that_are_not_here_need_steps(folder: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "other adapters": (LLAMA_FACTORY, {"finetuning_type": "oft"}, "finetuning_type: oft: only full, freeze and lora are here"),
+    "other adapters": (
+        LLAMA_FACTORY,
+        {"finetuning_type": "oft"},
+        "finetuning_type: oft: only full, freeze and lora are here",
+    ),
     "DoRA": (LLAMA_FACTORY, {"finetuning_type": "lora", "use_dora": True}, "use_dora: adapters are plain LoRA pairs"),
     "several": (
         LLAMA_FACTORY,
