@@ -14,6 +14,7 @@ import torch
 
 from megatrain_ray.cli import main
 from megatrain_ray.config import LoraConfig, TrainConfig
+from megatrain_ray.config_file import load_config
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.lora import LoraRules
 from megatrain_ray.engine.model import build_empty
@@ -27,10 +28,16 @@ from tests.family_models import build_family
 from tests.hub import files_of, fill_cache
 from tests.reference import Recipe
 from tests.run_engine import HostState, Mode, folder_source, plan_for, train_engine
-from tests.runs import config, write_config
+from tests.runs import ROOT, config, write_config
 from tests.tiny import build_tiny, tiny_batches
 
 LORA = LoraConfig(match=(r"self_attn\.", r"mlp\."), rank=4, alpha=8)
+
+
+def test_the_example_is_a_configuration() -> None:
+    lora = load_config(ROOT / "examples" / "lora.yaml").lora
+    assert lora is not None
+    assert (lora.match, lora.rank, lora.alpha) == ((r"self_attn\.", r"mlp\."), 16, 32)
 
 
 def test_a_new_adapter_changes_nothing_at_first(tmp_path: Path) -> None:
