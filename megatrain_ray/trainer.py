@@ -134,6 +134,8 @@ def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) 
     config = prepared.config
     check_packages(config)
     prepared.source.check_weights(prepared.structure)
+    if manifest is None:
+        prepared.source.check_adapter(prepared.structure)
     vocab_size = prepared.structure.vocab_size
     tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
     tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)

@@ -41,6 +41,7 @@ def saved(folder: Path, model: Path, recipe: Recipe) -> Manifest:
     source = folder_source(model).with_lora(lora_of(recipe))
     structure, plan = plan_for(source.factory, recipe, Mode(num_shards=2), (1, 8))
     source.check_weights(structure)
+    source.check_adapter(structure)
     state = HostState(structure.layout(), plan, recipe, saves_frozen=False)
     state.load(source.weights())
     for name, values in state.named(state.working).items():

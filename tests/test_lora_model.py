@@ -200,7 +200,7 @@ def test_adapters_that_cannot_be_gone_on_from(tmp_path: Path, change: Any, says:
     source = folder_source(build_tiny(tmp_path / "model")).with_lora(lora)
     structure, _ = discover(source.factory, torch.float32, 1, 8, LoraRules())
     with pytest.raises(ConfigError, match=says):
-        source.check_weights(structure)
+        source.check_adapter(structure)
 
 
 def test_what_was_trained_beside_is_gone_on_from_too(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_what_was_trained_beside_is_gone_on_from_too(tmp_path: Path) -> None:
     lora = LoraConfig(match=("q_proj",), rank=2, alpha=4, path=str(adapter))
     source = folder_source(build_tiny(tmp_path / "model")).with_lora(lora)
     structure, _ = discover(source.factory, torch.float32, 1, 8, LoraRules(("norm",)))
-    source.check_weights(structure)
+    source.check_adapter(structure)
     assert source.weights().read("model.norm.weight", 3, 5).tolist() == [7, 7]
     assert source.weights().read("model.layers.0.self_attn.q_proj.lora_B.weight", 0, 2).tolist() == [1, 1]
     assert source.weights().read("model.layers.0.input_layernorm.weight", 0, 1) != 7
