@@ -40,7 +40,7 @@ class AdapterFolder:
         file = path / CONFIG_NAME
         try:
             settings = json.loads(file.read_bytes())
-            kind, rank, alpha = settings["peft_type"], settings["r"], settings["lora_alpha"]
+            kind, rank, alpha = settings["peft_type"], int(settings["r"]), float(settings["lora_alpha"])
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}; expected a folder of peft's format") from None
         except (ValueError, KeyError, TypeError) as error:

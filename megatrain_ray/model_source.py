@@ -15,6 +15,7 @@ import torch
 from megatrain_ray.architecture import Architecture, is_known
 from megatrain_ray.checkpoint_names import checkpoint_names
 from megatrain_ray.config import LoraConfig, ModelConfig
+from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.load import RandomSource, WeightSource
 from megatrain_ray.engine.lora import AdaptedFactory, Lora, is_adapter
 from megatrain_ray.engine.lora_weights import LoraWeights
@@ -63,13 +64,16 @@ class ModelSource:
         return positions
 
     def check_weights(self, structure: ModelStructure) -> None:
-        """Raises ConfigError when a folder lacks a parameter of the model or holds it in another shape, and where
+        """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape, and where
         weights cannot be fetched."""
-        owned = [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
         if self.folder is not None:
-            self._mapped(self.folder).check({p.name: p.shape for p in owned if not is_adapter(p.name)})
+            shapes = {p.name: p.shape for p in _owned(structure) if not is_adapter(p.name)}
+            self._mapped(self.folder).check(shapes)
+
+    def check_adapter(self, structure: ModelStructure) -> None:
+        """Raises ConfigError when the adapter to go on from is not one of this structure."""
         if adapter := self._stored_adapter():
-            trained = {p.name: p.shape for p in owned if p.group.trained}
+            trained = {p.name: p.shape for p in _owned(structure) if p.group.trained}
             adapter.check(trained, list(filter(is_adapter, trained)))
 
     def weights(self) -> WeightSource:
@@ -80,7 +84,7 @@ class ModelSource:
         return LoraWeights(base, build_empty(self.factory, torch.float32), self.seed, self._stored_adapter())
 
     def base_weights(self) -> WeightSource:
-        """The same of a model without its pairs."""
+        """The same of what is no pair, nor comes with an adapter: of all that is frozen."""
         if self.folder is not None:
             return self._mapped(self.folder)
         return RandomSource(build_empty(self._base, torch.float32), self.seed)
@@ -129,6 +133,10 @@ def open_model(model: ModelConfig) -> ModelSource:
     source = ModelSource(config, folder, model.seed, code, _generation_config(folder), hub)
     _check(source)
     return source
+
+
+def _owned(structure: ModelStructure) -> list[ParameterSpec]:
+    return [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
 
 
 def _open_adapter(name: str) -> AdapterFolder:

@@ -127,7 +127,7 @@ class ShardWorker:
         leaves out from the model folder."""
         asyncio.run(read_pieces(save_folder, manifest, self._pieces()))
         if not self._prepared.plan.saves_frozen:
-            self._shard.load_frozen(self._prepared.source.weights())
+            self._shard.load_frozen(self._prepared.source.base_weights())
         self._take_spare_memory()
 
     def run(self, abandoned: SaveAttempt) -> None:

@@ -156,6 +156,8 @@ def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None, 
     check_packages(config)
     with startup.phase("looking for weights and tokenizer"):
         prepared.source.check_weights(prepared.structure)
+        if manifest is None:
+            prepared.source.check_adapter(prepared.structure)
         tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
     vocab_size = prepared.structure.vocab_size
     startup.tell("reading data")

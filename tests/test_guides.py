@@ -53,7 +53,7 @@ def test_settings_in_commands_are_settings(page: Path, tmp_path: Path, monkeypat
     assert checked >= 2
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*GUIDES, ROOT / "docs" / "lora.md"], ids=lambda page: page.stem)
 def test_commands_and_options_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_run", lambda options: 0)
     for arguments in commands(page):

@@ -30,7 +30,7 @@ from tests.test_round_trip import save
 
 CASES = {
     "GPT-2": (("c_attn", "h.1.mlp.c_fc"), ("ln_f",)),
-    "Mixtral": (("q_proj", "v_proj"), ("mlp.gate",)),
+    "Mixtral": (("q_proj", "v_proj"), (r"\.gate\.",)),
     "Llama, tied": (("down_proj", "layers.2.self_attn.o_proj"), ("embed_tokens",)),
     "Gemma 3, vision-language": (("language_model.layers.1.self_attn.q_proj", "down_proj"), ()),
 }
@@ -41,6 +41,7 @@ def saved(folder: Path, model: Path, recipe: Recipe) -> Manifest:
     source = folder_source(model).with_lora(lora_of(recipe))
     structure, plan = plan_for(source.factory, recipe, Mode(num_shards=2), (1, 8))
     source.check_weights(structure)
+    source.check_adapter(structure)
     state = HostState(structure.layout(), plan, recipe, saves_frozen=False)
     state.load(source.weights())
     for name, values in state.named(state.working).items():

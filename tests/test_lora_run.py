@@ -76,10 +76,12 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
     assert main(["train", second]) == 2
     assert "base model has changed: the frozen weights of layers.1 (and 0 more layers)" in capsys.readouterr().err
     (model / "model.safetensors").write_bytes(kept)
+    moved = adapter.rename(tmp_path / "moved")  # which a resume does not ask for
     assert main(["train", second]) == 0
     assert main(["train", second, "lora.alpha=16"]) == 2
     assert "lora.alpha: 8.0 -> 16.0" in capsys.readouterr().err
 
+    moved.rename(adapter)
     theirs = reference_of(run_dir, tree)
     assert losses(run_dir) == theirs.losses
     assert [row["grad_norm"] for row in rows(run_dir)] == theirs.grad_norms
