@@ -150,7 +150,7 @@ def test_losses_agree_across_devices(tmp_path: Path, make: Make, precision: str)
 
 
 def test_the_event_log_with_muon_is_the_same_on_every_device(tmp_path: Path, make: Make) -> None:
-    """With clipping. Without, momenta come by the way of the weights, in backward, and which of them are asked for first
+    """With clipping. Without, momenta come by the way of the weights, in backward, and which of them come first
     is a matter of real time."""
     build_tiny(tmp_path)
     recipe, mode = Recipe(2, muon=MuonRecipe()), Mode(LoopOrder.LAYERS_OUTER, num_shards=2)
