@@ -18,8 +18,8 @@ typedef struct {
     const void *gradient; /* bf16 or fp32 */
     void *working;        /* bf16, or the fp32 master where there is no residual */
     int16_t *residual;
-    float *m, *v;           /* v: NULL of what Muon trains */
-    const uint16_t *direction; /* Muon's, bf16; NULL of what AdamW trains */
+    float *m, *v;         /* v: NULL of what Muon trains */
+    const uint16_t *direction; /* bf16; NULL of what AdamW trains */
     int64_t length, first_unit;
     double decay, step_size; /* rounded to FP32 before use, as those below */
 } Part;

@@ -149,10 +149,11 @@ def test_losses_agree_across_devices(tmp_path: Path, make: Make, precision: str)
     assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE[precision])
 
 
-@pytest.mark.parametrize("clip", [1.0, None])
-def test_the_event_log_with_muon_is_the_same_on_every_device(tmp_path: Path, make: Make, clip: float | None) -> None:
+def test_the_event_log_with_muon_is_the_same_on_every_device(tmp_path: Path, make: Make) -> None:
+    """With clipping. Without, momenta come by the way of the weights, in backward, and which of them come first
+    is a matter of real time."""
     build_tiny(tmp_path)
-    recipe, mode = Recipe(2, muon=MuonRecipe(), clip=clip), Mode(LoopOrder.LAYERS_OUTER, num_shards=2)
+    recipe, mode = Recipe(2, muon=MuonRecipe()), Mode(LoopOrder.LAYERS_OUTER, num_shards=2)
     logs = [
         train_engine(tmp_path, tiny_batches(2), recipe, mode, make_device=maker).records
         for maker in (MAKERS["cpu"], make)
