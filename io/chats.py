@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ class EncodedChat(NamedTuple):
 
 
 class ChatEncoder:
-    """Conversation to ids and mask: the part that takes the time. Holds no state; may be copied to other processes."""
+    """Conversation to ids and mask: the part that takes the time. Holds no state."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         """Raises ConfigError for a template that cannot be used."""
@@ -65,11 +65,42 @@ class ChatEncoder:
 
 
 class EncodedRecord(NamedTuple):
-    """What became of a record: its sequences, what is to be told of it, and what is wrong with it, if anything is."""
+    """What became of a record: ids and masks of what is kept of it, and what is to be told.
 
-    chats: list[EncodedChat]
+    `highest_id`: of all its ids, cut off or not. `problem`: what is wrong with it, if anything is.
+    """
+
+    kept: list[tuple[TokenIds, Mask]]
     fates: list[Fate]
+    highest_id: int = -1
     problem: str | None = None
+
+
+@dataclass(frozen=True)
+class RecordEncoder:
+    """Records, each with the number of its layout, to what becomes of them. May be copied to other processes."""
+
+    encoder: ChatEncoder
+    layouts: Sequence[ChatLayout]
+    max_tokens: int
+    truncation: Truncation
+
+    def __call__(self, numbered: tuple[int, object]) -> EncodedRecord:
+        number, record = numbered
+        try:
+            conversation = read_conversation(record, self.layouts[number])
+            chats = self.encoder.encode(conversation)
+        except RecordError as error:
+            return EncodedRecord([], [], problem=str(error))
+        fates = [] if chats else [Fate.NO_ANSWER]
+        if chats and conversation.messages[-1]["role"] != "assistant":
+            fates.append(Fate.TRAILING)
+        if len(chats) > 1:
+            fates.append(Fate.SPLIT)
+        cuts = [_length(chat, self.max_tokens, self.truncation) for chat in chats]
+        kept = [(c.ids[:length], c.supervised[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
+        highest_id = max((int(chat.ids.max(initial=0)) for chat in chats), default=-1)
+        return EncodedRecord(kept, fates + [fate for _, fate in cuts if fate], highest_id)
 
 
 def read_chats(
@@ -89,51 +120,27 @@ def read_chats(
     MegatrainError where a process dies.
     """
     highest = HighestId(vocab_size)
-    with closing(_encoded(sources, encoder, num_processes)) as records:
+    work = RecordEncoder(encoder, [source.layout for source in sources], max_tokens, truncation)
+    with closing(map_in_order(work, _numbered(sources), num_processes)) as records:
         for place, record in records:
             tally.num_records += 1
             if record.problem is not None:
                 tally.bad(place, record.problem)
+            highest.check(record.highest_id, str(place))
             for fate in record.fates:
                 tally.note(fate, place)
-            for chat in record.chats:
-                highest.check(int(chat.ids.max(initial=0)), str(place))
-                length, cut = _length(chat, max_tokens, truncation)
-                if cut:
-                    tally.note(cut, place)
-                if length:
-                    tally.learn(chat.supervised[:length])
-                    yield TokenSequence(chat.ids[:length], chat.supervised[:length], place)
+            for ids, supervised in record.kept:
+                tally.learn(supervised)
+                yield TokenSequence(ids, supervised, place)
     if not tally.num_sequences:
         raise ConfigError("\n".join(["data.path: nothing to learn", *tally.lines()]))
 
 
-def _encoded(
-    sources: Sequence[ChatSource], encoder: ChatEncoder, num_processes: int
-) -> Generator[tuple[Place, EncodedRecord]]:
-    """Every record with its place. What is sent to other processes is the number of its source and the record."""
-    work = partial(_encode_record, encoder, [source.layout for source in sources])
-    records = (
-        (place, (number, record))
-        for number, source in enumerate(sources)
-        for place, record in read_records(source.file)
-    )
-    return map_in_order(work, records, num_processes)
-
-
-def _encode_record(encoder: ChatEncoder, layouts: Sequence[ChatLayout], numbered: tuple[int, object]) -> EncodedRecord:
-    number, record = numbered
-    try:
-        conversation = read_conversation(record, layouts[number])
-        chats = encoder.encode(conversation)
-    except RecordError as error:
-        return EncodedRecord([], [], str(error))
-    fates = [Fate.SPLIT] if len(chats) > 1 else []
-    if not chats:
-        fates = [Fate.NO_ANSWER]
-    elif conversation.messages[-1]["role"] != "assistant":
-        fates = [Fate.TRAILING, *fates]
-    return EncodedRecord(chats, fates)
+def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[Place, tuple[int, object]]]:
+    """Every record of the sources with its place, and the number of its source."""
+    for number, source in enumerate(sources):
+        for place, record in read_records(source.file):
+            yield place, (number, record)
 
 
 def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, Fate | None]:

@@ -27,7 +27,7 @@ from megatrain_ray.logs import say
 from megatrain_ray.startup import spinner
 from megatrain_ray.units import format_bytes, format_count
 
-MOST_PROCESSES = 16  # reading records and writing what comes of them is one process's, a tenth of the work
+MOST_PROCESSES = 12  # reading records and writing what comes of them is one process's, about a tenth of the work
 
 
 def tokenize(
