@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 HOLE = "\0"
 # What stands for something in a message of the page: an ellipsis, names in capitals, numbers, paths; what joins two.
 PLACEHOLDER = re.compile(
-    r"…|\b(?:step_)?(?:N|M|P|HOST|ID|NAME|FILE|KEY)\b(?:\.damaged)?|\d+(?:\.\d+)?|/\S*|[()\[\]']|[;:,.](?: |$)"
+    r"…|\b(?:step_)?(?:N|M|P|HOST|ID|NAME|FILE|PATH|KEY)\b(?:\.damaged)?|\d+(?:\.\d+)?|/\S*|[()\[\]']|[;:,.](?: |$)"
 )
 
 
