@@ -40,11 +40,11 @@ class ModelConfig(Group):
     """Of the random weights."""
     trust_remote_code: bool = False
     """true: code that comes in the model's folder may run, where Transformers has no such model itself."""
-    attention: Literal["sdpa", "flex", "auto"] = "sdpa"
+    attention: Literal["sdpa", "flex", "auto"] = "auto"
     """How layers attend where plain causal attention over whole rows is not enough (several documents in a row, sliding
     windows). sdpa: with whole masks of seq_len² bytes a sequence; flex: flex attention, which needs a GPU and a model
-    that Transformers lets use it, and has not been run on a GPU yet; auto: flex where it works, else sdpa. Where no
-    mask is needed it is SDPA always, or what a model without SDPA has."""
+    that Transformers lets use it; auto: flex where it works, else sdpa. Where no mask is needed it is SDPA always, or
+    what a model without SDPA has."""
 
 
 class DataConfig(Group):

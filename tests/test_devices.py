@@ -162,6 +162,11 @@ def test_the_event_log_with_muon_is_the_same_on_every_device(tmp_path: Path, mak
     assert ours == theirs
 
 
+# Of a momentum after three updates. Directions are made in bf16, where a last bit of a gradient is soon a large one: on
+# an H200 2.2e-4 in fp32.
+MUON_TOLERANCE = {"fp32": 2e-3, "bf16": 0.2}
+
+
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
@@ -182,7 +187,7 @@ def test_muon_is_that_of_the_same_device(
     device.close()
     assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE[precision])
     for name, m in theirs.exp_avg.items():
-        assert (ours.exp_avg[name] - m.cpu()).norm() < TOLERANCE[precision] * 10 * m.norm().item(), name
+        assert (ours.exp_avg[name] - m.cpu()).norm() < MUON_TOLERANCE[precision] * m.norm().item(), name
     for name, master in theirs.masters.items():  # an update moves an element by 0.2 × lr or so
         assert (ours.masters[name] - master.cpu()).abs().mean() < 1e-5, name
 
