@@ -28,8 +28,9 @@ import torch
 from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.journal import Journal, Part, Transaction
 from megatrain_ray.engine.kernel_choice import open_kernel
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
 from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.io.arena import Arena

@@ -41,7 +41,9 @@ class Recorder:
         self._layers = layers
         self.gradients: dict[int, Tensor] = {}
 
-    def update(self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int) -> None:
+    def update(
+        self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int, directions: Tensor | None
+    ) -> None:
         if layer in self._layers:
             self.gradients[layer] = gradient.clone()
 

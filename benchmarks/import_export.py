@@ -35,9 +35,10 @@ from torch import Tensor
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.journal import Journal
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.io.export import ExportDtype
 from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
 from megatrain_ray.io.save import commit_save, load_manifest, prepare_save, save_folder, write_part

@@ -41,7 +41,9 @@ class Recorder:
         self._keeps = keeps
         self.gradients: dict[int, Tensor] = {}
 
-    def update(self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int) -> None:
+    def update(
+        self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int, directions: Tensor | None
+    ) -> None:
         if self._keeps:
             self.gradients[layer] = gradient.clone()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.layout import Span
+from megatrain_ray.engine.muon import Muon
 from megatrain_ray.engine.working_copy import join_into, split_into
 
 BLOCK_ELEMENTS = 1 << 18  # a multiple of 64; what a block reads and writes is then about 6 MiB
@@ -21,12 +22,13 @@ BLOCK_ELEMENTS = 1 << 18  # a multiple of 64; what a block reads and writes is t
 @dataclass(frozen=True)
 class Hyper:
     """AdamW's constants, as `torch.optim.AdamW` takes them. `weight_decay`: of parameters that decay and whose group
-    has none of its own."""
+    has none of its own, Muon's too. `muon`: the constants of what Muon trains, where it trains anything."""
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
+    muon: Muon | None = None
 
 
 class Rates(NamedTuple):
@@ -39,28 +41,30 @@ class Rates(NamedTuple):
 
 
 class Weighting(NamedTuple):
-    """What differs from parameter to parameter: the learning rate is that of the update times `lr_scale`."""
+    """What differs from parameter to parameter: the learning rate is that of the update times `lr_scale`; where Muon
+    moves the parameter, not where it decays, times `lr_ratio` as well."""
 
     lr_scale: float
     weight_decay: float
+    lr_ratio: float = 1.0
 
 
 class AdamState(NamedTuple):
     """Some elements of one parameter, 1-D tensors of one length.
 
     Split master: `working` bf16 and `residual` int16; else `working` is the FP32 master itself and `residual` None.
-    `m` and `v` fp32.
+    `m` and `v` fp32; what Muon trains has no `v`.
     """
 
     working: Tensor
     residual: Tensor | None
     m: Tensor
-    v: Tensor
+    v: Tensor | None
 
     def cut(self, span: Span) -> AdamState:
         part = slice(*span)
         residual = None if self.residual is None else self.residual[part]
-        return AdamState(self.working[part], residual, self.m[part], self.v[part])
+        return AdamState(self.working[part], residual, self.m[part], None if self.v is None else self.v[part])
 
     def store(self, master: Tensor) -> None:
         """Writes an FP32 master of the same length."""
@@ -87,6 +91,7 @@ def adamw_block(
 
     The block must start at a multiple of 64 elements from its parameter's first one, and end at one or at its last.
     """
+    assert state.v is not None  # or it were Muon's
     size = gradient.numel()
     master = state.working
     if state.residual is not None:
@@ -94,7 +99,7 @@ def adamw_block(
         join_into(state.working, state.residual, master)
     torch._fused_adamw_(
         [master],
-        [_scaled(gradient, rates.scale, scratch.gradient[:size])],
+        [scaled(gradient, rates.scale, scratch.gradient[:size])],
         [state.m],
         [state.v],
         [],
@@ -111,7 +116,7 @@ def adamw_block(
         split_into(master, state.working, state.residual, scratch.bits[:size])
 
 
-def _scaled(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
+def scaled(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
     """The gradient as FP32, times an FP32 `scale`: in `out`, or itself where that changes nothing."""
     if gradient.dtype == torch.float32:
         return gradient if scale == 1.0 else torch.mul(gradient, scale, out=out)

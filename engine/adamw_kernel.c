@@ -1,11 +1,10 @@
-/* AdamW in one pass: gradient in; working copy, residual, m and v (FP32: master, m and v) read and written.
+/* AdamW and Muon in one pass over a layer: gradient (and Muon's directions) in; working copy, residual, m and v (FP32:
+ * master, m and v; Muon: without v) read and written. The arithmetic is in update_elements.h.
  *
- * Bit-equal to torch's fused AdamW with FMA: the order of operations below is the contract, and nothing here may be
- * contracted or reassociated by the compiler. Every strip is copied into its thread's room of the journal before it is
- * overwritten, and a unit marked when it is done (journal.py says why a kill at any instruction can then be undone).
+ * Every strip is copied into its thread's room of the journal before it is overwritten, and a unit marked when it is done
+ * (journal.py says why a kill at any instruction can then be undone).
  */
 
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __x86_64__
@@ -13,6 +12,7 @@
 #endif
 
 #include "thread_pool.h"
+#include "update_elements.h"
 
 /* The room of a unit stays in the first cache. With units of 2^12 to 2^14 elements, or saved in one piece, an update took
  * twice as long as without a journal on one core; so it takes 1.2 times as long, and less where memory is the limit. */
@@ -20,25 +20,7 @@ static const int64_t UNIT = 1 << 10, STRIP = 1 << 8;
 static const int64_t ITEM_UNITS = 32; /* what a thread takes at a time */
 static const int64_t COPY_BYTES = 1 << 20, RECORD_WORDS = 8;
 
-#define INLINE static inline __attribute__((always_inline))
-#define RESTRICT __restrict
-
-/* Mirrored by ctypes structures of native_adamw.py: 8-byte members only. */
-typedef struct {
-    const void *gradient; /* bf16 or fp32 */
-    void *working;        /* bf16, or the fp32 master where there is no residual */
-    int16_t *residual;
-    float *m, *v;
-    int64_t length, first_unit;
-    double decay, step_size; /* rounded to FP32 before use, as those below */
-} Part;
-
-typedef struct {
-    double scale, m_weight, v_keep, v_weight, root, eps;
-    int64_t bf16_gradient;
-    int64_t vector; /* elements of torch's vectors: what a parameter has beyond a multiple of it is rounded otherwise */
-} Rates;
-
+/* Mirrored by ctypes structures of native_adamw.py, as are Part and Rates: 8-byte members only. */
 typedef struct {
     int64_t serial;
     int64_t *records; /* of a thread: serial, first unit, number of units, saved elements; RECORD_WORDS apart */
@@ -52,95 +34,6 @@ typedef struct {
     const char *from;
     int64_t nbytes, first_chunk;
 } Copy;
-
-/* ---- arithmetic ---- */
-
-INLINE float as_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-INLINE uint32_t as_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-/* Elements [start, stop) of a part. `split`, `bf16`, `tail` and `heavy` are constants wherever this is inlined. */
-INLINE void elements(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16, int tail,
-                     int heavy) {
-    const uint16_t *RESTRICT gradient16 = (const uint16_t *)part->gradient;
-    const float *RESTRICT gradient32 = (const float *)part->gradient;
-    uint16_t *RESTRICT working = (uint16_t *)part->working;
-    float *RESTRICT master = (float *)part->working;
-    int16_t *RESTRICT residual = part->residual;
-    float *RESTRICT ms = part->m;
-    float *RESTRICT vs = part->v;
-    const float scale = (float)rates->scale, m_weight = (float)rates->m_weight, v_keep = (float)rates->v_keep,
-                v_weight = (float)rates->v_weight, decay = (float)part->decay, step_size = (float)part->step_size,
-                root = (float)rates->root, eps = (float)rates->eps;
-    for (int64_t i = start; i < stop; i++) {
-        const float g = (bf16 ? as_float((uint32_t)gradient16[i] << 16) : gradient32[i]) * scale;
-        const float p = split ? as_float(((uint32_t)working[i] << 16) + (uint32_t)(int32_t)residual[i]) : master[i];
-        /* torch's lerp takes the nearer end as its base. */
-        const float way = g - ms[i];
-        const float m = !heavy ? __builtin_fmaf(m_weight, way, ms[i])
-                        : tail ? __builtin_fmaf(-way, 1.0f - m_weight, g)
-                               : __builtin_fmaf(m_weight - 1.0f, way, g);
-        const float v = tail ? __builtin_fmaf(vs[i], v_keep, v_weight * g * g)
-                             : __builtin_fmaf(v_weight * g, g, vs[i] * v_keep);
-        const float next = p * decay + step_size * m / (sqrtf(v) / root + eps);
-        ms[i] = m;
-        vs[i] = v;
-        if (split) {
-            const uint32_t bits = as_bits(next), half = bits + 0x8000u;
-            const int nan = next != next;
-            working[i] = (uint16_t)(nan ? 0x7FC0u : half >> 16);
-            residual[i] = (int16_t)(nan ? 0u : bits - (half & 0xFFFF0000u));
-        } else {
-            master[i] = next;
-        }
-    }
-}
-
-INLINE void body_and_tail(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16,
-                          int heavy) {
-    const int64_t body = part->length - part->length % rates->vector;
-    const int64_t cut = stop < body ? stop : body > start ? body : start;
-    elements(part, rates, start, cut, split, bf16, 0, heavy);
-    elements(part, rates, cut, stop, split, bf16, 1, heavy);
-}
-
-INLINE void any_kind(const Part *part, const Rates *rates, int64_t start, int64_t stop, int heavy) {
-    if (part->residual && rates->bf16_gradient)
-        body_and_tail(part, rates, start, stop, 1, 1, heavy);
-    else if (part->residual)
-        body_and_tail(part, rates, start, stop, 1, 0, heavy);
-    else if (rates->bf16_gradient)
-        body_and_tail(part, rates, start, stop, 0, 1, heavy);
-    else
-        body_and_tail(part, rates, start, stop, 0, 0, heavy);
-}
-
-typedef void Span(const Part *, const Rates *, int64_t start, int64_t stop);
-
-#define VARIANT(name, target)                                                                   \
-    target static void name(const Part *part, const Rates *rates, int64_t start, int64_t stop) { \
-        if ((float)rates->m_weight < 0.5f)                                                       \
-            any_kind(part, rates, start, stop, 0);                                               \
-        else                                                                                     \
-            any_kind(part, rates, start, stop, 1);                                               \
-    }
-
-VARIANT(span_baseline, )
-#ifdef __x86_64__
-VARIANT(span_avx2, __attribute__((target("avx2,fma"))))
-VARIANT(span_avx512, __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))))
-static Span *const VARIANTS[] = {span_baseline, span_avx2, span_avx512};
-#else
-static Span *const VARIANTS[] = {span_baseline};
-#endif
 
 /* ---- jobs ---- */
 
@@ -166,7 +59,7 @@ static int64_t part_of(const Update *update, int64_t unit) {
 }
 
 /* Old contents of elements [from, from + n) of a block of `count` elements that begins at `start`. The room's layout,
- * that of journal.py: working, residual, m and v of the block, one after the other. */
+ * that of journal.py: working, residual, m and v of the block, as far as there are such, one after the other. */
 static void save(const Part *part, int64_t start, int64_t count, int64_t from, int64_t n, char *room) {
     const int64_t working_size = part->residual ? 2 : 4;
     memcpy(room + working_size * from, (const char *)part->working + working_size * (start + from), working_size * n);
@@ -176,7 +69,8 @@ static void save(const Part *part, int64_t start, int64_t count, int64_t from, i
         room += 2 * count;
     }
     memcpy(room + 4 * from, part->m + start + from, 4 * n);
-    memcpy(room + 4 * (count + from), part->v + start + from, 4 * n);
+    if (part->v)
+        memcpy(room + 4 * (count + from), part->v + start + from, 4 * n);
 }
 
 /* A strip is saved right before it is overwritten: it comes from memory once, and prefetching goes on. */

@@ -106,7 +106,7 @@ class CudaDevice(Device):
             result = runtime.cudaHostRegister(address, min(REGISTER_BYTES, host.nbytes - start), 0)
             if int(result) != 0:
                 torch.cuda.synchronize()  # clears the error, which the next call would report as its own
-                raise MegatrainError(f"cudaHostRegister of {host.nbytes} bytes failed: {result}; check `ulimit -l`")
+                raise MegatrainError(f"cudaHostRegister of {host.nbytes} bytes failed: {result}; check ulimit -l")
             self._pinned.append(address)
 
     def _registered_parts(self, host: torch.Tensor) -> list[slice]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,13 +23,15 @@ from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
-from megatrain_ray.engine.offload import Departure, Fetch, GradientOffloader
+from megatrain_ray.engine.muon import Muon
+from megatrain_ray.engine.offload import GradientOffloader, Transfer
+from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.rehearsal import rehearse
 from megatrain_ray.engine.residency import Residency
 from megatrain_ray.engine.residents import Residents
-from megatrain_ray.engine.seams import GradSink, ParamSource
+from megatrain_ray.engine.seams import Host
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.slots import SlotRing
@@ -40,13 +42,6 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.trace import Stage
 
 T = TypeVar("T")
-
-
-class Host(ParamSource, GradSink, Protocol):
-    """Both directions."""
-
-    async def drain(self, generation: int) -> None:
-        """Waits until every layer has this generation."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +76,10 @@ class Engine:
 
     def __init__(
         self, factory: ModelFactory, structure: ModelStructure, plan: Plan, device: Device, host: Host, *,
-        poison: bool = False,
+        muon: Muon | None = None, poison: bool = False,
     ) -> None:  # fmt: skip
-        """`poison` fills released device memory with NaN: a use after release becomes a wrong loss."""
+        """`muon`: its constants, where it trains something. `poison` fills released device memory with NaN: a use after
+        release becomes a wrong loss."""
         self.device = device
         self._plan = plan
         self._host = host
@@ -104,6 +100,10 @@ class Engine:
         self._evaluator = Evaluator(
             structure, device, self._skeleton, self.streamer, self._residents, modules, plan.loss_chunk_tokens
         )
+        store = GradientStore(plan, self._layout, device, poison=poison)
+        orthogonalizer = None
+        if muon is not None:
+            orthogonalizer = Orthogonalizer(plan, self._layout, device, store, muon, self._transfer, poison=poison)
         self.runner = StepRunner(
             plan=plan,
             structure=structure,
@@ -113,11 +113,12 @@ class Engine:
             streamer=self.streamer,
             residents=self._residents,
             modules=modules,
-            store=GradientStore(plan, self._layout, device, poison=poison),
+            store=store,
+            orthogonalizer=orthogonalizer,
             transfer=self._transfer,
         )
 
-    def _transfer(self, transfer: Departure | Fetch) -> None:
+    def _transfer(self, transfer: Transfer) -> None:
         self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
 
     async def rehearse(self) -> None:
@@ -135,9 +136,8 @@ class Engine:
         if settings.clip is None:
             await self._host.commit(_header(step.step, settings, 1.0, skip=False), 0.0)
         offloading = self._offloader.run(step.step)
-        output = await self._stream(self._residency, step.step - 1, self._compute(step), offloading)
-        at_s = self.device.timeline.now(Stage.COMPUTE)
-        self.device.timeline.host_waits(at_s)
+        output = await self._stream(self._residency, step.step - 1, self._compute(step, settings), offloading)
+        self.device.timeline.host_waits(self.device.timeline.now(Stage.COMPUTE))
         skip = output.bad_parameter is not None
         if settings.clip is None and skip:
             raise MegatrainError(
@@ -145,9 +145,6 @@ class Engine:
                 "train.clip is null, so the update has begun; the last save is intact: export it and train on from "
                 "that folder in a new run_dir, with train.clip set or a lower train.lr"
             )
-        if settings.clip is not None:
-            scale = clip_scale(output.grad_norm, settings.clip)
-            await self._host.commit(_header(step.step, settings, scale, skip=skip), at_s)
         exposed_s = await self.on_compute_thread(self.device.take_exposed)
         return StepReport(
             step=step.step,
@@ -200,15 +197,27 @@ class Engine:
         packed = any(micro_batch.positions is not None for micro_batch in micro_batches)
         self._skeleton.attention.set(self._plan.packed_attention if packed else self._plan.attention)
 
-    async def _compute(self, step: StepInput) -> StepOutput:
+    async def _compute(self, step: StepInput, settings: UpdateSettings) -> StepOutput:
         def run() -> StepOutput:
             self._choose_attention(step.micro_batches)
             return self.runner.run(step, self._visits)
 
         try:
-            return await self.on_compute_thread(run)
+            output = await self.on_compute_thread(run)
+            if settings.clip is not None:
+                await self._clip(step.step, output, settings, settings.clip)
+            return output
         finally:
             self._offloader.submit_nowait(None)
+
+    async def _clip(self, update: int, output: StepOutput, settings: UpdateSettings, clip: float) -> None:
+        """Commits the update, now that its scale is known, and makes the directions that need it."""
+        at_s = self.device.timeline.now(Stage.COMPUTE)
+        self.device.timeline.host_waits(at_s)
+        scale = clip_scale(output.grad_norm, clip)
+        # Before the directions: those of later layers wait for room until earlier layers are updated.
+        await self._host.commit(_header(update, settings, scale, skip=output.bad_parameter is not None), at_s)
+        await self.on_compute_thread(lambda: self.runner.orthogonalize(scale))
 
     @property
     def whereabouts(self) -> str:

@@ -134,7 +134,23 @@ class GradientStore:
         for segment in flat_layout.trained_segments:
             view = flat_layout.view(flat, segment.name)
             self.norms[segment.name] = torch.linalg.vector_norm(view, dtype=torch.float32)
-        return Departure(layer, flat, self._device.record(), done, final=True)
+        return Departure(layer, flat, self._device.record(), done, final=not flat_layout.num_muon)
+
+    def recall(self, layer: int) -> Fetch:
+        """Asks for the layer's complete gradient, which waits on the host, when no sum is on the device any more."""
+        num_bytes = self._layout.layers[layer].trained.size * self._wire_dtype.itemsize
+        self._fetched[layer] = self._sums.fetch(layer, num_bytes)
+        return self._fetched[layer]
+
+    def recalled(self, layer: int) -> torch.Tensor:
+        """It, 1-D, until `let_go`."""
+        fetch = self._fetched.pop(layer)
+        wait_for(self._device, fetch.done, "h2d", self._timeout_s)
+        return fetch.region.view(self._wire_dtype)
+
+    def let_go(self, layer: int) -> None:
+        """What was submitted is the last that reads the recalled gradient."""
+        self._sums.leave(layer).set_result(self._device.record())
 
     def total_norm(self) -> torch.Tensor:
         """The norm of the parameters' norms, in the order of `model.parameters()`, as torch takes it."""
@@ -165,4 +181,5 @@ class GradientStore:
         flat_layout = self._layout.layers[layer]
         for segment in flat_layout.trained_segments:  # not the padding: it was never written
             flat_layout.view(flat, segment.name).copy_(flat_layout.view(total, segment.name))
+        self._sums.leave(layer).set_result(self._device.record())  # what is fetched to its place waits for this
         return flat, self._leaving.leave(layer)

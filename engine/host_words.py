@@ -46,10 +46,12 @@ class TornLayer(NamedTuple):
 
 
 _FIRST_LANDED = len(_Word) + NUM_HEADERS * len(_Header)
+_LANDED_WORDS = 3
 
 
 class HostWords:
-    """Per layer: landed and gradient start; per shard and layer: begun and generation. All zero to begin with."""
+    """Per layer: landed, gradient start and start of Muon's directions; per shard and layer: begun and generation. All
+    zero to begin with."""
 
     def __init__(self, buffer: memoryview, num_layers: int, num_shards: int) -> None:
         """`buffer`: shared memory of at least `num_words` 8-byte words, aligned to 8 bytes."""
@@ -59,7 +61,7 @@ class HostWords:
 
     @staticmethod
     def num_words(num_layers: int, num_shards: int) -> int:
-        return _FIRST_LANDED + 2 * num_layers * (1 + num_shards)
+        return _FIRST_LANDED + num_layers * (_LANDED_WORDS + 2 * num_shards)
 
     def reset(self, generation: int, fixed: Collection[int] = ()) -> None:
         """Before any shard runs: every layer has `generation`, nothing has landed since. `fixed`: layers that no update
@@ -113,8 +115,9 @@ class HostWords:
         first = self._header(generation)
         return self._words.load(first + _Header.UPDATE) == generation and bool(self._words.load(first + _Header.SAVE))
 
-    def land(self, layer: int, update: int, gradient_start: int) -> None:
-        """The layer's gradient is complete in the slab, from byte `gradient_start` on.
+    def land(self, layer: int, update: int, gradient_start: int, direction_start: int = 0) -> None:
+        """The layer's gradient is complete in the slab, from byte `gradient_start` on, and from `direction_start` on
+        its directions, where Muon trains something of it.
 
         Raises MegatrainError while a shard may still read the layer's previous one.
         """
@@ -124,12 +127,17 @@ class HostWords:
                 f"{self.generation(layer)}, expected {update - 1}"
             )
         self._words.store(self._landed(layer) + 1, gradient_start)
+        self._words.store(self._landed(layer) + 2, direction_start)
         self._words.store(self._landed(layer), update)
         self._words.add(_Word.LANDED_BELL, 1)
 
     def gradient_start(self, layer: int) -> int:
         """Byte offset in the slab of the gradient that landed last."""
         return self._words.load(self._landed(layer) + 1)
+
+    def direction_start(self, layer: int) -> int:
+        """Byte offset in the slab of the directions that landed last."""
+        return self._words.load(self._landed(layer) + 2)
 
     def wait_landed(self, layer: int, update: int, timeout_s: float) -> bool:
         """Waits until the update is committed and the layer's gradient is there; False after `timeout_s` or on stop."""
@@ -238,11 +246,11 @@ class HostWords:
         return len(_Word) + update % NUM_HEADERS * len(_Header)
 
     def _landed(self, layer: int) -> int:
-        """The gradient's start is the next word."""
-        return _FIRST_LANDED + 2 * layer
+        """The gradient's start is the next word, that of the directions the one after it."""
+        return _FIRST_LANDED + _LANDED_WORDS * layer
 
     def _begun(self, shard: int, layer: int) -> int:
-        return _FIRST_LANDED + 2 * (self._num_layers * (1 + shard) + layer)
+        return _FIRST_LANDED + _LANDED_WORDS * self._num_layers + 2 * (self._num_layers * shard + layer)
 
     def _generation(self, shard: int, layer: int) -> int:
         return self._begun(shard, layer) + 1

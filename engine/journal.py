@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Weighting
-from megatrain_ray.engine.layout import FlatLayout, ShardLayout, Span, round_up
+from megatrain_ray.engine.layout import FlatLayout, Span, round_up
 from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words import WORD_BYTES, Words
 
@@ -52,6 +53,10 @@ class Part(NamedTuple):
     @property
     def units(self) -> Span:
         return Span(self.first_unit, self.first_unit + num_units(self.length))
+
+    @property
+    def by_muon(self) -> bool:
+        return self.state.v is None
 
     def elements(self, units: Span) -> Span:
         """Those of some of its units, counted from the run's first."""

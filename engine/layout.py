@@ -3,9 +3,10 @@
 Two coordinate systems, both counted in elements. *Padded*: where an element lies in a flat, with every parameter
 aligned. *Logical*: the same elements without padding; saves use it, so that they restore onto any number of shards.
 
-    parameters that are trained | parameters that are frozen
+    parameters that AdamW trains | parameters that Muon trains | parameters that are frozen
 
-Gradients and optimizer state exist for the first part only, at the same coordinates.
+Gradients and optimizer state exist for what is trained only, at the same coordinates; AdamW's second moment for the
+first part.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatrain_ray.engine.parameter_group import COMMON, ParameterGroup
 
 ALIGN_ELEMENTS = 128  # 256 bytes of a two-byte type: coalesced loads, and every cut below stays on a vector boundary
 CUT_ELEMENTS = 2048  # 4096 bytes of a two-byte type: O_DIRECT- and page-safe for every state class
+DIRECTION_BYTES = 2  # of an element of what Muon orthogonalised
 NODE_CUT_ELEMENTS = 1 << 20  # 2 MiB of a two-byte type: a huge page is never shared by two NUMA nodes
 
 
@@ -52,6 +54,7 @@ class Segment:
     decay: bool
     tied_to: str | None = None
     group: ParameterGroup = COMMON  # a tied one's is its owner's
+    muon: bool = False  # trained by Muon: a matrix, or a stack of them
 
     @property
     def numel(self) -> int:
@@ -82,27 +85,33 @@ class ParameterSpec:
     decay: bool = True
     tied_to: str | None = None
     group: ParameterGroup = COMMON
+    muon: bool = False
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """One layer: its trained parameters in model order, then its frozen ones, aligned; either part's padded size is a
-    multiple of CUT_ELEMENTS."""
+    """One layer: what AdamW trains in model order, then what Muon trains, then what is frozen, aligned; the padded size
+    of each part is a multiple of CUT_ELEMENTS. `trained`: the first two."""
 
     name: str
     segments: tuple[Segment, ...]
     fragments: tuple[Span, ...]
+    adamw: Span
     trained: Span
     frozen: Span
 
     @staticmethod
     def build(name: str, parameters: Sequence[ParameterSpec], num_fragments: int = 1) -> FlatLayout:
-        trained = _place([p for p in parameters if p.group.trained], 0)
-        cut = _end(trained, 0)
+        trained = [p for p in parameters if p.group.trained]
+        adamw = _place([p for p in trained if not p.muon], 0)
+        first_muon = _end(adamw, 0)
+        muon = _place([p for p in trained if p.muon], first_muon)
+        cut = _end(muon, first_muon)
         frozen = _place([p for p in parameters if not p.group.trained], cut)
         size = _end(frozen, cut)
-        segments = (*trained, *frozen)
-        return FlatLayout(name, segments, _fragments(segments, size, num_fragments), Span(0, cut), Span(cut, size))
+        segments = (*adamw, *muon, *frozen)
+        fragments = _fragments(segments, size, num_fragments)
+        return FlatLayout(name, segments, fragments, Span(0, first_muon), Span(0, cut), Span(cut, size))
 
     @cached_property
     def size(self) -> int:
@@ -119,9 +128,19 @@ class FlatLayout:
         return sum(s.numel for s in self.trained_segments)
 
     @cached_property
+    def num_muon(self) -> int:
+        """Elements that Muon trains: the last ones of the trained ones."""
+        return sum(s.numel for s in self.muon_segments)
+
+    @cached_property
     def trained_segments(self) -> tuple[Segment, ...]:
         """Of `owned`."""
         return tuple(s for s in self.owned if s.group.trained)
+
+    @cached_property
+    def muon_segments(self) -> tuple[Segment, ...]:
+        """Of `trained_segments`."""
+        return tuple(s for s in self.trained_segments if s.muon)
 
     @cached_property
     def owned(self) -> tuple[Segment, ...]:
@@ -173,7 +192,7 @@ def _place(parameters: Sequence[ParameterSpec], position: int) -> list[Segment]:
     """One after the other from `position` on."""
     segments = []
     for p in parameters:
-        segment = Segment(p.name, p.local, p.shape, position, p.decay, p.tied_to, p.group)
+        segment = Segment(p.name, p.local, p.shape, position, p.decay, p.tied_to, p.group, p.muon)
         segments.append(segment)
         position = round_up(segment.stop, ALIGN_ELEMENTS)
     return segments
@@ -212,12 +231,6 @@ class ModelLayout:
             position += layer.size
         return tuple(starts)
 
-    @cached_property
-    def gradient_starts(self) -> tuple[int, ...]:
-        """First element of each layer's gradient in memory that holds those of all layers."""
-        sizes = [layer.trained.size for layer in self.layers]
-        return tuple(itertools.accumulate(sizes[:-1], initial=0))
-
     @property
     def size(self) -> int:
         return sum(layer.size for layer in self.layers)
@@ -233,9 +246,24 @@ class ModelLayout:
         return tuple(i for i, layer in enumerate(self.layers) if layer.trained.size)
 
     @cached_property
+    def with_muon(self) -> tuple[int, ...]:
+        """The layers of which Muon trains something, in the order of a forward."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.num_muon)
+
+    @cached_property
     def fixed(self) -> tuple[int, ...]:
         """The layers that no update changes."""
         return tuple(i for i, layer in enumerate(self.layers) if not layer.trained.size)
+
+    @property
+    def direction_bytes(self) -> tuple[int, ...]:
+        """Of each layer's directions: bf16, at the coordinates of its gradient."""
+        return tuple(layer.trained.size * DIRECTION_BYTES if layer.num_muon else 0 for layer in self.layers)
+
+    @property
+    def adamw_size(self) -> int:
+        """Padded elements that have a second moment."""
+        return sum(layer.adamw.size for layer in self.layers)
 
     @property
     def lowest_trained(self) -> int:
@@ -250,44 +278,3 @@ class ModelLayout:
     def owner(self) -> Mapping[str, int]:
         """Layer index that owns the elements of each parameter, by name."""
         return {s.name: i for i, layer in enumerate(self.layers) for s in layer.owned}
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """What one shard owns: a contiguous span of every layer's trained part, stored one after the other in its state
-    arenas; and of every frozen part."""
-
-    model: ModelLayout
-    index: int
-    num_shards: int
-    granularity: int = CUT_ELEMENTS
-
-    @cached_property
-    def spans(self) -> tuple[Span, ...]:
-        """Per layer, of what is trained, in padded coordinates of that layer."""
-        return tuple(self._cut(layer, layer.trained) for layer in self.model.layers)
-
-    @cached_property
-    def frozen_spans(self) -> tuple[Span, ...]:
-        """Per layer, of what is frozen: the shard loads and saves it, and has no state for it."""
-        return tuple(self._cut(layer, layer.frozen) for layer in self.model.layers)
-
-    def _cut(self, layer: FlatLayout, part: Span) -> Span:
-        return layer.cuts(part, self.num_shards, self.granularity)[self.index]
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """First element of each layer's part in this shard's state."""
-        starts, position = [], 0
-        for span in self.spans:
-            starts.append(position)
-            position += span.size
-        return tuple(starts)
-
-    @property
-    def size(self) -> int:
-        return sum(span.size for span in self.spans)
-
-    def slice(self, layer: int) -> slice:
-        """Where layer `layer`'s part lies in this shard's state (elements)."""
-        return slice(self.starts[layer], self.starts[layer] + self.spans[layer].size)

@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 from megatrain_ray.engine.journal import serial_of
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import EVERY_GENERATION, HostWeights, Lease
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.slab import SlabPool
 from megatrain_ray.trace import Op, Stage, Timeline
+
+
+class _Landing(NamedTuple):
+    gradient: Lease
+    directions: Lease | None
+    at_s: float
 
 
 class LocalHost:
@@ -35,12 +43,15 @@ class LocalHost:
         self._shards = shards
         self._timeline = timeline
         self._order = plan.layer_order
-        self._slab = SlabPool(torch.empty(plan.slab_bytes, dtype=torch.uint8), layout, plan.slab_itemsize)
+        gradient_bytes = [layer.trained.size * plan.slab_itemsize for layer in layout.layers]
+        self._slab = SlabPool(torch.empty(plan.slab_bytes, dtype=torch.uint8), gradient_bytes)
+        directions = torch.empty(plan.direction_slab_bytes, dtype=torch.uint8)
+        self._directions = SlabPool(directions, layout.direction_bytes)
         self._wire_dtype = plan.wire_dtype
         self._generations = [generation if layer.trained.size else EVERY_GENERATION for layer in layout.layers]
         self._ready_at_s = [0.0] * len(layout.layers)
         self._headers: dict[int, tuple[UpdateHeader, float]] = {}
-        self._landed: dict[tuple[int, int], tuple[Lease, float]] = {}
+        self._landed: dict[tuple[int, int], _Landing] = {}
         self._changed = asyncio.Condition()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="optimizer")
         self._next = generation + 1
@@ -56,12 +67,20 @@ class LocalHost:
         flat = self._working[start : start + self._layout.layers[layer].size]
         return HostWeights(flat, self._ready_at_s[layer])
 
+    async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
+        await self.fetch(layer, generation)
+        momenta = Momenta([shard.layout for shard in self._shards], [shard.m for shard in self._shards])
+        return momenta.of(layer)
+
     async def lease(self, layer: int) -> Lease:
         return await self._slab.lease(layer)
 
-    async def land(self, lease: Lease, update: int, at_s: float) -> None:
+    async def lease_direction(self, layer: int) -> Lease:
+        return await self._directions.lease(layer)
+
+    async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
         async with self._changed:
-            self._landed[update, lease.layer] = (lease, at_s)
+            self._landed[update, lease.layer] = _Landing(lease, direction, at_s)
             self._changed.notify_all()
 
     async def commit(self, header: UpdateHeader, at_s: float) -> None:
@@ -89,7 +108,7 @@ class LocalHost:
                 self._error = error
                 self._changed.notify_all()
 
-    async def _landing(self, update: int, layer: int) -> tuple[Lease, float]:
+    async def _landing(self, update: int, layer: int) -> _Landing:
         async with self._changed:
             await self._changed.wait_for(lambda: update in self._headers and (update, layer) in self._landed)
             return self._landed.pop((update, layer))
@@ -97,16 +116,19 @@ class LocalHost:
     async def _update(self, update: int) -> None:
         loop = asyncio.get_running_loop()
         for layer in self._order:
-            lease, landed_s = await self._landing(update, layer)
+            landing = await self._landing(update, layer)
             header, committed_s = self._headers[update]
             num_bytes = self._layout.layers[layer].trained.size * self._wire_dtype.itemsize
-            gradient = lease.region[:num_bytes].view(self._wire_dtype)
+            gradient = landing.gradient.region[:num_bytes].view(self._wire_dtype)
+            moved = None if landing.directions is None else landing.directions.region.view(torch.bfloat16)
             serial = serial_of(update, layer, len(self._layout.layers))
             for shard in self._shards:
-                await loop.run_in_executor(self._executor, shard.update, layer, gradient, header, serial)
-            after = (committed_s, landed_s)
+                await loop.run_in_executor(self._executor, shard.update, layer, gradient, header, serial, moved)
+            after = (committed_s, landing.at_s)
             self._ready_at_s[layer] = self._timeline.account(Stage.OPTIMIZER, Op("update", layer), after)
             await self._slab.release(layer)
+            if landing.directions is not None:
+                await self._directions.release(layer)
             async with self._changed:
                 self._generations[layer] = update
                 self._changed.notify_all()

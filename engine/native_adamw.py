@@ -19,7 +19,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.compiled import declare, load_compiled
 
 SOURCE = Path(__file__).with_name("adamw_kernel.c")
-INCLUDES = (SOURCE.with_name("thread_pool.h"),)
+INCLUDES = tuple(map(SOURCE.with_name, ("thread_pool.h", "update_elements.h")))
 # errno and traps would keep loops from being vectorised; neither changes a value.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-lm")
 COPY_BYTES = 1 << 20  # of a chunk, as in adamw_kernel.c
@@ -32,7 +32,7 @@ class _Structure(ctypes.Structure):
 
 class _Part(_Structure):
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("gradient", "working", "residual", "m", "v")),
+        *((name, ctypes.c_void_p) for name in ("gradient", "working", "residual", "m", "v", "direction")),
         *((name, ctypes.c_int64) for name in ("length", "first_unit")),
         *((name, ctypes.c_double) for name in ("decay", "step_size")),
     ]
@@ -40,7 +40,10 @@ class _Part(_Structure):
 
 class _Rates(_Structure):
     _fields_: ClassVar = [
-        *((name, ctypes.c_double) for name in ("scale", "m_weight", "v_keep", "v_weight", "root", "eps")),
+        *(
+            (name, ctypes.c_double)
+            for name in ("scale", "m_weight", "v_keep", "v_weight", "root", "eps", "muon_weight")
+        ),
         *((name, ctypes.c_int64) for name in ("bf16_gradient", "vector")),
     ]
 
@@ -77,8 +80,9 @@ _load_library = functools.cache(_Library)
 
 
 class NativeAdamW:
-    """UpdateKernel in C. `vector`: elements of torch's vectors on this machine; what a parameter has beyond a multiple
-    of them is rounded otherwise. Right or wrong for all else, so `check_kernel` decides which one it is."""
+    """UpdateKernel in C, of AdamW and Muon. `vector`: elements of torch's vectors on this machine; what a parameter has
+    beyond a multiple of them is rounded otherwise. Right or wrong for all else, so `check_kernel` decides which one it
+    is."""
 
     def __init__(self, num_threads: int, hyper: Hyper, *, vector: int) -> None:
         """`num_threads`: the caller's own is one of them. Raises OSError or CompileError where the file cannot be built
@@ -97,13 +101,20 @@ class NativeAdamW:
     def name(self) -> str:
         return VARIANTS[self._variant]
 
-    def update(self, parts: Sequence[Part], gradient: Tensor, rates: Rates, transaction: Transaction | None) -> None:
+    def update(
+        self,
+        parts: Sequence[Part],
+        gradient: Tensor,
+        rates: Rates,
+        transaction: Transaction | None,
+        directions: Tensor | None = None,
+    ) -> None:
         if not parts:
             return
         self._library.update(
             self._pool,
             self._variant,
-            (_Part * len(parts))(*(self._part(part, gradient, rates) for part in parts)),
+            (_Part * len(parts))(*(self._part(part, gradient, rates, directions) for part in parts)),
             len(parts),
             parts[-1].units.stop,
             ctypes.byref(self._rates(rates, gradient.dtype)),
@@ -120,20 +131,25 @@ class NativeAdamW:
     def close(self) -> None:
         self._close()
 
-    def _part(self, part: Part, gradient: Tensor, rates: Rates) -> _Part:
+    def _part(self, part: Part, gradient: Tensor, rates: Rates, directions: Tensor | None) -> _Part:
         """In double until here, as torch has it; so below."""
         state, lr = part.state, rates.lr * part.weighting.lr_scale
+        moved = directions if part.by_muon else None
         return _Part(
             gradient.data_ptr() + part.gradient_start * gradient.element_size(),
             state.working.data_ptr(),
             None if state.residual is None else state.residual.data_ptr(),
             state.m.data_ptr(),
-            state.v.data_ptr(),
+            None if state.v is None else state.v.data_ptr(),
+            None if moved is None else moved.data_ptr() + part.gradient_start * moved.element_size(),
             part.length,
             part.first_unit,
             decay=1 - lr * part.weighting.weight_decay,
-            step_size=-(lr / (1 - self._hyper.beta1 ** rates.step.item())),
+            step_size=-(lr * part.weighting.lr_ratio if part.by_muon else lr / self._correction(rates)),
         )
+
+    def _correction(self, rates: Rates) -> float:
+        return float(1 - self._hyper.beta1 ** rates.step.item())
 
     def _rates(self, rates: Rates, gradient_dtype: torch.dtype) -> _Rates:
         hyper, step = self._hyper, rates.step.item()
@@ -144,6 +160,7 @@ class NativeAdamW:
             v_weight=1 - hyper.beta2,
             root=math.sqrt(1 - hyper.beta2**step),
             eps=hyper.eps,
+            muon_weight=1 - hyper.muon.momentum if hyper.muon else 0.0,
             bf16_gradient=gradient_dtype == torch.bfloat16,
             vector=self._vector,
         )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.device import Device, Event
-from megatrain_ray.engine.seams import GradSink, Lease
+from megatrain_ray.engine.seams import Host, Lease
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.trace import Op, Stage
 
@@ -23,7 +23,8 @@ from megatrain_ray.trace import Op, Stage
 class Departure:
     """Copy `flat` to the host once `after` is reached; `done` gets the event after which `flat` may be written again.
 
-    `final`: the gradient is complete and goes to the sink; else it stays in its lease until it is fetched.
+    `final`: the gradient is complete and goes to the sink; else it stays in its lease until it is fetched, or until
+    Muon's directions complete it.
     """
 
     layer: int
@@ -43,18 +44,46 @@ class Fetch:
     done: Future[Event]
 
 
+@dataclass(frozen=True)
+class MomentumFetch:
+    """Copy a layer's first moments into the region that `of` names."""
+
+    of: Fetch
+
+    @property
+    def done(self) -> Future[Event]:
+        return self.of.done
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Copy a layer's directions (`flat`, as large as its gradient) to the host as a Departure, and let its gradient,
+    which is there, go to the sink with them."""
+
+    layer: int
+    flat: torch.Tensor
+    after: Event
+    done: Future[Event]
+
+
+Transfer = Departure | Fetch | MomentumFetch | Completion
+
+
 class _InFlight(NamedTuple):
     lease: Lease
     done: Event
+    directions: Lease | None = None
 
 
 class GradientOffloader:
     """Transfers in the order of submission: what a fetch needs was submitted before it, so it never waits here."""
 
-    def __init__(self, device: Device, sink: GradSink) -> None:
+    def __init__(self, device: Device, host: Host) -> None:
         self._device = device
-        self._sink = sink
-        self._transfers: asyncio.Queue[Departure | Fetch | None] = asyncio.Queue()
+        self._host = host
+        # No maxsize: a region departs again only after what left it has left, so a departure and a fetch for each
+        # region are the most that wait here. A full queue would have nobody to tell.
+        self._transfers: asyncio.Queue[Transfer | None] = asyncio.Queue()
         self._in_flight: asyncio.Queue[_InFlight | None] = asyncio.Queue(maxsize=64)
         self._unfinished: dict[int, _InFlight] = {}
         self._error: BaseException | None = None
@@ -63,13 +92,13 @@ class GradientOffloader:
         """Serves one step: returns when every gradient has landed, after `submit_nowait(None)`."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pump(), name="gradient pump")
+                group.create_task(self._pump(update), name="gradient pump")
                 group.create_task(self._land(update), name="gradient landing")
         except BaseException as error:
             self._fail(error)
             raise
 
-    def submit_nowait(self, transfer: Departure | Fetch | None) -> None:
+    def submit_nowait(self, transfer: Transfer | None) -> None:
         """Event loop only; None says that the step has no more."""
         self._transfers.put_nowait(transfer)
         if self._error is not None:
@@ -83,19 +112,30 @@ class GradientOffloader:
             if transfer is not None:
                 transfer.done.set_exception(MegatrainError(f"gradients no longer move: {error!r}"))
 
-    async def _pump(self) -> None:
+    async def _pump(self, update: int) -> None:
         while (transfer := await self._transfers.get()) is not None:
             try:
-                await (self._depart(transfer) if isinstance(transfer, Departure) else self._fetch(transfer))
+                await self._move(transfer, update)
             except BaseException as error:
                 if not transfer.done.done():
                     transfer.done.set_exception(MegatrainError(f"a gradient could not move: {error!r}"))
                 raise
         await self._in_flight.put(None)
 
+    async def _move(self, transfer: Transfer, update: int) -> None:
+        match transfer:
+            case Departure():
+                await self._depart(transfer)
+            case Fetch():
+                self._fetch(transfer)
+            case MomentumFetch(of=fetch):
+                await self._fetch_momentum(fetch, update - 1)
+            case Completion():
+                await self._complete(transfer)
+
     async def _depart(self, departure: Departure) -> None:
         unfinished = self._unfinished.pop(departure.layer, None)
-        lease = unfinished.lease if unfinished else await self._sink.lease(departure.layer)
+        lease = unfinished.lease if unfinished else await self._host.lease(departure.layer)
         op = Op("offload", departure.layer, num_bytes=departure.flat.nbytes)
         source = departure.flat.view(torch.uint8)
         done = self._device.copy(Stage.D2H, lease.region[: source.nbytes], source, op, [departure.after])
@@ -105,8 +145,27 @@ class GradientOffloader:
         else:
             self._unfinished[departure.layer] = _InFlight(lease, done)
 
-    async def _fetch(self, fetch: Fetch) -> None:
-        lease, stored = self._unfinished[fetch.layer]
+    async def _complete(self, completion: Completion) -> None:
+        gradient = self._unfinished.pop(completion.layer)
+        lease = await self._host.lease_direction(completion.layer)
+        op = Op("complete", completion.layer, num_bytes=completion.flat.nbytes)
+        source = completion.flat.view(torch.uint8)
+        # A stage keeps the order of its copies, and fails with the first: the gradient is there before.
+        done = self._device.copy(Stage.D2H, lease.region, source, op, [gradient.done, completion.after])
+        completion.done.set_result(done)
+        await self._in_flight.put(_InFlight(gradient.lease, done, lease))
+
+    async def _fetch_momentum(self, fetch: Fetch, generation: int) -> None:
+        after = [] if fetch.after is None else [fetch.after.result()]
+        for start, values in await self._host.momentum(fetch.layer, generation):
+            op = Op("momentum", fetch.layer, num_bytes=values.nbytes)
+            region = fetch.region[values.itemsize * start :][: values.nbytes]
+            after = [self._device.copy(Stage.H2D, region, values.view(torch.uint8), op, after)]
+        fetch.done.set_result(after[0])
+
+    def _fetch(self, fetch: Fetch) -> None:
+        gradient = self._unfinished[fetch.layer]
+        lease, stored = gradient.lease, gradient.done
         after = [stored] if fetch.after is None else [stored, fetch.after.result()]
         op = Op("fetch", fetch.layer, num_bytes=fetch.region.nbytes)
         source = lease.region[: fetch.region.nbytes]
@@ -116,4 +175,4 @@ class GradientOffloader:
         loop = asyncio.get_running_loop()
         while (flight := await self._in_flight.get()) is not None:
             await loop.run_in_executor(None, flight.done.synchronize)
-            await self._sink.land(flight.lease, update, flight.done.at_s)
+            await self._host.land(flight.lease, update, flight.done.at_s, flight.directions)

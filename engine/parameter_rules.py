@@ -30,11 +30,13 @@ class GroupRule:
 @dataclass(frozen=True)
 class ParameterRules:
     """The patterns of a run. `trainable`: what none of these matches is frozen; empty: everything may be trained.
-    `freeze`: what one of these matches is frozen. `groups`: of those that match a parameter the first one counts."""
+    `freeze`: what one of these matches is frozen. `groups`: of those that match a parameter the first one counts.
+    `muon`: Muon trains the matrices of blocks, unless a group says otherwise."""
 
     trainable: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     groups: tuple[GroupRule, ...] = ()
+    muon: bool = False
 
     def assign(self, model: nn.Module) -> dict[str, ParameterGroup]:
         """The group of each parameter of the model, by all of its names. What the model itself has frozen

@@ -17,6 +17,8 @@ from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.residency import SlotSpec
 from megatrain_ray.engine.visits import LoopOrder
 
+SECOND_MOMENT_BYTES = 4  # of an element; what Muon trains has none
+
 
 class Tier(Enum):
     HBM = "hbm"
@@ -80,6 +82,7 @@ class LayerPlan:
     name: str
     num_parameters: int
     num_trained: int  # of these; the others have neither state nor gradient
+    num_muon: int  # of the trained ones: those without a second moment
     num_fragments: int
     weights: Tier
     state: Tier
@@ -116,10 +119,14 @@ class Plan:
     # Of layers with something to train: one each in the order of a backward where sums stay on the device, else a ring.
     gradient_slot_bytes: tuple[int, ...]
     leaving_slot_bytes: tuple[int, ...]  # where rounded sums leave from; empty when nothing is rounded
+    # Where momenta arrive for Muon's directions, and where these leave from; empty where it trains nothing.
+    momentum_slot_bytes: tuple[int, ...]
+    direction_slot_bytes: tuple[int, ...]
     gradient_dtype: str  # of what leaves the device: bfloat16 or float32
     sum_dtype: str  # of the gradient slots
     sums: Tier  # where sums over micro-batches wait for the next one
     slab_bytes: int
+    direction_slab_bytes: int  # where Muon's directions wait for their update, behind the gradients' slab
     update_order: UpdateOrder
     loss_chunk_tokens: int
     num_shards: int
@@ -166,8 +173,13 @@ class Plan:
         return sum(layer.num_trained for layer in self.layers)
 
     @property
+    def num_muon(self) -> int:
+        return sum(layer.num_muon for layer in self.layers)
+
+    @property
     def save_bytes(self) -> int:
-        """Of one save, without its manifest: 12 bytes per trained parameter, the working copy of the others."""
+        """Of one save, without its manifest: 12 bytes per trained parameter, 8 where Muon trains it, the working copy
+        of the others."""
         return self.updated_bytes + (self.frozen_bytes if self.saves_frozen else 0)
 
     @property
@@ -178,7 +190,7 @@ class Plan:
     @property
     def updated_bytes(self) -> int:
         """What an update changes."""
-        return self.precision.element_bytes * self.num_trained
+        return self.precision.element_bytes * self.num_trained - SECOND_MOMENT_BYTES * self.num_muon
 
     @property
     def update_deadline_s(self) -> float:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
+import torch
+
+from megatrain_ray.engine.layout import DIRECTION_BYTES
+from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier, UpdateOrder
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_NAMED = 4  # layers
@@ -26,7 +29,9 @@ def describe(plan: Plan) -> str:
         f"attention {_attention(plan)}",
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
-        f"update    AdamW in {plan.update_order.value} order, {plan.num_shards} × {plan.num_shard_threads} threads",
+        f"update    {_optimizers(plan)} in {plan.update_order.value} order, {plan.num_shards} × "
+        f"{plan.num_shard_threads} threads",
+        *_muon_lines(plan),
         f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}{_left_out(plan)}",
         f"recover   {plan.recovery.value} when an optimizer shard dies, from the last save otherwise",
     ]
@@ -58,6 +63,27 @@ def _tier_lines(plan: Plan) -> list[str]:
         lines += ["", f"{tier.value:<10}{format_bytes(sum(r.num_bytes for r in rows)):>12}   {_limit(plan, tier)}"]
         lines += [f"  {r.name:<22}{format_bytes(r.num_bytes):>12}   {r.formula}" for r in rows]
     return lines
+
+
+def _optimizers(plan: Plan) -> str:
+    if not plan.num_muon:
+        return "AdamW"
+    rest = plan.num_trained - plan.num_muon
+    return f"Muon of {format_count(plan.num_muon)} and AdamW of {format_count(rest)} parameters"
+
+
+def _muon_lines(plan: Plan) -> list[str]:
+    """What its directions move a step; nothing without Muon."""
+    if not plan.num_muon:
+        return []
+    clipped = plan.update_order is UpdateOrder.FORWARD
+    up = plan.num_muon * (torch.float32.itemsize + (plan.wire_dtype.itemsize if clipped else 0))
+    what = "momenta and gradients" if clipped else "momenta"
+    when = "after the backward" if clipped else "in the backward"
+    return [
+        f"muon      directions made {when}: {what} back to the device, {format_bytes(up)} a step; directions to the "
+        f"host, {format_bytes(plan.num_muon * DIRECTION_BYTES)}"
+    ]
 
 
 def _attention(plan: Plan) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, Precision, Tier
+from megatrain_ray.engine.muon import work_bytes
+from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, Plan, Precision, Tier
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.words import WORD_BYTES
@@ -36,7 +37,7 @@ def hbm_rows(
     )
     boundary = sum(activations.boundary)
     largest = max(layer.trained.size for layer in layout.layers) * plan.precision.working_dtype.itemsize
-    rows: Mapping[str, tuple[int, str]] = {
+    rows: dict[str, tuple[int, str]] = {
         "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
         "gradient slots": (
             sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes),
@@ -59,25 +60,44 @@ def hbm_rows(
         ),
         "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
     }
+    if plan.num_muon:
+        rows |= {"muon": _of_muon(plan, layout)}
     return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
 
 
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
     working = layout.size * plan.precision.working_dtype.itemsize
-    per_element = plan.precision.state_bytes
     threads = plan.num_shards * plan.num_shard_threads
     units = max(sum(num_units(segment.numel) for segment in layer.trained_segments) for layer in layout.layers)
     marks = WORD_BYTES * (units + plan.num_shards)
     processes = 4 + plan.num_shards
-    rows: Mapping[str, tuple[int, str]] = {
+    rows: dict[str, tuple[int, str]] = {
         "working copy": (working, f"{layout.size} padded elements"),
-        "optimizer state": (layout.trained_size * per_element, f"{per_element} bytes × {layout.trained_size}"),
+        "optimizer state": _of_state(plan, layout),
         "gradients in waiting": (plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"),
         "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
         "processes": (processes * PROCESS_BYTES, f"{processes} × {format_bytes(PROCESS_BYTES)}"),
     }
+    if plan.num_muon:
+        rows |= {"directions in waiting": (plan.direction_slab_bytes, "Muon's, bf16, of four layers at most")}
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def _of_muon(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
+    """What one matrix takes while it is orthogonalised, beside where momenta arrive and directions leave from."""
+    matrices = [s.shape for i in layout.with_muon for s in layout.layers[i].muon_segments]
+    work = max(map(work_bytes, matrices))
+    slots = sum(plan.momentum_slot_bytes) + sum(plan.direction_slot_bytes)
+    count = len(plan.momentum_slot_bytes)
+    return slots + work, f"{count} momenta + {count} directions + {format_bytes(work)} for a matrix"
+
+
+def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
+    per_element, size = plan.precision.state_bytes, layout.trained_size
+    without_v = size - layout.adamw_size
+    less = f" - {SECOND_MOMENT_BYTES} × {without_v}" if without_v else ""
+    return size * per_element - without_v * SECOND_MOMENT_BYTES, f"{per_element} bytes × {size}{less}"
 
 
 def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boundary: int, *, z_loss: bool) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatrain_ray.engine.layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS, ModelLayout
+from megatrain_ray.engine.layout import CUT_ELEMENTS, DIRECTION_BYTES, NODE_CUT_ELEMENTS, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import (
     ActivationPolicy,
@@ -153,10 +153,13 @@ class _Builder:
             slots=slots,
             gradient_slot_bytes=self._gradient_slots(),
             leaving_slot_bytes=self._leaving_slots(),
+            momentum_slot_bytes=self._muon_slots(torch.float32.itemsize),
+            direction_slot_bytes=self._muon_slots(DIRECTION_BYTES),
             gradient_dtype=_name(self._wire),
             sum_dtype=_name(self._sums),
             sums=c.sums,
             slab_bytes=self._slab_bytes(),
+            direction_slab_bytes=_in_flight(self.layout.direction_bytes),
             update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
             loss_chunk_tokens=self._chunk_tokens(),
             num_shards=num_shards,
@@ -196,6 +199,7 @@ class _Builder:
                 name=layer.name,
                 num_parameters=layer.logical_size,
                 num_trained=layer.num_trained,
+                num_muon=layer.num_muon,
                 num_fragments=len(layer.fragments),
                 weights=Tier.HOST,
                 state=Tier.HOST,
@@ -246,12 +250,22 @@ class _Builder:
         if self.candidate.sums is Tier.HOST:
             return self.layout.trained_size * self._sums.itemsize
         sizes = self._gradient_sizes(self._wire)
-        return sum(sizes) if self.request.clip else min(sum(sizes), 4 * max(sizes))
+        return sum(sizes) if self.request.clip else _in_flight(sizes)
+
+    def _muon_slots(self, itemsize: int) -> tuple[int, ...]:
+        """Two, so that what is made of a layer overlaps with what moves for its neighbours."""
+        sizes = [self.layout.layers[i].trained.size * itemsize for i in self.layout.with_muon]
+        return (max(sizes),) * min(2, len(sizes)) if sizes else ()
 
     def _chunk_tokens(self) -> int:
         tokens = self.request.micro_batch_size * self.request.seq_len
         of_one = logits_bytes(self.structure, self.request.precision, 1, z_loss=self.request.z_loss)
         return min(tokens, max(128, LOGITS_BYTES // of_one // 128 * 128))
+
+
+def _in_flight(sizes: Sequence[int]) -> int:
+    """Room for four layers, or for all where that is less."""
+    return min(sum(sizes), 4 * max(sizes))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,11 +7,13 @@ generation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from megatrain_ray.engine.momenta import MomentumPart
 from megatrain_ray.engine.shard import UpdateHeader
 
 EVERY_GENERATION = 1 << 62  # larger than any
@@ -26,7 +28,8 @@ class HostWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Lease:
-    """A temporary hold on a part of the slab, for one layer's gradient: `region` is 1-D uint8 of the slab."""
+    """A temporary hold on a part of the slab, for one layer's gradient or its directions: `region` is 1-D uint8 of the
+    slab."""
 
     layer: int
     start_bytes: int
@@ -37,13 +40,20 @@ class ParamSource(Protocol):
     async def fetch(self, layer: int, generation: int) -> HostWeights:
         """Waits for that generation of the layer. The tensor stays valid until the layer's next gradient lands."""
 
+    async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
+        """The first moments of that generation of a layer that Muon trains; valid as long as its weights are."""
+
 
 class GradSink(Protocol):
     async def lease(self, layer: int) -> Lease:
         """Waits for room in the slab."""
 
-    async def land(self, lease: Lease, update: int, at_s: float) -> None:
-        """The gradient is complete in the lease, which the sink now owns."""
+    async def lease_direction(self, layer: int) -> Lease:
+        """Waits for room for the layer's directions."""
+
+    async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
+        """The gradient is complete in the lease, which the sink now owns; so are the directions of a layer that Muon
+        trains."""
 
     async def commit(self, header: UpdateHeader, at_s: float) -> None:
         """Fixes scale, learning rate and step of an update before its first write."""
@@ -53,3 +63,7 @@ class GradSink(Protocol):
 
     async def close(self) -> None:
         """Stops what works in the background. Idempotent."""
+
+
+class Host(ParamSource, GradSink, Protocol):
+    """Both directions."""

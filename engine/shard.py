@@ -12,9 +12,10 @@ from torch import Tensor
 from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.journal import Journal, Part, Transaction
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
-from megatrain_ray.engine.layout import Run, Segment, ShardLayout, Span, round_up
+from megatrain_ray.engine.layout import Run, Segment, Span, round_up
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.errors import ConfigError, MegatrainError
@@ -58,13 +59,14 @@ class AdamShard:
         kernels: tuple[Build, ...] = NATIVE,
     ) -> None:
         """`working`: 1-D, the whole model's working copies at ModelLayout.starts. The others are the shard's own, 1-D
-        of ShardLayout.size: `residual` int16 for bf16, else None; `m` and `v` fp32. `journal`: at least
+        of ShardLayout.size_of: `residual` int16 for bf16, else None; `m` and `v` fp32. `journal`: at least
         Journal.num_bytes, zeroed, or what a shard that died left. `saves_frozen`: whether what is frozen is among the
         pieces of a save. `kernels`: candidates, the best first.
 
-        Raises MegatrainError for a tensor of another type or size, or a journal made for less.
+        Raises MegatrainError for a tensor of another type or size, a journal made for less, or Muon's matrices without
+        its constants.
         """
-        _check(precision, layout, {"working": working, "residual": residual, "m": m, "v": v})
+        _check(precision, layout, hyper, {"working": working, "residual": residual, "m": m, "v": v})
         self.layout = layout
         self._working = working
         self._own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
@@ -74,26 +76,41 @@ class AdamShard:
         self._kernel = open_kernel(num_threads, hyper, kernels)
 
     @property
+    def m(self) -> Tensor:
+        """First moments, 1-D of ShardLayout.size; to be read."""
+        return self._own["m"]
+
+    @property
     def kernel_name(self) -> str:
         return self._kernel.name
 
-    def update(self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int) -> None:
-        """One AdamW update of this shard's part of a layer: what of transaction `serial` is not done yet.
+    def update(
+        self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int, directions: Tensor | None = None
+    ) -> None:
+        """One update of this shard's part of a layer: what of transaction `serial` is not done yet.
 
         `gradient`: of all that is trained of the layer, 1-D, padded, bf16 or fp32. It is only read. `serial`: positive,
         larger than that of every update before; that of a torn one to finish it, with the same gradient and header.
-        Raises MegatrainError for a gradient of another size or type.
+        `directions`: bf16, at the same coordinates, where Muon trains something of the layer; only read.
+        Raises MegatrainError for a gradient or directions of another size or type.
         """
-        size = self.layout.model.layers[layer].trained.size
-        if gradient.numel() != size or gradient.dtype not in (torch.bfloat16, torch.float32):
-            raise MegatrainError(
-                f"optimizer shard {self.layout.index}: the gradient of layer {layer} must be {size} elements of "
-                f"bfloat16 or float32, got {gradient.numel()} of {gradient.dtype}"
-            )
+        self._check_incoming(layer, "gradient", gradient, (torch.bfloat16, torch.float32))
+        if self.layout.model.layers[layer].num_muon:
+            self._check_incoming(layer, "directions", directions, (torch.bfloat16,))
         if header.skip:
             return
         rates = Rates(torch.tensor(float(header.adam_step)), header.lr, header.scale)
-        self._kernel.update(self._parts(layer), gradient, rates, Transaction(self._journal, serial))
+        self._kernel.update(self._parts(layer), gradient, rates, Transaction(self._journal, serial), directions)
+
+    def _check_incoming(self, layer: int, name: str, got: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
+        size = self.layout.model.layers[layer].trained.size
+        if got is None or got.numel() != size or got.dtype not in dtypes:
+            found = "none" if got is None else f"{got.numel()} of {got.dtype}"
+            expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise MegatrainError(
+                f"optimizer shard {self.layout.index}: the {name} of layer {layer} must be {size} elements of "
+                f"{expected}, got {found}"
+            )
 
     def roll_back(self, layer: int, serial: int) -> None:
         """Undoes what a shard that died in transaction `serial` left half written; `update` then does the rest."""
@@ -109,7 +126,8 @@ class AdamShard:
             for run in self._runs(layer):
                 state = self._state(layer, run)
                 state.m.zero_()
-                state.v.zero_()
+                if state.v is not None:
+                    state.v.zero_()
                 for span in _blocks(run):
                     state.cut(span).store(_read(source, run, span))
 
@@ -129,13 +147,16 @@ class AdamShard:
         The buffers are the state itself: read to save it, written to restore it.
         """
         for kind, tensors in self._kinds(layer).items():
-            yield self._piece(layer, kind, self.layout.spans[layer], tensors)
+            yield self._piece(layer, kind, self._span(layer, kind), tensors)
         yield from self._frozen_pieces(layer)
 
     def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
         frozen = [self._working_of(layer, run).view(torch.uint8) for run in self._frozen_runs(layer)]
         if frozen and self._saves_frozen:
             yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
+
+    def _span(self, layer: int, kind: str) -> Span:
+        return (self.layout.v_spans if kind == "v" else self.layout.spans)[layer]
 
     def _piece(self, layer: int, kind: str, span: Span, tensors: Sequence[Tensor]) -> Piece:
         flat = self.layout.model.layers[layer]
@@ -157,7 +178,7 @@ class AdamShard:
                 copies.append(memory[start : start + tensor.nbytes])
                 start += round_up(tensor.nbytes, COPY_ALIGN)
             pairs += zip(copies, tensors, strict=True)
-            pieces.append(self._piece(layer, kind, self.layout.spans[layer], copies))
+            pieces.append(self._piece(layer, kind, self._span(layer, kind), copies))
         self._kernel.copy(pairs)
         return [*pieces, *self._frozen_pieces(layer)]
 
@@ -176,9 +197,12 @@ class AdamShard:
         return self._working[start : start + run.length]
 
     def _state(self, layer: int, run: Run) -> AdamState:
-        own_start = self.layout.starts[layer] + run.padded - self.layout.spans[layer].start
-        own = {kind: tensor[own_start : own_start + run.length] for kind, tensor in self._own.items()}
-        return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], own["v"])
+        in_span = run.padded - self.layout.spans[layer].start  # what has a second moment comes first
+        starts = {kind: self.layout.v_starts if kind == "v" else self.layout.starts for kind in self._own}
+        firsts = {kind: of_layers[layer] + in_span for kind, of_layers in starts.items()}
+        own = {kind: tensor[firsts[kind] : firsts[kind] + run.length] for kind, tensor in self._own.items()}
+        v = None if run.segment.muon else own["v"]
+        return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], v)
 
     def _parts(self, layer: int) -> list[Part]:
         parts, unit = [], 0
@@ -191,7 +215,9 @@ class AdamShard:
     def _weighting(self, segment: Segment) -> Weighting:
         group = segment.group
         common = self._hyper.weight_decay if segment.decay else 0.0
-        return Weighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay)
+        muon = self._hyper.muon
+        ratio = muon.adjust_lr.ratio(segment.shape) if muon and segment.muon else 1.0
+        return Weighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay, ratio)
 
     @property
     def _working_kind(self) -> str:
@@ -200,15 +226,15 @@ class AdamShard:
     def _kinds(self, layer: int) -> dict[str, list[Tensor]]:
         """The bytes of each kind of state of what is trained, run after run."""
         states = [self._state(layer, run) for run in self._runs(layer)]
-        if not states:
-            return {}
         named = {self._working_kind: [state.working for state in states]}
-        named |= {kind: [getattr(state, kind) for state in states] for kind in self._own}
-        return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items()}
+        named |= {kind: [t for state in states if (t := getattr(state, kind)) is not None] for kind in self._own}
+        return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items() if tensors}
 
 
-def _check(precision: Precision, layout: ShardLayout, tensors: dict[str, Tensor | None]) -> None:
-    expected = {kind: (dtype, layout.size) for kind, dtype in precision.state_kinds}
+def _check(precision: Precision, layout: ShardLayout, hyper: Hyper, tensors: dict[str, Tensor | None]) -> None:
+    if layout.model.with_muon and hyper.muon is None:
+        raise MegatrainError(f"optimizer shard {layout.index}: Muon trains some of the model and has no constants")
+    expected = {kind: (dtype, layout.size_of(kind)) for kind, dtype in precision.state_kinds}
     expected["working"] = (precision.working_dtype, layout.model.size)
     for name, tensor in tensors.items():
         got = None if tensor is None else (tensor.dtype, tensor.numel())

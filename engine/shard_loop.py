@@ -77,7 +77,8 @@ class ShardLoop:
             self._gate.enter(layer, update)
             self._words.begin(self._index, layer, update)
             header = self._words.header(update)
-            self._shard.update(layer, self._gradient(layer), header, self._serial(layer, update))
+            gradient, directions = self._gradient(layer), self._directions(layer)
+            self._shard.update(layer, gradient, header, self._serial(layer, update), directions)
             self._words.finish(self._index, layer, update)
         return True
 
@@ -85,6 +86,13 @@ class ShardLoop:
         return serial_of(update, layer, len(self._shard.layout.model.layers))
 
     def _gradient(self, layer: int) -> Tensor:
-        start = self._words.gradient_start(layer)
-        num_bytes = self._shard.layout.model.layers[layer].trained.size * self._gradient_dtype.itemsize
-        return self._slab[start : start + num_bytes].view(self._gradient_dtype)
+        return self._landed(layer, self._words.gradient_start(layer), self._gradient_dtype)
+
+    def _directions(self, layer: int) -> Tensor | None:
+        if not self._shard.layout.model.layers[layer].num_muon:
+            return None
+        return self._landed(layer, self._words.direction_start(layer), torch.bfloat16)
+
+    def _landed(self, layer: int, start: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = self._shard.layout.model.layers[layer].trained.size * dtype.itemsize
+        return self._slab[start : start + num_bytes].view(dtype)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import HostWeights, Lease
 from megatrain_ray.engine.shard import UpdateHeader
@@ -26,14 +28,24 @@ class SharedHost:
     """
 
     def __init__(
-        self, plan: Plan, layout: ModelLayout, working: torch.Tensor, slab: torch.Tensor, words: HostWords
+        self,
+        plan: Plan,
+        layout: ModelLayout,
+        working: torch.Tensor,
+        slab: torch.Tensor,
+        words: HostWords,
+        momenta: Momenta,
     ) -> None:
-        """`working`: 1-D, every layer's working copy at `layout.starts`. `slab`: 1-D uint8."""
+        """`working`: 1-D, every layer's working copy at `layout.starts`. `slab`: 1-D uint8, gradients and then Muon's
+        directions."""
         self._layout = layout
         self._working = working
         self._words = words
         self._deadline_s = plan.update_deadline_s
-        self._slab = SlabPool(slab, layout, plan.slab_itemsize, self._check)
+        self._momenta = momenta
+        gradient_bytes = [layer.trained.size * plan.slab_itemsize for layer in layout.layers]
+        self._slab = SlabPool(slab[: plan.slab_bytes], gradient_bytes, self._check)
+        self._directions = SlabPool(slab[plan.slab_bytes :], layout.direction_bytes, self._check, start=plan.slab_bytes)
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()
         self._closed = False
@@ -48,19 +60,29 @@ class SharedHost:
         start = self._layout.starts[layer]
         return HostWeights(self._working[start : start + self._layout.layers[layer].size], 0.0)
 
+    async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
+        await self.fetch(layer, generation)
+        return self._momenta.of(layer)
+
     async def lease(self, layer: int) -> Lease:
+        return await self._lease(self._slab, layer, "gradient")
+
+    async def lease_direction(self, layer: int) -> Lease:
+        return await self._lease(self._directions, layer, "directions")
+
+    async def _lease(self, slab: SlabPool, layer: int, name: str) -> Lease:
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await self._slab.lease(layer)
+                return await slab.lease(layer)
         except TimeoutError:
             raise DeadlineError(
-                f"no room for the gradient of layer {layer} within {self._deadline_s:.0f} s: the optimizer shards do "
+                f"no room for the {name} of layer {layer} within {self._deadline_s:.0f} s: the optimizer shards do "
                 "not get on"
             ) from None
 
-    async def land(self, lease: Lease, update: int, at_s: float) -> None:
+    async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
         self._held[lease.layer] = update
-        self._words.land(lease.layer, update, lease.start_bytes)
+        self._words.land(lease.layer, update, lease.start_bytes, direction.start_bytes if direction else 0)
 
     async def commit(self, header: UpdateHeader, at_s: float) -> None:
         self._words.commit(header)
@@ -98,9 +120,13 @@ class SharedHost:
             self._error = error
             raise
         finally:
-            await self._slab.wake()
-            async with self._changed:
-                self._changed.notify_all()
+            await self._wake()
+
+    async def _wake(self) -> None:
+        await self._slab.wake()
+        await self._directions.wake()
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _pass_on_bells(self) -> None:
         loop = asyncio.get_running_loop()
@@ -111,6 +137,6 @@ class SharedHost:
                 if self._words.generation(layer) >= update:
                     del self._held[layer]
                     await self._slab.release(layer)
-            await self._slab.wake()
-            async with self._changed:
-                self._changed.notify_all()
+                    if self._layout.layers[layer].num_muon:
+                        await self._directions.release(layer)
+            await self._wake()

@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 
-from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.seams import Lease
 from megatrain_ray.errors import CapacityError
 
 
 class SlabPool:
-    """Leases of a slab that holds every layer's gradient, each at its own place, or of a smaller one in equal parts.
+    """Leases of a slab that holds what waits of every layer, each at its own place, or of a smaller one in equal parts.
 
     Event loop only. A lease is released when every shard has its update; clipped steps need the whole-model slab,
     because no update may start before the last gradient's norm is known.
     """
 
     def __init__(
-        self, slab: torch.Tensor, layout: ModelLayout, itemsize: int, check: Callable[[], None] = lambda: None
+        self, slab: torch.Tensor, sizes: Sequence[int], check: Callable[[], None] = lambda: None, start: int = 0
     ) -> None:
-        """`slab`: 1-D uint8, gradients of `itemsize` bytes an element. `check` raises when waiting has become vain.
+        """`slab`: 1-D uint8. `sizes`: bytes of each layer. `check` raises when waiting has become vain. `start`: where
+        leases count from.
 
-        Raises CapacityError when the largest gradient does not fit.
+        Raises CapacityError when the largest layer does not fit.
         """
         self._check = check
         self._slab = slab
-        self._sizes = sizes = [layer.trained.size * itemsize for layer in layout.layers]
+        self._first = start
+        self._sizes = sizes
         self._own_place = slab.nbytes >= sum(sizes)
         part = max(sizes)
         if slab.nbytes < part:
             raise CapacityError(f"the gradient slab has {slab.nbytes} bytes, the largest layer needs {part}")
         num_parts = len(sizes) if self._own_place else slab.nbytes // part
-        self._starts = [start * itemsize for start in layout.gradient_starts] if self._own_place else []
+        self._starts = list(itertools.accumulate(sizes, initial=0)) if self._own_place else []
         self._free = [i * part for i in range(num_parts)]
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()
@@ -44,7 +46,7 @@ class SlabPool:
             await self._changed.wait_for(lambda: self._available(layer))
             start = self._starts[layer] if self._own_place else self._free.pop(0)
             self._held[layer] = start
-        return Lease(layer, start, self._slab[start : start + self._sizes[layer]])
+        return Lease(layer, self._first + start, self._slab[start : start + self._sizes[layer]])
 
     async def release(self, layer: int) -> None:
         async with self._changed:

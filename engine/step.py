@@ -22,7 +22,8 @@ from megatrain_ray.engine.layout import ModelLayout, Segment
 from megatrain_ray.engine.loss import Objective, chunked_loss
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.offload import Departure, Fetch
+from megatrain_ray.engine.offload import Transfer
+from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
@@ -74,8 +75,10 @@ class StepRunner:
         residents: Residents,
         modules: BoundModules,
         store: GradientStore,
-        transfer: Callable[[Departure | Fetch], None],
+        orthogonalizer: Orthogonalizer | None,
+        transfer: Callable[[Transfer], None],
     ) -> None:
+        """`orthogonalizer`: where Muon trains something."""
         self._plan = plan
         self._structure = structure
         self._layout = layout
@@ -84,15 +87,17 @@ class StepRunner:
         self._streamer = streamer
         self._residents = residents
         self._store = store
+        self._orthogonalizer = orthogonalizer
         self._transfer = transfer
         self._modules = modules
         self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
-        self.num_forwards = 0
         self.whereabouts = "between steps"  # read by other threads
 
     def run(self, step: StepInput, visits: tuple[Visit, ...]) -> StepOutput:
         """All visits; returns when the loss and the norm are known on the host."""
         self._store.begin()
+        if self._orthogonalizer:
+            self._orthogonalizer.begin()
         state = _StepState(
             step, [ForwardPass(self._skeleton.forward_of(mb)) for mb in step.micro_batches], self._targets(step)
         )
@@ -101,17 +106,31 @@ class StepRunner:
                 self._fetch_ahead(visits[visit.index + 1 : visit.index + 2])
             self.whereabouts = f"step {step.step}, {visit.phase.value} of {self._plan.layers[visit.layer].name}"
             with self._streamer.layer(visit.index) as regions, self._residents.bound(regions):
+                if visit.last and self._orthogonalizer:
+                    self._orthogonalizer.expect(visit.layer)
                 for j in visit.micro_batches:
                     self._visit(visit, j, state)
                 if not self._has_gradient(visit):
                     continue
                 if visit.last:
-                    self._transfer(self._store.finish(visit.layer))
+                    self._finish(visit.layer)
                 elif self._store.waits_on_host:
                     self._transfer(self._store.suspend(visit.layer))
         output = self._output(state)
         self.whereabouts = f"after the backward of step {step.step}"
         return output
+
+    def orthogonalize(self, scale: float) -> None:
+        """After the backward of a clipped step: submits the directions of what Muon trains. `scale`: of the update."""
+        if self._orthogonalizer:
+            self._orthogonalizer.run(scale)
+
+    def _finish(self, layer: int) -> None:
+        departure = self._store.finish(layer)
+        if self._orthogonalizer:
+            self._orthogonalizer.complete(departure)
+        else:
+            self._transfer(departure)
 
     def _fetch_ahead(self, coming: tuple[Visit, ...]) -> None:
         """Asks for the sum that the next visit will add to."""
@@ -155,7 +174,6 @@ class StepRunner:
                 self._seed(state.step, j, layer, 0)
                 saving = self._residents.saving() if keep else None
                 outcome = call.forward(function, parameters, saving)
-                self.num_forwards += 1
             self._seed(state.step, j, layer, 1)
             forward_pass.resume(outcome)
 
@@ -229,7 +247,6 @@ class StepRunner:
         with self._modules.bound(call.path) as (function, parameters), self._device.compute(Op("recompute", layer, j)):
             self._seed(state.step, j, layer, 0)
             call.recompute(function, parameters, self._residents.saving())
-            self.num_forwards += 1
 
     def _layer_of(self, call: LayerCall) -> int:
         return self._structure.layer_of(call.path)

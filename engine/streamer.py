@@ -54,7 +54,6 @@ class LayerStreamer:
         self._arrivals: dict[tuple[int, FragmentId], Future[Arrival]] = {}
         self._released: list[Future[Event]] = []
         self._pump: asyncio.Task[None] | None = None
-        self.num_uploads = 0
 
     def begin(self, residency: Residency, generation: int) -> None:
         """Starts to stream weights of this generation along the residency. Event loop only."""
@@ -145,7 +144,6 @@ class LayerStreamer:
         self._device.timeline.host_waits(weights.ready_at_s)
         event = self._device.copy(Stage.H2D, region, host, op, after)
         self._ring.to(load.slot, SlotState.READY, self._name(load.fragment))
-        self.num_uploads += 1
         self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
 
     def _fail(self, error: BaseException) -> None:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatrain_ray.engine.attention import Attention, imagined_masks, mask_bytes
 from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
+from megatrain_ray.engine.muon_choice import with_muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.trial import Answers, Call, Trial, run_trial
@@ -58,7 +59,7 @@ def discover(
             parameter.requires_grad_(parameter.is_floating_point())
         batch = micro_batch_size, seq_len
         found = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
-        structure = found.structure()
+        structure = with_muon(found.structure(), model) if rules.muon else found.structure()
         activations = found.activations(structure)
         if not structure.has_frozen:
             return structure, activations

@@ -11,6 +11,7 @@ from megatrain_ray.engine.adamw import Hyper, Rates, Scratch, adamw_block
 from megatrain_ray.engine.block_pool import BlockPool, Job
 from megatrain_ray.engine.journal import Part, Transaction, blocks_of
 from megatrain_ray.engine.layout import Span
+from megatrain_ray.engine.muon_block import muon_block
 
 COPY_ELEMENTS = 1 << 20
 
@@ -24,8 +25,15 @@ class TorchBlocks:
         self._hyper = hyper
         self._pool = BlockPool(num_threads)
 
-    def update(self, parts: Sequence[Part], gradient: Tensor, rates: Rates, transaction: Transaction | None) -> None:
-        self._pool.run(job for part in parts for job in self._jobs(part, gradient, rates, transaction))
+    def update(
+        self,
+        parts: Sequence[Part],
+        gradient: Tensor,
+        rates: Rates,
+        transaction: Transaction | None,
+        directions: Tensor | None = None,
+    ) -> None:
+        self._pool.run(job for part in parts for job in self._jobs(part, gradient, rates, transaction, directions))
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._pool.run(job for to, source in pairs for job in _copy_jobs(to, source))
@@ -33,11 +41,19 @@ class TorchBlocks:
     def close(self) -> None:
         self._pool.close()
 
-    def _jobs(self, part: Part, gradient: Tensor, rates: Rates, transaction: Transaction | None) -> Iterator[Job]:
+    def _jobs(
+        self,
+        part: Part,
+        gradient: Tensor,
+        rates: Rates,
+        transaction: Transaction | None,
+        directions: Tensor | None,
+    ) -> Iterator[Job]:
         blocks = transaction.journal.unmarked_blocks(part, transaction.serial) if transaction else blocks_of(part.units)
-        flat = gradient[part.gradient_start : part.gradient_start + part.length]
+        own = slice(part.gradient_start, part.gradient_start + part.length)
+        moved = directions[own] if directions is not None and part.by_muon else None
         for units in blocks:
-            yield partial(self._update_block, part, units, flat, rates, transaction)
+            yield partial(self._update_block, part, units, gradient[own], rates, transaction, moved)
 
     def _update_block(
         self,
@@ -46,6 +62,7 @@ class TorchBlocks:
         gradient: Tensor,
         rates: Rates,
         transaction: Transaction | None,
+        directions: Tensor | None,
         scratch: Scratch,
     ) -> None:
         # Cut here, by the thread that works on it: the caller alone would keep the others waiting.
@@ -53,7 +70,12 @@ class TorchBlocks:
         state = part.state.cut(elements)
         if transaction:
             transaction.journal.save(scratch.thread, units, state, transaction.serial)
-        adamw_block(state, gradient[slice(*elements)], self._hyper, rates, part.weighting, scratch)
+        own = gradient[slice(*elements)]
+        if directions is None:
+            adamw_block(state, own, self._hyper, rates, part.weighting, scratch)
+        else:
+            assert self._hyper.muon is not None  # or there were no directions
+            muon_block(state, own, directions[slice(*elements)], self._hyper.muon, rates, part.weighting, scratch)
         if transaction:
             transaction.journal.mark(units, transaction.serial)
 

@@ -15,6 +15,7 @@ from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Scratch, Weighti
 from megatrain_ray.engine.block_pool import BlockPool
 from megatrain_ray.engine.journal import UNIT_ELEMENTS, Part, Transaction, num_units
 from megatrain_ray.engine.layout import Span
+from megatrain_ray.engine.muon_block import muon_block
 from megatrain_ray.engine.working_copy import split
 from megatrain_ray.errors import MegatrainError
 
@@ -43,10 +44,18 @@ class UpdateKernel(Protocol):
     def name(self) -> str:
         """For reports."""
 
-    def update(self, parts: Sequence[Part], gradient: Tensor, rates: Rates, transaction: Transaction | None) -> None:
+    def update(
+        self,
+        parts: Sequence[Part],
+        gradient: Tensor,
+        rates: Rates,
+        transaction: Transaction | None,
+        directions: Tensor | None = None,
+    ) -> None:
         """Updates the units that are not marked; without a transaction all of them, and a kill tears some.
 
-        `parts`: their units ascend. `gradient`: the layer's, 1-D, padded, bf16 or fp32; only read.
+        `parts`: their units ascend. `gradient`: the layer's, 1-D, padded, bf16 or fp32; only read, as are `directions`:
+        bf16, of the same size, where Muon trains one of the parts.
         """
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -60,7 +69,8 @@ Build = Callable[[int, Hyper], UpdateKernel]  # from a number of threads
 
 
 def check_kernel(build: Build, hyper: Hyper) -> None:
-    """Raises MegatrainError with the first difference between a kernel and torch's fused AdamW. Takes milliseconds."""
+    """Raises MegatrainError with the first difference between a kernel and torch's fused AdamW, or torch's operations
+    of Muon where `hyper` has its constants. Takes milliseconds."""
     with closing(build(1, hyper)) as kernel, closing(BlockPool(1)) as pool:
         # In a thread with one torch thread: where cores are busy, waking others costs more than all this.
         pool.run([partial(_check, kernel, hyper)])
@@ -70,12 +80,11 @@ def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
     modes = itertools.product((True, False), (torch.bfloat16, torch.float32), (1.0, 0.3), (1, 1000))
     for is_split, dtype, scale, step in modes:
         rates = Rates(torch.tensor(float(step)), 1e-3, float(torch.tensor(scale)))
-        gradient = _values(0, 1e-2).to(dtype)
+        gradient, directions = _values(0, 1e-2).to(dtype), _values(4, 0.1).bfloat16()
         got, want = list(_parts(is_split, hyper)), list(_parts(is_split, hyper))
-        kernel.update(got, gradient, rates, None)
+        kernel.update(got, gradient, rates, None, directions)
         for part, expected in zip(got, want, strict=True):
-            own = gradient[part.gradient_start : part.gradient_start + part.length]
-            adamw_block(expected.state, own, hyper, rates, part.weighting, scratch)
+            _update(expected, gradient, directions, hyper, rates, scratch)
             if names := _different(part.state, expected.state):
                 raise MegatrainError(
                     f"{kernel.name} differs from torch {torch.__version__} in {', '.join(names)} of a parameter of "
@@ -84,21 +93,32 @@ def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
                 )
 
 
+def _update(part: Part, gradient: Tensor, directions: Tensor, hyper: Hyper, rates: Rates, scratch: Scratch) -> None:
+    """By torch."""
+    own = slice(part.gradient_start, part.gradient_start + part.length)
+    if part.by_muon and hyper.muon:
+        muon_block(part.state, gradient[own], directions[own], hyper.muon, rates, part.weighting, scratch)
+    else:
+        adamw_block(part.state, gradient[own], hyper, rates, part.weighting, scratch)
+
+
 def _parts(is_split: bool, hyper: Hyper) -> Iterator[Part]:
     """One parameter of each size, with numbers that are always the same; every second one decays, every third one has
-    another learning rate."""
+    another learning rate. With Muon there is one of each size more, which that trains."""
     master, m, v = _values(1, 1.0), _values(2, 1e-3), _values(3, 1e-5).abs_()
     working, residual = split(master) if is_split else (master, None)
     whole, start, unit = AdamState(working, residual, m, v), 0, 0
-    for index, size in enumerate(SIZES):
-        weighting = Weighting(0.3 if index % 3 == 2 else 1.0, hyper.weight_decay * (index % 2))
-        yield Part(whole.cut(Span(start, start + size)), start, weighting, unit)
+    for index, size in enumerate(SIZES * (2 if hyper.muon else 1)):
+        lr_ratio = 1.7 if index >= len(SIZES) else 1.0
+        weighting = Weighting(0.3 if index % 3 == 2 else 1.0, hyper.weight_decay * (index % 2), lr_ratio)
+        state = whole.cut(Span(start, start + size))
+        yield Part(state if index < len(SIZES) else state._replace(v=None), start, weighting, unit)
         start, unit = start + size, unit + num_units(size)
 
 
 def _values(seed: int, scale: float) -> Tensor:
-    """An awkward one here and there; never in all four tensors at the same place."""
-    values = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(seed)) * scale
+    """For all parts. An awkward one here and there; never in all tensors at the same place."""
+    values = torch.randn(2 * sum(SIZES), generator=torch.Generator().manual_seed(seed)) * scale
     awkward = values[3 * seed :: AWKWARD_EVERY]
     awkward.copy_(torch.tensor(AWKWARD).repeat(awkward.numel() // len(AWKWARD) + 1)[: awkward.numel()])
     return values
@@ -106,13 +126,19 @@ def _values(seed: int, scale: float) -> Tensor:
 
 def _different(a: AdamState, b: AdamState) -> list[str]:
     tensors = zip(AdamState._fields, a, b, strict=True)
-    return [name for name, x, y in tensors if x is not None and y is not None and not _equal(x, y)]
+    signed = a.v is not None  # in Muon's momentum torch's zeros have a sign or not, by where its vectors end
+    return [
+        name for name, x, y in tensors if x is not None and y is not None and not _equal(x, y, signed or name != "m")
+    ]
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit; but FP32 NaNs are alike: which operand's sign and payload they keep, no compiler promises."""
+def _equal(a: Tensor, b: Tensor, signed: bool) -> bool:
+    """Bit for bit; but FP32 NaNs are alike: which operand's sign and payload they keep, no compiler promises. Zeros of
+    either sign are unless `signed`."""
     integer = torch.int32 if a.dtype == torch.float32 else torch.int16
     same = a.view(integer) == b.view(integer)
     if a.dtype == torch.float32:
         same |= a.isnan() & b.isnan()
+    if not signed:
+        same |= a == b
     return bool(same.all())

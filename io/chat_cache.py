@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class ChatRecipe:
     truncation: Truncation
     seq_len: int
     bad_records: BadRecords
+    num_processes: int = 1  # that make them; the same come of any number
 
     def provenance(self) -> dict[str, Any]:
         """Raises ConfigError where a file cannot be read."""
@@ -54,9 +56,11 @@ class ChatRecipe:
             max_tokens=self.seq_len + 1,
             truncation=self.truncation,
             vocab_size=vocab_size,
+            num_processes=self.num_processes,
         )
-        itemsize = id_bytes(tokenizer.num_ids)
-        return files.write(folder, sequences, tally, itemsize=itemsize, end=tokenizer.end_of_document)
+        with closing(sequences):
+            itemsize = id_bytes(tokenizer.num_ids)
+            return files.write(folder, sequences, tally, itemsize=itemsize, end=tokenizer.end_of_document)
 
 
 def _described(layout: ChatLayout) -> list[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from megatrain_ray.io.chat_tally import ChatTally, Fate
 from megatrain_ray.io.chat_template import ChatTemplate
 from megatrain_ray.io.chat_turns import MarkedText, TurnMarker
 from megatrain_ray.io.highest_id import HighestId
+from megatrain_ray.io.process_map import map_in_order
 from megatrain_ray.io.record_files import Place, RecordError, read_records
 from megatrain_ray.io.sequence_files import TokenIds, TokenSequence
 from megatrain_ray.io.tokenizer import Tokenizer
@@ -32,7 +35,7 @@ class EncodedChat(NamedTuple):
 
 
 class ChatEncoder:
-    """Conversation to ids and mask: the part that takes the time. Holds no state; may be copied to other processes."""
+    """Conversation to ids and mask: the part that takes the time. Holds no state."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         """Raises ConfigError for a template that cannot be used."""
@@ -61,52 +64,83 @@ class ChatEncoder:
         return EncodedChat(ids.astype(np.uint32), supervised, answer_ends)
 
 
+class EncodedRecord(NamedTuple):
+    """What became of a record: ids and masks of what is kept of it, and what is to be told.
+
+    `highest_id`: of all its ids, cut off or not. `problem`: what is wrong with it, if anything is.
+    """
+
+    kept: list[tuple[TokenIds, Mask]]
+    fates: list[Fate]
+    highest_id: int = -1
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class RecordEncoder:
+    """Records, each with the number of its layout, to what becomes of them. May be copied to other processes."""
+
+    encoder: ChatEncoder
+    layouts: Sequence[ChatLayout]
+    max_tokens: int
+    truncation: Truncation
+
+    def __call__(self, numbered: tuple[int, object]) -> EncodedRecord:
+        number, record = numbered
+        try:
+            conversation = read_conversation(record, self.layouts[number])
+            chats = self.encoder.encode(conversation)
+        except RecordError as error:
+            return EncodedRecord([], [], problem=str(error))
+        fates = [] if chats else [Fate.NO_ANSWER]
+        if chats and conversation.messages[-1]["role"] != "assistant":
+            fates.append(Fate.TRAILING)
+        if len(chats) > 1:
+            fates.append(Fate.SPLIT)
+        cuts = [_length(chat, self.max_tokens, self.truncation) for chat in chats]
+        kept = [(c.ids[:length], c.supervised[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
+        highest_id = max((int(chat.ids.max(initial=0)) for chat in chats), default=-1)
+        return EncodedRecord(kept, fates + [fate for _, fate in cuts if fate], highest_id)
+
+
 def read_chats(
-    sources: Iterable[ChatSource],
+    sources: Sequence[ChatSource],
     encoder: ChatEncoder,
     tally: ChatTally,
     *,
     max_tokens: int,
     truncation: Truncation,
     vocab_size: int,
-) -> Iterator[TokenSequence]:
+    num_processes: int = 1,
+) -> Generator[TokenSequence]:
     """Every sequence of these files in their order, at most `max_tokens` long (seq_len + 1), with something to learn.
 
-    Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, an id outside of the
-    model's vocabulary, and at the end where there was nothing to learn.
+    The same from any number of processes. Raises ConfigError for a file that cannot be read, a bad record unless the
+    tally skips it, an id outside of the model's vocabulary, and at the end where there was nothing to learn;
+    MegatrainError where a process dies.
     """
     highest = HighestId(vocab_size)
-    for source in sources:
-        for place, record in read_records(source.file):
+    work = RecordEncoder(encoder, [source.layout for source in sources], max_tokens, truncation)
+    with closing(map_in_order(work, _numbered(sources), num_processes)) as records:
+        for place, record in records:
             tally.num_records += 1
-            for chat in _encoded(record, source.layout, place, encoder, tally):
-                highest.check(int(chat.ids.max(initial=0)), str(place))
-                length, fate = _length(chat, max_tokens, truncation)
-                if fate:
-                    tally.note(fate, place)
-                if length:
-                    tally.learn(chat.supervised[:length])
-                    yield TokenSequence(chat.ids[:length], chat.supervised[:length], place)
+            if record.problem is not None:
+                tally.bad(place, record.problem)
+            highest.check(record.highest_id, str(place))
+            for fate in record.fates:
+                tally.note(fate, place)
+            for ids, supervised in record.kept:
+                tally.learn(supervised)
+                yield TokenSequence(ids, supervised, place)
     if not tally.num_sequences:
         raise ConfigError("\n".join(["data.path: nothing to learn", *tally.lines()]))
 
 
-def _encoded(
-    record: object, layout: ChatLayout, place: Place, encoder: ChatEncoder, tally: ChatTally
-) -> list[EncodedChat]:
-    try:
-        conversation = read_conversation(record, layout)
-        encoded = encoder.encode(conversation)
-    except RecordError as error:
-        tally.bad(place, str(error))
-        return []
-    if not encoded:
-        tally.note(Fate.NO_ANSWER, place)
-    elif conversation.messages[-1]["role"] != "assistant":
-        tally.note(Fate.TRAILING, place)
-    if len(encoded) > 1:
-        tally.note(Fate.SPLIT, place)
-    return encoded
+def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[Place, tuple[int, object]]]:
+    """Every record of the sources with its place, and the number of its source."""
+    for number, source in enumerate(sources):
+        for place, record in read_records(source.file):
+            yield place, (number, record)
 
 
 def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, Fate | None]:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from megatrain_ray.io.cache_folder import cache_folder
 from megatrain_ray.io.durable import sync
 
 COMPILE_S = 120  # our files take one
@@ -38,7 +39,7 @@ def load_compiled(
     key = hashlib.sha256(text + repr((*flags, platform.machine())).encode()).hexdigest()[:16]
     name = f"{source.stem}-{key}.so"
     try:
-        return _load_or_build(source, flags, Path.home() / ".cache" / "megatrain-ray" / name, load)
+        return _load_or_build(source, flags, cache_folder() / name, load)
     except (OSError, RuntimeError):  # no home, read-only, full, or mounted noexec
         with tempfile.TemporaryDirectory() as folder:
             return _load_or_build(source, flags, Path(folder) / name, load)

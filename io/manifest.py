@@ -72,18 +72,22 @@ class ParameterEntry:
 @dataclass(frozen=True)
 class LayerEntry:
     """`logical_size`: elements. `num_frozen`: how many of them, the last ones, are not trained: only their weights are
-    there, `working` or `master`. `base_crc32`: where it is given not even these are; they come from where the run
-    began, and this is zlib's CRC-32 of their bytes."""
+    there, `working` or `master`. `num_muon`: how many of the trained ones, the last of them, have no `v`. `base_crc32`:
+    where it is given not even the frozen ones' weights are there; they come from where the run began, and this is
+    zlib's CRC-32 of their bytes."""
 
     name: str
     logical_size: int
     parameters: tuple[ParameterEntry, ...]
     num_frozen: int = 0
+    num_muon: int = 0
     base_crc32: int | None = None
 
     def size_of(self, kind: str) -> int:
         """Elements of one kind that the save holds."""
-        return self.logical_size if kind in WEIGHT_KINDS and self.base_crc32 is None else self.num_trained
+        if kind in WEIGHT_KINDS:
+            return self.logical_size if self.base_crc32 is None else self.num_trained
+        return self.num_trained - (self.num_muon if kind == "v" else 0)
 
     @property
     def num_trained(self) -> int:

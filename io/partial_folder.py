@@ -23,9 +23,7 @@ def complete_or_absent(out_dir: Path) -> Iterator[Path]:
     """
     target = out_dir.resolve()
     partial = target.with_name(f".{target.name}.partial")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{out_dir} exists and is not an empty folder: nothing is overwritten; name another one")
-    lock = _make(partial, out_dir)
+    lock = _make(partial, target, out_dir)
     try:
         yield partial
         sync(*partial.iterdir(), partial)
@@ -40,30 +38,43 @@ def complete_or_absent(out_dir: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path) -> list[Path]:
-    """Deletes the unfinished folders in `folder` that nobody writes any more, and returns what they were."""
+    """Deletes the unfinished folders in `folder` that nobody writes any more, and returns what they were.
+
+    Those of other users stay: they are in nobody's way.
+    """
     return [partial for partial in sorted(folder.glob(".*.partial")) if partial.is_dir() and _remove(partial)]
 
 
 def _remove(partial: Path) -> bool:
     try:
         lock = take_lock(partial / LOCK_NAME)
-    except BlockingIOError:
+    except OSError:  # held, or of another user
         return False
     shutil.rmtree(partial, ignore_errors=True)
     os.close(lock)
-    return True
+    return not partial.exists()
 
 
-def _make(partial: Path, out_dir: Path) -> int:
+def _make(partial: Path, target: Path, out_dir: Path) -> int:
     """The new folder's lock."""
     try:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise ConfigError(f"{out_dir} exists and is not an empty folder: nothing is overwritten; name another one")
         partial.mkdir(parents=True, exist_ok=True)
         lock = take_lock(partial / LOCK_NAME)
-        for left in partial.iterdir():  # by one that was killed
-            if left.name != LOCK_NAME:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
     except BlockingIOError:
         raise ConfigError(f"{out_dir} is being written by another process; wait for it, or name another one") from None
     except OSError as error:
-        raise ConfigError(f"cannot write to {out_dir}: {error.strerror}; name another folder") from None
+        raise _refusal(out_dir, error) from None
+    try:
+        for left in partial.iterdir():  # by one that was killed
+            if left.name != LOCK_NAME:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    except OSError as error:
+        os.close(lock)
+        raise _refusal(out_dir, error) from None
     return lock
+
+
+def _refusal(out_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write to {out_dir}: {error.strerror} ({error.filename}); name another folder")

@@ -49,20 +49,10 @@ class SequenceFiles:
             for block in self._blocks(sequences):
                 writer.add(block)
             writer.finish()
-        return TokenMeta(
-            itemsize=itemsize,
-            num_tokens=writer.num_tokens,
-            num_documents=writer.num_documents,
-            num_empty=0,
-            num_bad=tally.counts[Fate.BAD],
-            places=(),
-            highest_id=self._highest.id,
-            highest_file=self._highest.file,
-            end_of_document=end,
-            crc32=writer.crc32,
-            num_supervised=tally.num_supervised,
-            report=tuple(tally.lines()),
-        )
+        return TokenMeta.of(
+            writer, self._highest, end, tally.counts[Fate.BAD],
+            num_supervised=tally.num_supervised, report=tally.lines(),
+        )  # fmt: skip
 
     def _blocks(self, sequences: Iterable[TokenSequence]) -> Iterator[TokenBlock]:
         files = iter(self._files)

@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -70,6 +70,27 @@ class TokenMeta:
     num_supervised: int | None = None
     report: tuple[str, ...] = ()
 
+    @staticmethod
+    def of(
+        writer: TokenWriter, highest: HighestId, end_of_document: int | None, num_bad: int, *, num_empty: int = 0,
+        places: Sequence[str] = (), num_supervised: int | None = None, report: Iterable[str] = (),
+    ) -> TokenMeta:  # fmt: skip
+        """Of what was written."""
+        return TokenMeta(
+            itemsize=writer.itemsize,
+            num_tokens=writer.num_tokens,
+            num_documents=writer.num_documents,
+            num_empty=num_empty,
+            num_bad=num_bad,
+            places=tuple(places),
+            highest_id=highest.id,
+            highest_file=highest.file,
+            end_of_document=end_of_document,
+            crc32=writer.crc32,
+            num_supervised=num_supervised,
+            report=tuple(report),
+        )
+
 
 class Recipe(Protocol):
     """What a folder of tokens comes from."""
@@ -106,7 +127,7 @@ def provenance_of(files: Sequence[Path], tokenizer: str | None) -> dict[str, Any
         hashes = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in parts]
         return {
             "version": VERSION,
-            "files": [_identity(file) for file in files],
+            "files": [file_identity(file) for file in files],
             "tokenizer": hashes or tokenizer,
         }
     except OSError as error:
@@ -197,23 +218,15 @@ class _Making:
 
     def write(self, folder: Path) -> TokenMeta:
         tokenizer = load_tokenizer(self._recipe.tokenizer)
-        itemsize = id_bytes(tokenizer.num_ids)
-        with TokenWriter(folder, itemsize, self._seen) as writer:
+        with TokenWriter(folder, id_bytes(tokenizer.num_ids), self._seen) as writer:
             for block in tokenizer.encode_all(self._texts()):
                 writer.add(block)
             writer.finish()
-        return TokenMeta(
-            itemsize=itemsize,
-            num_tokens=writer.num_tokens,
-            num_documents=writer.num_documents,
-            num_empty=self._skips.num_empty,
-            num_bad=self._skips.num_bad,
-            places=tuple(self._skips.places),
-            highest_id=self._highest.id,
-            highest_file=self._highest.file,
-            end_of_document=tokenizer.end_of_document,
-            crc32=writer.crc32,
-        )
+        skips = self._skips
+        return TokenMeta.of(
+            writer, self._highest, tokenizer.end_of_document, skips.num_bad,
+            num_empty=skips.num_empty, places=skips.places,
+        )  # fmt: skip
 
     def _texts(self) -> Iterator[TextBlock]:
         done_bytes = num_documents = 0
@@ -229,7 +242,8 @@ class _Making:
         self._advance(read_bytes, self._total_bytes)
 
 
-def _identity(file: Path) -> list[Any]:
+def file_identity(file: Path) -> list[Any]:
+    """Path, size and time of change, by which a file is known again. Raises OSError."""
     real = file.resolve()
     stats = real.stat()
     return [str(real), stats.st_size, stats.st_mtime_ns]

@@ -49,7 +49,7 @@ class TokenWriter:
             for name in (TOKENS_NAME, LENGTHS_NAME, *([MASK_NAME] if masked else []))
         )
         self._mask = masks[0] if masks else None
-        self._itemsize = itemsize
+        self.itemsize = itemsize
         self._seen = seen
         self._blocks: list[TokenBlock] = []
         self._num_waiting = 0
@@ -92,7 +92,7 @@ class TokenWriter:
             self._seen(int(ids[at]), document, self._blocks[-1].read_bytes)
         for itemsize, crc in self.crc32.items():
             self.crc32[itemsize] = zlib.crc32(ids.astype(ID_TYPES[itemsize]).data, crc)
-        self._tokens.write(ids.astype(ID_TYPES[self._itemsize]).data)
+        self._tokens.write(ids.astype(ID_TYPES[self.itemsize]).data)
         if self._mask:
             masks = [block.supervised for block in self._blocks if block.supervised is not None]
             self._mask.write(np.concatenate(masks).astype(MASK_TYPE).data)

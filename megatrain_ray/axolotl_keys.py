@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain_ray.axolotl_data import data_of
+from megatrain_ray.foreign_groups import lr_groups_of
 from megatrain_ray.foreign_keys import RefusedError, Sets, Table, negated, number, one_of, or_null, whole
 from megatrain_ray.foreign_lora import one_folder, parameters_of, targets_or_expression
 from megatrain_ray.foreign_values import (
     DATA_LOADING,
-    GROUPS,
     KERNELS,
     LOGGED,
     LORA,
@@ -80,6 +80,9 @@ SETS = {
     "lora_target_linear": Sets("every_linear"),
     "lora_modules_to_save": Sets("beside", parameters_of),
     "lora_model_dir": Sets("lora.path", one_folder),
+    "lr_groups": Sets("lr_groups", lr_groups_of),
+    "embedding_lr": Sets("embedding_lr", number),
+    "embedding_lr_scale": Sets("embedding_lr_scale", number),
     "weight_decay": Sets("train.weight_decay", number, 0.0),
     "adam_beta1": Sets("beta1", number, 0.9),
     "adam_beta2": Sets("beta2", number, 0.999),
@@ -212,8 +215,6 @@ REFUSED = {
     "fp8*": "compute is bf16, tf32 or fp32",
     "lr_scheduler_kwargs": "set train.min_lr where it is meant",
     "cosine_constant_lr_ratio": "only constant, linear and cosine are here",
-    "lr_groups": GROUPS,
-    "embedding_lr*": GROUPS,
     "optim_*": "the optimizer is AdamW",
     "adam_beta3": "the optimizer is AdamW",
     "adam_epsilon2": "the optimizer is AdamW",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,21 +12,37 @@ from megatrain_ray import __version__
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
+from megatrain_ray.logs import is_unread, show, silence
 
 LATER_COMMANDS = ("bench",)
+UNREAD = 128 + signal.SIGPIPE  # as of a program that the signal ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit code: 0 done, 1 failed while running (a traceback where nobody expected it),
-    2 a setting or input is wrong, 3 cannot fit, 130 interrupted."""
+    2 a setting or input is wrong, 3 cannot fit, 130 interrupted, 141 nobody reads the output any more (`| head`)."""
+    try:
+        try:
+            return _answer(argv)
+        finally:
+            if sys.stdout:  # closed: none
+                sys.stdout.flush()  # what fails later, when the interpreter ends, cannot be handled
+    except BrokenPipeError:
+        if not is_unread(sys.stdout):
+            raise
+        silence(sys.stdout)
+        return UNREAD
+
+
+def _answer(argv: Sequence[str] | None) -> int:
     options = _parse(argv)
     try:
         return _run(options)
     except MegatrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {error}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        show("error: interrupted", sys.stderr)
         return InterruptedRunError.exit_code
 
 
@@ -105,39 +122,52 @@ def _run(options: argparse.Namespace) -> int:
         "convert-config": lambda: _convert(options),
     }
     if options.command not in commands:
-        raise ConfigError(f"megatrain {options.command} comes with a later version")
+        raise ConfigError(
+            f"megatrain {options.command} comes with a later version; megatrain train says at its end how fast it was"
+        )
     return commands[options.command]()
 
 
 def _train(config: TrainConfig) -> int:
-    from megatrain_ray.summary import summarize
-    from megatrain_ray.trainer import Trainer
+    from megatrain_ray.startup import spinner
+
+    with spinner("importing PyTorch and Ray"):
+        from megatrain_ray.summary import summarize
+        from megatrain_ray.trainer import Trainer
 
     summary = Trainer(config).fit()
     if summary.loss is None and not summary.evaluations:
-        print(f"already at step {summary.step} of {config.train.steps}: nothing to do ({summary.run_dir})")
+        show(f"already at step {summary.step} of {config.train.steps}: nothing to do ({summary.run_dir})")
         return 0
     loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
-    print(f"done: step {summary.step}{loss} ({summary.run_dir})")
+    show(f"done: step {summary.step}{loss} ({summary.run_dir})")
     for line in summarize(summary.rows, summary.run_dir, summary.evaluations):
-        print(f"  {line}")
+        show(f"  {line}")
     return 0
 
 
 def _plan(config: TrainConfig, *, as_json: bool) -> int:
     from megatrain_ray.engine.plan_report import describe
     from megatrain_ray.planning import plan_config
+    from megatrain_ray.tokenizing import missing_data
 
     plan = plan_config(config)
     print(plan.to_json().rstrip("\n") if as_json else describe(plan))
+    for problem in missing_data(config.data):
+        show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
     return 0
 
 
 def _export(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool) -> int:
-    from megatrain_ray.exporting import export_run
+    from megatrain_ray.startup import spinner
 
-    export_run(run_dir, out_dir, dtype, merge=merge)
-    print(f"exported to {out_dir}")
+    with spinner("exporting"):
+        from megatrain_ray.export_report import describe_export
+        from megatrain_ray.exporting import export_run
+
+        step = export_run(run_dir, out_dir, dtype, merge=merge)
+    for line in describe_export(out_dir, step):
+        print(line)
     return 0
 
 

@@ -116,7 +116,7 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     folder = Path(tempfile.mkdtemp(prefix=f"megatrain-{os.getpid()}-", dir="/tmp"))
     lock = take_lock(folder / LOCK_NAME)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    daemons = Daemons()
+    daemons, roots = Daemons(), None
     try:
         with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}):
             logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
@@ -132,10 +132,12 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder),
             )
-            daemons = Daemons(tuple(process for process in _started(before) if _is_daemon(process)))
+            roots = _started(before)
+            daemons = Daemons(tuple(process for process in roots if _is_daemon(process)))
             yield daemons
     finally:
-        started = _started(before)
+        # Another child of this process may be a tracker's, which outlives the cluster.
+        started = _started(before) if roots is None else _with_children(roots)
         if ray.is_initialized() and daemons.alive:
             _end(_helpers(started), 0)  # ray.shutdown waits a second for each to obey a SIGTERM, which it never gets
             ray.shutdown()
@@ -190,6 +192,14 @@ def _helpers(started: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 def _started(before: set[int]) -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+
+
+def _with_children(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    found: dict[int, psutil.Process] = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+    return list(found.values())
 
 
 def _end(processes: list[psutil.Process], timeout_s: float) -> None:

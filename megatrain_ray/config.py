@@ -109,6 +109,22 @@ class ParameterGroupConfig(Group):
     """Their peak learning rate; it follows the schedule in proportion. Unset: train.lr."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Of all that match, norms and biases too. Unset: train.weight_decay for matrices."""
+    optimizer: Literal["adamw", "muon"] | None = None
+    """With train.optimizer: muon, what trains them. Unset: Muon the matrices of the layers, AdamW the rest."""
+
+
+class MuonConfig(Group):
+    """Muon's own numbers; learning rate and decay are those of train."""
+
+    momentum: Rate = 0.95
+    """Weight of the old momentum in the new one."""
+    nesterov: bool = True
+    """What is orthogonalised is a step ahead of the momentum: as much of the gradient again."""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Newton-Schulz steps that orthogonalise a matrix, in bf16."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """What a matrix's shape makes of its learning rate. match_rms_adamw: × 0.2·√max(rows, columns), so that a learning
+    rate and decay that suit AdamW suit Muon; original: × √max(1, rows/columns)."""
 
 
 class OptimizationConfig(Group):
@@ -136,7 +152,12 @@ class OptimizationConfig(Group):
     freeze: Annotated[tuple[str, ...], BeforeValidator(name_patterns)] = ()
     """Patterns of the parameters that are frozen, out of the trainable ones."""
     groups: Annotated[tuple[ParameterGroupConfig, ...], Field(strict=False)] = ()
-    """Parameters with a learning rate or decay of their own: {match, lr, weight_decay}; the first match counts."""
+    """Parameters with a learning rate or decay of their own: {match, lr, weight_decay, optimizer}; the first match
+    counts."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon trains the matrices of the layers, AdamW all else (embeddings, head, norms, biases)."""
+    muon: MuonConfig = MuonConfig()
+    """Muon's own numbers."""
     betas: Annotated[tuple[Rate, Rate], Field(strict=False)] = (0.9, 0.95)
     """Decay of AdamW's two moments per update."""
     eps: Annotated[float, Field(gt=0)] = 1e-8

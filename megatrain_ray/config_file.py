@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from megatrain_ray.config import TrainConfig
+from megatrain_ray.config_origins import with_origins
 from megatrain_ray.errors import ConfigError
 
 SAVE_KEYS = ("save_every", "save_keep", "save_compress")
@@ -49,15 +50,26 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
     """The configuration in a YAML file, changed by overrides (`train.lr=1e-4`; values are YAML; `null` unsets).
 
     Raises ConfigError: no such file, broken YAML (with line and column), an override without `=`, unknown keys, wrong
-    types and values, settings that disagree; all wrong settings in one message, a line each.
+    types and values, settings that disagree; all wrong settings in one message, a line each, under the file or the
+    override that made them.
     """
     tree = read_settings(Path(path))
+    of_file = _problems(tree) if overrides else []
     for text in overrides:
         override(tree, text)
     try:
         return TrainConfig.model_validate(tree)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if "\n" not in str(error) else f"{path}:\n{error}") from None
+        by_key = {text.partition("=")[0]: text for text in overrides}
+        raise ConfigError(with_origins(str(error).splitlines(), of_file, str(path), by_key)) from None
+
+
+def _problems(tree: Mapping[str, Any]) -> list[str]:
+    try:
+        TrainConfig.model_validate(tree)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
 
 
 def read_settings(path: Path) -> dict[str, Any]:

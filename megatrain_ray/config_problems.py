@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 if TYPE_CHECKING:
-    from megatrain_ray.config import DataConfig, TrainConfig
+    from megatrain_ray.config import DataConfig, OptimizationConfig, TrainConfig
 
 LATER_KEYS = frozenset({"spill"})
 
@@ -57,14 +57,27 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
     if train.warmup_steps > train.steps:
-        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; set fewer"
+        remedy = f"set train.warmup_steps to {train.steps} or fewer"
+        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; {remedy}"
     if config.eval_every and config.data.eval_path is None:
         yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     for number, group in enumerate(train.groups):
-        if group.lr is None and group.weight_decay is None:
-            yield f"train.groups.{number}: has neither lr nor weight_decay; set one of them, or leave the group out"
+        if group.lr is None and group.weight_decay is None and group.optimizer is None:
+            yield f"train.groups.{number}: no lr, weight_decay or optimizer; set one of them, or leave the group out"
+    yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
+
+
+def _muon_disagreements(train: OptimizationConfig) -> Iterator[str]:
+    if train.optimizer == "muon":
+        return
+    for number, group in enumerate(train.groups):
+        if group.optimizer == "muon":
+            yield f"train.groups.{number}.optimizer: muon goes with train.optimizer: muon; set that, or leave it out"
+    for key, field in type(train.muon).model_fields.items():
+        if getattr(train.muon, key) != field.default:
+            yield f"train.muon.{key}: goes with train.optimizer: muon; set that, or leave the key out"
 
 
 def _kind_disagreements(data: DataConfig) -> Iterator[str]:
@@ -107,7 +120,8 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
             yield _unknown(key, problem["input"], root)
         case "missing":
             field = _fields(root).get(_without_numbers(key))
-            yield f"{key}: required. {(field and field.description) or ''}".rstrip()
+            sentence = " ".join(((field and field.description) or "").split()).partition(". ")[0]
+            yield f"{key}: required. {sentence}".rstrip()
         case "value_error":
             yield f"{key}: {problem['ctx']['error']}"
         case kind if kind in EXPECTED:

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatrain_ray.axolotl_keys import AXOLOTL
-from megatrain_ray.config import TrainConfig
+from megatrain_ray.config import ModelConfig, TrainConfig
 from megatrain_ray.config_file import dump_settings, override, read_settings
 from megatrain_ray.config_problems import known_keys
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.foreign_keys import Findings, Table, apply
+from megatrain_ray.foreign_groups import axolotl_groups, trained_layers
+from megatrain_ray.foreign_keys import Findings, apply
 from megatrain_ray.foreign_lora import resolve_lora
 from megatrain_ray.foreign_values import UNWARMED
 from megatrain_ray.llama_factory_keys import LLAMA_FACTORY
 
 TABLES = (LLAMA_FACTORY, AXOLOTL)
+FREEZING = ("freeze_layers", "freeze_modules", "freeze_extra")
 # What tables set beside settings: resolved by _resolve, which says how.
 RESOLVED = frozenset(
     {
         "revision", "neat_packing", "enable_thinking", "epochs", "max_steps", "warmup_steps", "warmup_ratio",
-        "min_lr_ratio", "method", "every_linear", "beside",
-        "optimizer", "special_tokens", "beta1", "beta2", "bf16", "tf32", "seed", "save_strategy", "save_steps",
-        "saves_per_epoch", "eval_steps", "evals_per_epoch",
+        "min_lr_ratio", "method", "optimizer", "special_tokens", "beta1", "beta2", "bf16", "tf32", "seed", "data_seed",
+        "save_strategy", "save_steps", "saves_per_epoch", "eval_strategy", "eval_steps", "evals_per_epoch",
+        "embedding_lr", "embedding_lr_scale", "lr_groups", "every_linear", "beside", *FREEZING,
     }
 )  # fmt: skip
 MOST_WARMUP_STEPS = 100  # of Axolotl's default
@@ -56,12 +58,24 @@ def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, len
         marks = ", ".join(f"{table.recognised} ({table.tool})" for table in TABLES)
         raise ConfigError(f"{path}: is of no tool that is known here; expected one of the keys {marks}")
     found = apply(table, tree, known_keys(TrainConfig) | RESOLVED)
+    _settle_freezing(found, tree)
     refused = bool(found.refused)
     if refused and not lenient:
         return Conversion("", tuple(_report(found)), refused)
-    settings = _resolve(found, table, overrides, num_gpus)
+    settings = resolve(found.settings, table.default_warmup, overrides=overrides, num_gpus=num_gpus)
+    TrainConfig.model_validate(settings)
     head = f"# From {path.name} of {table.tool}, by megatrain convert-config.\n"
     return Conversion(head + dump_settings(settings), tuple(_report(found)), refused)
+
+
+def _settle_freezing(found: Findings, tree: Mapping[str, Any]) -> None:
+    """What LLaMA-Factory's keys say of freezing counts for finetuning_type: freeze alone."""
+    if found.settings.get("method") == "freeze":
+        return
+    for target in FREEZING:
+        found.settings.pop(target, None)
+    keys = [key for key in LLAMA_FACTORY.sets if LLAMA_FACTORY.sets[key].target in FREEZING and tree.get(key)]
+    found.meaningless += [f"{key}: of finetuning_type: freeze" for key in keys]
 
 
 def _report(found: Findings) -> list[str]:
@@ -73,30 +87,48 @@ def _report(found: Findings) -> list[str]:
     return [line for title, lines in parts.items() if lines for line in (f"{title}:", *(f"  {line}" for line in lines))]
 
 
-def _resolve(found: Findings, table: Table, overrides: Sequence[str], num_gpus: int) -> dict[str, Any]:
-    """The settings as a tree that a configuration can be made of."""
-    given = dict(found.settings)
+def resolve(
+    found: Mapping[str, Any],
+    default_warmup: float,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    num_gpus: int = 1,
+    count: Callable[[Mapping[str, Any]], int] | None = None,
+) -> dict[str, Any]:
+    """What a table has found as a tree that a configuration can be made of. `settings`, then `overrides`, count before
+    it. `count`: rows of an epoch, asked for where epochs are to be made steps; None: they are made and counted."""
+    given = dict(found)
     _resolve_model_and_data(given)
     _resolve_numbers(given)
     resolve_lora(given)
     _resolve_batch(given, num_gpus)
     theirs = {key: given.pop(key) for key in list(given) if key in RESOLVED}
-    tree = _nested(given)
+    tree = _merged(_nested(given), settings or {})
     for text in overrides:
         override(tree, text)
-    _resolve_steps(tree, theirs, table)
-    TrainConfig.model_validate(tree)
+    if "freeze_layers" in theirs and "trainable" not in tree["train"]:
+        tree["train"]["trainable"] = _trainable(tree["model"], theirs)
+    if groups := axolotl_groups(theirs, tree["train"].get("lr", 0.0)):
+        tree["train"].setdefault("groups", groups)
+    _resolve_steps(tree, _Clock(tree, theirs, count or _count), theirs, default_warmup)
     return {key: tree[key] for key in (*GROUPS, *tree) if key in tree}
 
 
-def _resolve_steps(tree: dict[str, Any], theirs: Mapping[str, Any], table: Table) -> None:
+def _merged(tree: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups of both, with the values of `first` where both have one."""
+    both = {key: {**tree.get(key, {}), **value} for key, value in first.items() if isinstance(value, Mapping)}
+    return {**tree, **first, **both}
+
+
+def _resolve_steps(tree: dict[str, Any], clock: _Clock, theirs: Mapping[str, Any], default_warmup: float) -> None:
     """All that is counted in steps, of which there may be given shares and epochs. What overrides have set stays."""
-    clock, train = _Clock(tree, theirs), tree["train"]
+    train = tree["train"]
     train["steps"] = steps = train.get("steps") or clock.steps()
     if train["schedule"] == UNWARMED:
         train["schedule"] = "constant"
     else:
-        warmup = _warmup(theirs.get("warmup_steps"), theirs.get("warmup_ratio"), table.default_warmup, steps)
+        warmup = _warmup(theirs.get("warmup_steps"), theirs.get("warmup_ratio"), default_warmup, steps)
         train.setdefault("warmup_steps", warmup)
     if "save_every" not in tree:
         tree["save_every"] = clock.every("save", steps)
@@ -124,7 +156,8 @@ def _resolve_numbers(given: dict[str, Any]) -> None:
     given["train.betas"] = [given.pop("beta1"), given.pop("beta2")]
     bf16, tf32 = given.pop("bf16", False), given.pop("tf32", False)
     given["train.precision"] = "bf16" if bf16 else "tf32" if tf32 else "fp32"
-    given["train.seed"] = given["data.seed"] = given.pop("seed")
+    given["train.seed"] = given.pop("seed")
+    given["data.seed"] = given.pop("data_seed", given["train.seed"])
     if (ratio := given.pop("min_lr_ratio", None)) is not None and "train.lr" in given:
         given["train.min_lr"] = ratio * given["train.lr"]
 
@@ -136,6 +169,19 @@ def _resolve_batch(given: dict[str, Any], num_gpus: int) -> None:
         given["train.accumulate"] = max(1, batch // micro)
     else:
         given["train.accumulate"] *= num_gpus
+
+
+def _trainable(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    from megatrain_ray.model_source import open_model
+
+    try:
+        num_layers = open_model(ModelConfig.model_validate(model)).setting("num_hidden_layers")
+    except ConfigError as error:
+        raise ConfigError(
+            f"freeze_trainable_layers cannot be followed, as the model's layers cannot be counted: {error}; or give "
+            "train.trainable=[PATTERN] after the file"
+        ) from None
+    return trained_layers(theirs["freeze_layers"], num_layers, theirs["freeze_modules"], theirs.get("freeze_extra", ()))
 
 
 def _warmup(warmup: float | None, ratio: float | None, default: float, steps: int) -> int:
@@ -151,9 +197,12 @@ def _warmup(warmup: float | None, ratio: float | None, default: float, steps: in
 class _Clock:
     """Steps of what is given in epochs. Data are counted when that is asked for, and once."""
 
-    def __init__(self, tree: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tree: Mapping[str, Any], theirs: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int]
+    ) -> None:
         self._tree = tree
         self._theirs = theirs
+        self._count = count
 
     def steps(self) -> int:
         if (most := self._theirs.get("max_steps", -1)) > 0:
@@ -176,7 +225,7 @@ class _Clock:
     def _per_epoch(self) -> float:
         train = self._tree["train"]
         size = train.get("batch_size") or (train.get("micro_batch_size") or 1) * (train.get("accumulate") or 1)
-        return _count(self._tree) / size
+        return self._count(self._tree) / size
 
 
 def _count(tree: Mapping[str, Any]) -> int:

@@ -84,7 +84,7 @@ class Crew:
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
-        log.info("AdamW runs as %s", ", ".join(sorted(set(self._ask_shards("kernel_name")))))
+        log.info("updates run as %s", ", ".join(sorted(set(self._ask_shards("kernel_name")))))
         self._gpu_handles = answer("the GPU worker did not start", self.gpu.handles.remote())
         self._pids["GPU worker"] = next(iter(self._gpu_handles.values())).pid
 

@@ -57,6 +57,7 @@ def examine(folder: Path, root: Path = Path("/")) -> Iterator[Finding]:
     yield _open_files()
     yield _ray()
     yield _session_folder()
+    yield _tokens()
     yield _disk(folder)
 
 
@@ -170,6 +171,19 @@ def _session_folder() -> Finding:
     if free < ROOM_BYTES:
         return Finding("/tmp", State.SLOW, f"{format_bytes(free)} free", "Ray keeps logs and sockets there: free some")
     return Finding("/tmp", State.GOOD, f"{format_bytes(free)} free")
+
+
+def _tokens() -> Finding:
+    from megatrain_ray.io.cache_pruning import UNUSED_DAYS, size_of
+    from megatrain_ray.tokenizing import token_cache
+
+    try:
+        root = token_cache()
+    except RuntimeError as error:
+        return Finding("token cache", State.NOTE, f"none, tokens go to the run directory: {error}")
+    number, num_bytes = size_of(root)
+    text = f"{number} data sources, {format_bytes(num_bytes)} in {root}"
+    return Finding("token cache", State.GOOD, f"{text}; what {UNUSED_DAYS} days have not used goes when more come")
 
 
 def _disk(folder: Path) -> Finding:

@@ -32,9 +32,9 @@ from megatrain_ray.run_dir import RunFiles
 MAX_TRIES = 5
 
 
-def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False) -> None:
-    """`dtype`: bf16, fp32, or None for the working copy's. The tokenizer's files go with the weights. Of a run with
-    `lora` the adapters alone, or with `merge` the model with these added in.
+def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False) -> int:
+    """The step of the save that was taken. `dtype`: bf16, fp32, or None for the working copy's. The tokenizer's files
+    go with the weights. Of a run with `lora` the adapters alone, or with `merge` the model with these added in.
 
     Raises ConfigError for a folder that holds no run or no save, for an OUT_DIR that is in use, and for a merge of what
     has no adapters; MegatrainError for a damaged save. OUT_DIR appears whole or not at all.
@@ -50,7 +50,8 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool =
             raise ConfigError(f"{run_dir} holds no save yet: train until one is made (save_every), then export")
         step = saves[-1]
         try:
-            return _export(files, step, out_dir, chosen, config, merge=merge)
+            _export(files, step, out_dir, chosen, config, merge=merge)
+            return step
         except MegatrainError:
             if step in list_saves(files.saves):
                 raise

@@ -18,7 +18,7 @@ _ADAMW = dict.fromkeys(
     ),
     True,
 )  # fmt: skip
-optimizer_of = one_of(_ADAMW, "the optimizer is AdamW")
+optimizer_of = one_of(_ADAMW, "the optimizer is AdamW; for Muon set train.optimizer: muon")
 
 PLANNED = "the plan decides what is kept, recomputed and where it lies; see megatrain plan"
 KERNELS = "the engine chooses its kernels"
@@ -29,5 +29,4 @@ RESUMES = "the same command resumes the run in run_dir"
 LORA = "adapters are plain LoRA pairs beside an unquantised base; see lora.md"
 LORA_RATES = "set train.groups with match: lora_B; see lora.md"
 PARTLY = "set train.trainable or train.freeze; see freezing.md"
-GROUPS = "set train.groups; see freezing.md"
 PREFERENCES = "there is no training on preferences or rewards"

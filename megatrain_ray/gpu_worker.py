@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.arena_owner import SLAB, WORDS, WORKING
+from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, state_arena, state_views
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
@@ -19,10 +19,13 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
+from megatrain_ray.engine.momenta import Momenta
 from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.errors import DeadlineError
@@ -30,7 +33,7 @@ from megatrain_ray.flop_count import FlopCount
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.planning import Prepared
+from megatrain_ray.planning import Prepared, muon_of
 
 # With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -108,18 +111,34 @@ class GpuWorker:
         """Builds device and engine; `progress`: where the weights in the arenas stand."""
         plan, structure, layout = self._prepared.plan, self._prepared.structure, self._layout
         working = self._working()
-        slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)[: plan.slab_bytes]
+        slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
+        slab = slab[: plan.slab_bytes + plan.direction_slab_bytes]
         device = make_device(plan, deterministic=self._prepared.config.train.deterministic)
         device.pin(working.view(torch.uint8))
         device.pin(slab)
+        momenta = self._momenta(layout, device)
         words = HostWords(self._arenas[WORDS].buffer, len(layout.layers), plan.num_shards)
         words.reset(progress.step, layout.fixed)
-        self._host = SharedHost(plan, layout, working, slab, words)
-        self._engine = Engine(self._prepared.source.factory, structure, plan, device, self._host)
+        self._host = SharedHost(plan, layout, working, slab, words, momenta)
+        muon = muon_of(self._prepared.config.train)
+        self._engine = Engine(self._prepared.source.factory, structure, plan, device, self._host, muon=muon)
         await self._engine.rehearse()
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
         self._clock = time.perf_counter()
+
+    def _momenta(self, layout: ModelLayout, device: Device) -> Momenta:
+        """Those that the shards keep, where Muon trains something."""
+        plan = self._prepared.plan
+        parts, tensors = [], []
+        for k in range(plan.num_shards if plan.num_muon else 0):
+            part = ShardLayout(layout, k, plan.num_shards, plan.shard_cut_elements)
+            arena = torch.frombuffer(self._holder.map(state_arena(k)).buffer, dtype=torch.uint8)
+            m = state_views(arena, part, plan.precision)["m"]
+            device.pin(m)
+            parts.append(part)
+            tensors.append(m)
+        return Momenta(parts, tensors)
 
     async def step(self, step: int, save: bool) -> StepResult:
         """Runs one step. `save`: its update is marked as one that a save wants.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 import threading
 from collections.abc import Iterator
@@ -76,6 +77,13 @@ def show(text: str, stream: TextIO | None = None) -> None:
         print(text, file=stream, flush=True)
     except OSError:
         silence(stream)
+
+
+def is_unread(stream: TextIO) -> bool:
+    """Whether it is a pipe whose reader has gone."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def silence(stream: TextIO) -> None:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,10 +15,22 @@ from typing import Any, Protocol
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import config_to_dict
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.logs import say
 
 ID_NAME = "tracker_id"  # in the run directory
+MOST_PARAMS = 100  # that MLflow takes at once
+MOST_CHARS = 500  # of one
+# mlflow-skinny, which is enough for a server, has no database of its own.
+ADVICE = {"log.mlflow": "name a server in MLFLOW_TRACKING_URI, or pip install mlflow for a database here, or "}
+
+
+class End(Enum):
+    """How a run came to its end, in the words of MLflow, and as an exit code."""
+
+    FINISHED = 0
+    FAILED = 1
+    KILLED = 130  # interrupted; the same command goes on
 
 
 class MetricSink(Protocol):
@@ -26,7 +39,8 @@ class MetricSink(Protocol):
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Of one update; steps come in order. Whatever it raises costs the sink, not the run."""
 
-    def close(self) -> None: ...
+    def close(self, end: End) -> None:
+        """Nothing more comes."""
 
 
 class TensorBoardSink:
@@ -42,7 +56,7 @@ class TensorBoardSink:
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, step)
 
-    def close(self) -> None:
+    def close(self, end: End) -> None:
         self._writer.close()
 
 
@@ -65,8 +79,8 @@ class WandbSink:
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({"step": step, **numbers})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, end: End) -> None:
+        self._run.finish(exit_code=end.value)
 
 
 class MlflowSink:
@@ -74,8 +88,10 @@ class MlflowSink:
 
     def __init__(self, experiment: str, run_dir: Path, config: TrainConfig) -> None:
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         self._client = MlflowClient()
+        self._sent: Any = None  # the last of what is under way, in order
         found = self._client.get_experiment_by_name(experiment)
         number = found.experiment_id if found else self._client.create_experiment(experiment)
         tag = _identity(run_dir)
@@ -85,18 +101,21 @@ class MlflowSink:
             self._client.update_run(self._run, "RUNNING")
             return
         self._run = self._client.create_run(number, run_name=run_dir.name, tags={"megatrain_run": tag}).info.run_id
-        for key, value in config_to_dict(config).items():
-            self._client.log_param(self._run, key, str(value)[:500])  # longer ones are refused
+        params = [Param(key, str(value)[:MOST_CHARS]) for key, value in _settings(config_to_dict(config))]
+        for at in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self._run, params=params[at : at + MOST_PARAMS])
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
         metrics = [Metric(name, number, now_ms, step) for name, number in numbers.items()]
-        self._client.log_batch(self._run, metrics, synchronous=False)  # a server must not hold the training up
+        self._sent = self._client.log_batch(self._run, metrics, synchronous=False)  # a server must not hold a step up
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    def close(self, end: End) -> None:
+        if self._sent:
+            self._sent.wait()
+        self._client.set_terminated(self._run, status=end.name)
 
 
 class MetricSinks:
@@ -130,14 +149,19 @@ def open_sinks(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[
     Raises ConfigError where one cannot be opened.
     """
     opened: dict[str, MetricSink] = {}
+    end = End.FAILED
     try:
         for key, name, make in _wanted(config, run_dir, first_step):
             opened[name] = _open(key, make)
         yield MetricSinks(opened)
+        end = End.FINISHED
+    except (InterruptedRunError, KeyboardInterrupt):
+        end = End.KILLED
+        raise
     finally:
         for name, sink in opened.items():
             try:
-                sink.close()
+                sink.close(end)
             except Exception as error:
                 say(f"warning: {name} could not be closed ({type(error).__name__}: {error})")
 
@@ -156,7 +180,9 @@ def _open(key: str, make: Callable[[], MetricSink]) -> MetricSink:
     try:
         return make()
     except Exception as error:  # whatever a tracker's library raises
-        raise ConfigError(f"{key}: cannot be opened ({type(error).__name__}: {error}); leave the key out") from error
+        raise ConfigError(
+            f"{key}: cannot be opened ({type(error).__name__}: {error}); {ADVICE.get(key, '')}leave the key out"
+        ) from error
 
 
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -166,6 +192,15 @@ def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
             yield from _numbers(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
             yield f"{prefix}{name}", float(value)
+
+
+def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Of a configuration, by dotted key."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _identity(run_dir: Path) -> str:

@@ -98,6 +98,12 @@ class Objects:
     def is_empty(self) -> bool:
         return not any(self._given())
 
+    @property
+    def num_records(self) -> int | None:
+        """Of the training; None where the data are files, or do not say."""
+        there = not isinstance(self.train_dataset, (str, Path)) and hasattr(self.train_dataset, "__len__")
+        return len(self.train_dataset) if there else None
+
     def _given(self) -> Iterator[tuple[str, Any]]:
         for name in PLACES:
             if (value := getattr(self, name)) is not None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain_ray.config import TrainConfig
+from megatrain_ray.config import OptimizationConfig, TrainConfig
 from megatrain_ray.engine.attention import Attention, flex_problem
 from megatrain_ray.engine.lora import LoraRules
 from megatrain_ray.engine.model import ModelStructure, build_empty
+from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import Plan, Precision
@@ -79,11 +80,27 @@ def _rules(config: TrainConfig) -> ParameterRules:
     """A group's own learning rate is its peak: it follows the schedule of the run in proportion."""
     train = config.train
     groups = (
-        GroupRule(group.match, ParameterGroup(True, (group.lr or train.lr) / train.lr, group.weight_decay))
+        GroupRule(
+            group.match,
+            ParameterGroup(
+                True,
+                (group.lr or train.lr) / train.lr,
+                group.weight_decay,
+                None if group.optimizer is None else group.optimizer == "muon",
+            ),
+        )
         for group in train.groups
     )
     kind = ParameterRules if config.lora is None else LoraRules
-    return kind(train.trainable, train.freeze, tuple(groups))
+    return kind(train.trainable, train.freeze, tuple(groups), train.optimizer == "muon")
+
+
+def muon_of(train: OptimizationConfig) -> Muon | None:
+    """Muon's constants, where it trains anything."""
+    if train.optimizer != "muon":
+        return None
+    muon = train.muon
+    return Muon(muon.momentum, muon.nesterov, muon.ns_steps, LrAdjustment(muon.adjust_lr))
 
 
 def _discover(

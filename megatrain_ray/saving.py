@@ -177,7 +177,7 @@ def _manifest(
 
 def _layer(flat: FlatLayout, base_crc32: int | None) -> LayerEntry:
     num_frozen = flat.logical_size - flat.num_trained
-    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), num_frozen, base_crc32)
+    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), num_frozen, flat.num_muon, base_crc32)
 
 
 def _parameters(flat: FlatLayout) -> Iterator[ParameterEntry]:

@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from megatrain_ray.cluster import Daemons
 from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew
+from megatrain_ray.crew_start import Rates, start_crew
 from megatrain_ray.data_worker import HeldOutData
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.save_cost import predict_stall_s
@@ -25,14 +26,14 @@ from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.disk_errors import DiskFullError
 from megatrain_ray.io.manifest import Manifest
-from megatrain_ray.io.save import save_folder
 from megatrain_ray.logs import say
 from megatrain_ray.metric_sinks import MetricSinks
 from megatrain_ray.planning import Prepared
 from megatrain_ray.progress import ProgressView, make_progress
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_processes import forget, record
-from megatrain_ray.saving import RunningSave, check_save_room, measure_disk
+from megatrain_ray.saving import RunningSave
+from megatrain_ray.startup import Startup
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Job:
     run: RunDir
     interrupts: Interrupts
     daemons: Daemons
+    startup: Startup
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Session:
         self._run = run
         self._interrupts = job.interrupts
         self._daemons = job.daemons
+        self._startup = job.startup
         self._manifest = manifest
         self._sinks = sinks
         self._policy = RunPolicy.of(prepared.config)
@@ -90,7 +93,7 @@ class Session:
         self._under_way: list[Any] = []
         self._last_row: dict[str, Any] = {}
         self._silence = Silence()
-        self._disk_bytes_per_s = self._copy_bytes_per_s = 0.0
+        self._rates = Rates(0.0, 0.0)
 
     def train(self) -> tuple[int, float | None]:
         """Steps completed and the last one's loss, None when none ran.
@@ -116,16 +119,11 @@ class Session:
         return self._completed, self._last_row.get("loss")
 
     def _start(self, crew: Crew) -> None:
-        if self._prepared.config.save_every is not None:
-            check_save_room(self._prepared, self._run.saves, self._completed)
-            self._disk_bytes_per_s = measure_disk(
-                self._run.saves, self._prepared.plan.save_bytes, self._prepared.config.save_compress
-            )
-        crew.start(self._data_arguments())
-        manifest = self._manifest
-        crew.load(None if manifest is None else save_folder(self._run.saves, manifest.step), manifest)
-        self._copy_bytes_per_s = crew.copy_bytes_per_s()
-        crew.begin(self._progress)
+        self._rates = start_crew(
+            crew, self._prepared, self._run, self._manifest, self._progress, self._data_arguments(), self._startup
+        )
+        if not self._policy.is_done(self._seen()):
+            self._startup.tell(f"step {self._completed + 1} of {self._prepared.config.train.steps}")
         self._silence.heard()
 
     def _loop(self, crew: Crew, view: ProgressView) -> None:
@@ -168,7 +166,9 @@ class Session:
         predicted_s = 0.0
         if self._completed < step < self._prepared.config.train.steps and self._last_row:
             step_s = self._last_row["step_s"]
-            predicted_s = predict_stall_s(self._prepared.plan, step_s, self._disk_bytes_per_s, self._copy_bytes_per_s)
+            predicted_s = predict_stall_s(
+                self._prepared.plan, step_s, self._rates.disk_bytes_per_s, self._rates.copy_bytes_per_s
+            )
         try:
             self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
         except CapacityError as error:  # while running: nothing of the configuration is wrong

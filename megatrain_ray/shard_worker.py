@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, journal_arena, state_arena
+from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, journal_arena, state_arena, state_views
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.layout import ShardLayout
 from megatrain_ray.engine.save_cost import measure_copy
 from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError
@@ -31,7 +31,7 @@ from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.manifest import Manifest, PartManifest
 from megatrain_ray.io.save import Piece, read_pieces, write_part
-from megatrain_ray.planning import Prepared
+from megatrain_ray.planning import Prepared, muon_of
 
 
 def wait_gone(pid: int, timeout_s: float) -> None:
@@ -90,7 +90,8 @@ class ShardWorker:
         plan, train = self._prepared.plan, self._prepared.config.train
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
         num_bytes = self._layout.model.size * plan.precision.working_dtype.itemsize
-        state = self._state()
+        arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
+        state = state_views(arena, self._layout, plan.precision)
         return AdamShard(
             self._layout,
             plan.precision,
@@ -98,28 +99,18 @@ class ShardWorker:
             residual=state.get("residual"),
             m=state["m"],
             v=state["v"],
-            hyper=Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay),
+            hyper=Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train)),
             num_threads=plan.num_shard_threads,
             journal=self._arenas[journal_arena(self._index)].buffer,
             saves_frozen=plan.saves_frozen,
         )
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        """The shard's state kinds, one after the other in its own arena."""
-        state = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
-        tensors, start = {}, 0
-        for kind, dtype in self._prepared.plan.precision.state_kinds:
-            stop = start + self._layout.size * dtype.itemsize
-            tensors[kind] = state[start:stop].view(dtype)
-            start = stop
-        return tensors
 
     def handles(self) -> dict[str, ArenaHandle]:
         """Of all arenas of the run: this process keeps them alive too."""
         return self._holder.handles
 
     def kernel_name(self) -> str:
-        """What AdamW runs as."""
+        """What updates run as."""
         return self._shard.kernel_name
 
     def copy_bytes_per_s(self) -> float:

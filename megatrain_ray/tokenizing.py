@@ -6,14 +6,17 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatrain_ray.config import DataConfig
-from megatrain_ray.data_worker import sources_of
+from megatrain_ray.data_worker import naming_eval_path, sources_of
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.cache_folder import cache_folder
+from megatrain_ray.io.cache_pruning import mark_used, prune
 from megatrain_ray.io.chat_cache import ChatRecipe
 from megatrain_ray.io.chat_sources import find_chats
 from megatrain_ray.io.chat_template import load_chat_template
@@ -21,7 +24,10 @@ from megatrain_ray.io.documents import find_documents
 from megatrain_ray.io.token_cache import Recipe, TokenMeta, TokenRecipe, find_tokens, make_tokens
 from megatrain_ray.io.token_records import TokenRecordsRecipe
 from megatrain_ray.logs import say
-from megatrain_ray.units import format_count
+from megatrain_ray.startup import spinner
+from megatrain_ray.units import format_bytes, format_count
+
+MOST_PROCESSES = 12  # reading records and writing what comes of them is one process's, about a tenth of the work
 
 
 def tokenize(
@@ -34,6 +40,25 @@ def tokenize(
     """
     recipes = {name: _recipe(path, data, tokenizer) for name, path in sources_of(data, key).items()}
     return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
+
+
+def missing_data(data: DataConfig) -> Iterator[str]:
+    """What is wrong with the places that data.path and data.eval_path name, a message each; reads no text."""
+    for part, naming in ((data, nullcontext()), (data.held_out, naming_eval_path())):
+        try:
+            with naming:
+                if part is not None:
+                    _find(part)
+        except (ConfigError, OSError) as error:
+            yield str(error)
+
+
+def _find(data: DataConfig) -> None:
+    for path in sources_of(data).values():
+        if data.kind == "pretrain":
+            find_documents(path)
+        else:
+            find_chats(path, data.dataset, data.chat_format)
 
 
 def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
@@ -49,27 +74,37 @@ def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Reci
         data.truncation,
         data.seq_len,
         data.bad_records,
+        min(len(os.sched_getaffinity(0)), MOST_PROCESSES),
     )
 
 
 def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Path:
     with suppress(RuntimeError):  # no home
-        if found := find_tokens(recipe, _cache()):  # in one that cannot be written to, perhaps
+        with spinner(f"checking the tokens of {name}"):
+            found = find_tokens(recipe, token_cache())  # in one that cannot be written to, perhaps
+        if found:
+            mark_used(found)
             return found
-    with _root(run_dir) as root, _reports(name) as reports:
-        return make_tokens(recipe, root, vocab_size, reports)
+    with _root(run_dir) as root:
+        with _reports(name) as reports:
+            made = make_tokens(recipe, root, vocab_size, reports)
+        mark_used(made)
+        if freed_bytes := prune(root):
+            size = format_bytes(freed_bytes)
+            say(f"{root}: {size} of tokens deleted: their files have changed, or nothing used them for long")
+        return made
 
 
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "megatrain-ray" / "tokens"
+def token_cache() -> Path:
+    """Where tokens are kept. Raises RuntimeError for a user without a home."""
+    return cache_folder() / "tokens"
 
 
 @contextmanager
 def _root(run_dir: Path) -> Iterator[Path]:
     """The cache, or a folder in `run_dir` where that cannot be written to; an empty one goes again."""
     try:
-        root = _cache()
+        root = token_cache()
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             pass

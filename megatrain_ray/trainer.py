@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.exporting import export_run, has_adapters, load_exported
 from megatrain_ray.interrupts import Interrupts
+from megatrain_ray.io.cache_pruning import held
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.io.tokenizer import tokenizer_files
@@ -29,7 +30,9 @@ from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
 from megatrain_ray.session import Job, Session
+from megatrain_ray.startup import Startup
 from megatrain_ray.tokenizing import tokenize
+from megatrain_ray.training_arguments import with_arguments
 
 log = logging.getLogger(__name__)
 
@@ -65,19 +68,29 @@ class Trainer:
     """Trains what a TrainConfig describes; resumes the run when its directory holds one."""
 
     def __init__(
-        self, config: TrainConfig | Mapping[str, Any], *, model: Any = None, train_dataset: Any = None,
-        eval_dataset: Any = None, tokenizer: Any = None,
+        self, config: TrainConfig | Mapping[str, Any] | None = None, *, model: Any = None, args: Any = None,
+        train_dataset: Any = None, eval_dataset: Any = None, tokenizer: Any = None, processing_class: Any = None,
     ) -> None:  # fmt: skip
         """`config`: or its settings, as in a YAML file. Objects stand in the place of the settings that would name
         files, which are then left out: model.path, data.path, data.eval_path, data.tokenizer; what they may be:
-        objects.py. data.kind follows the first record unless it is set.
+        objects.py. data.kind follows the first record unless it is set. `processing_class`: the tokenizer.
+
+        `args`: a transformers.TrainingArguments, for what the settings do not say (training_arguments.py).
 
         Raises ConfigError.
         """
-        self._objects = Objects(model, train_dataset, eval_dataset, tokenizer)
-        if not self._objects.is_empty and isinstance(config, TrainConfig):
-            raise ConfigError("config: with objects give the settings as a mapping, without those of their files")
-        tree = config if isinstance(config, TrainConfig) else self._objects.fill(config)
+        self._objects = Objects(model, train_dataset, eval_dataset, tokenizer or processing_class)
+        if isinstance(config, TrainConfig):
+            if args is not None or not self._objects.is_empty:
+                raise ConfigError("config: with objects give the settings as a mapping, without those of their files")
+            self.config = config
+            return
+        settings = dict(config or {})
+        if args is not None:
+            settings.setdefault("run_dir", args.output_dir)
+        tree = self._objects.fill(settings)
+        if args is not None:
+            tree = with_arguments(args, tree, self._objects.num_records)
         self.config = TrainConfig.model_validate(tree)
 
     def fit(self) -> TrainSummary:
@@ -91,19 +104,22 @@ class Trainer:
                 f"run_dir: {self.config.run_dir} is relative, and a Ray job runs in a folder of its own that goes with "
                 "it; give an absolute path"
             )
+        startup = Startup()
         with Interrupts() as interrupts, RunDir.open(self.config) as run, log_to(run.logs / "driver.log"):
             await_end(run.path)
             manifest = _newest_save(run)
             if manifest is not None and _is_done(run, manifest.step):
                 return TrainSummary(manifest.step, None, run.path)
             with self._objects.written(run):
-                prepared = prepare(run.config)
+                with startup.phase("reading the model's configuration"):
+                    prepared = prepare(run.config)
                 if run.has_begun:
                     check_model(run.path, prepared.source.config, prepared.structure)
                 if manifest is not None:
                     _tell_of_resume(run, manifest.step)
-                inputs = _check_inputs(prepared, run.path, manifest)
-                return _run(prepared, inputs, run, manifest, interrupts)
+                inputs = _check_inputs(prepared, run.path, manifest, startup)
+                with held(inputs.folders):
+                    return _run(prepared, inputs, run, manifest, interrupts, startup)
 
 
 def _tell_of_resume(run: RunDir, step: int) -> None:
@@ -122,6 +138,11 @@ class Inputs:
     tokens: tuple[Path, ...]
     held_out: HeldOutData | None
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Of all tokens."""
+        return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
+
 
 def _is_done(run: RunDir, step: int) -> bool:
     """A run whose last evaluation is missing is not: it was killed in it, or eval_every is new."""
@@ -129,15 +150,17 @@ def _is_done(run: RunDir, step: int) -> bool:
     return RunPolicy.of(run.config).is_done(here)
 
 
-def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None) -> Inputs:
+def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None, startup: Startup) -> Inputs:
     """Everything that can be wrong with files, before the run is written or started. Raises ConfigError."""
     config = prepared.config
     check_packages(config)
-    prepared.source.check_weights(prepared.structure)
-    if manifest is None:
-        prepared.source.check_adapter(prepared.structure)
+    with startup.phase("looking for weights and tokenizer"):
+        prepared.source.check_weights(prepared.structure)
+        if manifest is None:
+            prepared.source.check_adapter(prepared.structure)
+        tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
     vocab_size = prepared.structure.vocab_size
-    tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
+    startup.tell("reading data")
     tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
     stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
     held_out = _held_out(prepared, run_dir)
@@ -164,8 +187,9 @@ def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
 
 
 def _run(
-    prepared: Prepared, inputs: Inputs, run: RunDir, manifest: Manifest | None, interrupts: Interrupts
-) -> TrainSummary:
+    prepared: Prepared, inputs: Inputs, run: RunDir, manifest: Manifest | None, interrupts: Interrupts,
+    startup: Startup,
+) -> TrainSummary:  # fmt: skip
     left = run.clean()
     plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
@@ -174,8 +198,10 @@ def _run(
     for path in left:
         log.info("deleted what a dead run left: %s", path)
     try:
-        with cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0) as daemons:
-            return _train(Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons), manifest)
+        with ExitStack() as stack:
+            with startup.phase("starting Ray"):
+                daemons = stack.enter_context(cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0))
+            return _train(Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup), manifest)
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved

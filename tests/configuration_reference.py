@@ -20,7 +20,7 @@ MORE = {
     "model.attention": "data.md", "data.kind": "data.md", "data.path": "data.md", "data.dataset": "sft_data.md",
     "data.eval_path": "data.md#held-out-data", "data.chat_format": "sft_data.md", "data.chat_template": "sft_data.md",
     "data.truncation": "sft_data.md", "data.packing": "data.md", "train.trainable": "freezing.md",
-    "train.freeze": "freezing.md", "train.groups": "freezing.md", "lora": "lora.md",
+    "train.freeze": "freezing.md", "train.groups": "freezing.md", "train.optimizer": "muon.md", "lora": "lora.md",
     "eval_every": "metrics.md#evaluationsjsonl", "log.wandb": "metrics.md", "log.mlflow": "metrics.md",
     "save_compress": "save_format.md",
 }  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 
 from megatrain_ray.architecture import Architecture
 from megatrain_ray.io.batches import Batch
@@ -17,6 +19,8 @@ NUM_IDS = 110  # below the ids that mean an image
 def build_family(name: str, folder: Path, **changes: Any) -> Path:
     """The model's own initialisation and noise on every parameter, so that none is a constant. `changes`: of its
     configuration."""
+    if name == "Zamba2" and transformers.__version__.startswith("4."):
+        pytest.skip("its own save_pretrained fails in Transformers 4, as it shares tensors")
     torch.manual_seed(0)
     model = Architecture(FAMILIES[name].config | changes)(torch.float32)
     model.init_weights()  # in Transformers 4; in 5 they have their values

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
 from megatrain_ray.engine.parameter_group import COMMON, FROZEN
 from megatrain_ray.engine.save_gate import GatedSave, SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import UpdateHeader
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.spare_memory import PAGE_BYTES, SpareMemory
 from megatrain_ray.io.pieces import Piece
 

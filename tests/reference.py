@@ -1,7 +1,8 @@
 """The reference of parity: what this project promises to compute, in plain PyTorch.
 
-An unmodified Hugging Face model, plain autograd, torch.optim.AdamW(fused=True) on FP32 masters. It imports nothing of
-the product but the rounding of a working copy and the seed of dropout.
+An unmodified Hugging Face model, plain autograd, torch.optim.AdamW(fused=True) on FP32 masters, torch.optim.Muon on
+those of the layers' matrices where asked for. It imports nothing of the product but the rounding of a working copy and
+the seed of dropout.
 """
 
 from __future__ import annotations
@@ -40,11 +41,22 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class Own:
-    """A learning rate (its peak) or decay of their own for the parameters that the pattern matches."""
+    """A learning rate (its peak), decay or optimizer of their own for the parameters that the pattern matches."""
 
     match: str
     lr: float | None = None
     weight_decay: float | None = None
+    muon: bool | None = None
+
+
+@dataclass(frozen=True)
+class MuonRecipe:
+    """By torch's names."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr: str = "match_rms_adamw"
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Recipe:
     adapter: Path | None = None  # a folder of peft's: its pairs are trained, and beside them what `trainable` matches
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    muon: MuonRecipe | None = None
     clip: float | None = 1.0
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -77,7 +90,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind; losses and the like have an entry for each of its own steps."""
+    """What a run left behind; losses and the like have an entry for each of its own steps. `exp_avg`: Muon's momentum
+    too; `exp_avg_sq`: of what AdamW trains."""
 
     step: int
     adam_steps: int
@@ -109,7 +123,7 @@ def train_reference(
         _freeze(model, recipe, frozen)
         start = start or _beginning(folder, recipe, model)
         masters = {name: nn.Parameter(master.clone()) for name, master in start.masters.items()}
-        optimizer = _optimizer(masters, recipe, start)
+        optimizer = _Optimizer(masters, _matrices(model, recipe, frozen), recipe, start)
         place = _Place(recipe.seed, start.step)
         _seed_dropout(model, place, frozen)
         losses, norms, rates, skipped = [], [], [], []
@@ -127,15 +141,13 @@ def train_reference(
             if not skip:
                 if recipe.clip is not None:
                     clip_grads_with_norm_(masters.values(), recipe.clip, norm, foreach=False)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * group["lr_scale"]
-                optimizer.step()
+                optimizer.step(rate)
             losses.append(loss)
             norms.append(norm.item())
             rates.append(rate)
             skipped.append(skip)
         adam_steps = start.adam_steps + skipped.count(False)
-        return Result(place.step, adam_steps, *_state(masters, optimizer), losses, norms, rates, skipped)
+        return Result(place.step, adam_steps, *optimizer.state(), losses, norms, rates, skipped)
 
 
 def _freeze(model: Any, recipe: Recipe, unreached: tuple[str, ...]) -> None:
@@ -306,9 +318,7 @@ class _Place:
 
 def _seed_dropout(model: Any, place: _Place, unreached: tuple[str, ...]) -> None:
     """Seeds before (call 0) and after (call 1) each decoder layer, and whatever else has parameters."""
-    reached = {id(p) for name, p in model.named_parameters() if not name.startswith(unreached)}
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters() if id(p) in reached))
+    layers = _layer_list(model, unreached)
     inside = {id(m) for layer in layers for m in layer.modules()}
 
     def seed(call: int) -> None:
@@ -331,6 +341,29 @@ def _seed_dropout(model: Any, place: _Place, unreached: tuple[str, ...]) -> None
             module.register_forward_hook(lambda *_: seed(1))
 
 
+def _layer_list(model: Any, unreached: tuple[str, ...]) -> nn.ModuleList:
+    reached = {id(p) for name, p in model.named_parameters() if not name.startswith(unreached)}
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters() if id(p) in reached))
+
+
+def _matrices(model: Any, recipe: Recipe, unreached: tuple[str, ...]) -> list[str]:
+    """What Muon trains: matrices, and stacks of them, of the decoder layers, unless the pattern's group says otherwise.
+    No biases, tables and convolutions."""
+    if recipe.muon is None:
+        return []
+    layers = _layer_list(model, unreached)
+    tables = [m for m in layers.modules() if isinstance(m, nn.Embedding | nn.Conv1d)]
+    inside = {id(p) for p in layers.parameters()} - {id(m.weight) for m in tables}
+    by_rule = {n for n, p in _trained(model) if id(p) in inside and p.dim() > 1 and not n.endswith("bias")}
+    own = {name: _own(name, recipe).muon for name, _ in _trained(model)}
+    return [name for name, muon in own.items() if (name in by_rule if muon is None else muon)]
+
+
+def _own(name: str, recipe: Recipe) -> Own:
+    return next((own for own in recipe.groups if _matches([own.match], [name])), Own(""))
+
+
 def _beginning(folder: Path, recipe: Recipe, model: Any) -> Result:
     whole = {_plain(n): p.detach() for n, p in _load(folder, torch.float32, recipe).named_parameters()}
     masters = {name: whole[name].to(recipe.device) for name, _ in _trained(model)}
@@ -339,21 +372,65 @@ def _beginning(folder: Path, recipe: Recipe, model: Any) -> Result:
     return Result(0, 0, masters, zeros, zeros)
 
 
-def _optimizer(masters: Mapping[str, nn.Parameter], recipe: Recipe, start: Result) -> torch.optim.AdamW:
-    """AdamW with no decay on norms and biases but for groups that say so, in the state of `start`."""
-    groups = []
-    for name, p in masters.items():
-        own = next((own for own in recipe.groups if _matches([own.match], [name])), Own(""))
+class _Optimizer:
+    """torch's AdamW, and its Muon of the `matrices`, in the state of `start`. No decay on norms and biases but for
+    groups that say so."""
+
+    def __init__(
+        self, masters: Mapping[str, nn.Parameter], matrices: Iterable[str], recipe: Recipe, start: Result
+    ) -> None:
+        self._masters = masters
+        self._matrices = set(matrices)
+        groups = {name: self._group(name, recipe) for name in masters}
+        rest = [group for name, group in groups.items() if name not in self._matrices]
+        self._adamw = torch.optim.AdamW(rest, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
+        self._optimizers: list[torch.optim.Optimizer] = [self._adamw]
+        for group in rest:
+            (p,), name = group["params"], group["name"]
+            step = torch.tensor(float(start.adam_steps), device=p.device)
+            m, v = start.exp_avg[name].clone(), start.exp_avg_sq[name].clone()
+            self._adamw.state[p] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
+        self._momenta = {name: start.exp_avg[name].clone() for name in self._matrices}
+        self._slices = {name: [nn.Parameter(s) for s in _slices(masters[name].data)] for name in self._matrices}
+        if recipe.muon:
+            stacks = [group | {"params": self._slices[name]} for name, group in groups.items() if name in self._slices]
+            muon = torch.optim.Muon(stacks, recipe.lr, adjust_lr_fn=recipe.muon.adjust_lr, **_numbers(recipe.muon))
+            for name, slices in self._slices.items():
+                for p, momentum in zip(slices, _slices(self._momenta[name]), strict=True):
+                    muon.state[p] = {"momentum_buffer": momentum}
+            self._optimizers.append(muon)
+
+    def _group(self, name: str, recipe: Recipe) -> dict[str, Any]:
+        own, p = _own(name, recipe), self._masters[name]
         decay = recipe.weight_decay if p.dim() > 1 else 0.0
         decay = decay if own.weight_decay is None else own.weight_decay
         lr_scale = 1.0 if own.lr is None else own.lr / recipe.lr
-        groups.append({"params": [p], "weight_decay": decay, "lr_scale": lr_scale})
-    optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
-    for name, p in masters.items():
-        step = torch.tensor(float(start.adam_steps), device=p.device)
-        m, v = start.exp_avg[name].clone(), start.exp_avg_sq[name].clone()
-        optimizer.state[p] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
-    return optimizer
+        return {"params": [p], "weight_decay": decay, "lr_scale": lr_scale, "name": name}
+
+    def step(self, rate: float) -> None:
+        """Of the masters' gradients."""
+        for name, slices in self._slices.items():
+            for p, gradient in zip(slices, _slices(self._masters[name].grad), strict=True):
+                p.grad = gradient
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["lr_scale"]
+            optimizer.step()
+
+    def state(self) -> tuple[Named, Named, Named]:
+        moments = {name: self._adamw.state[p] for name, p in self._masters.items() if name not in self._matrices}
+        exp_avg = self._momenta | {name: state["exp_avg"] for name, state in moments.items()}
+        exp_avg_sq = {name: state["exp_avg_sq"] for name, state in moments.items()}
+        return {name: p.detach() for name, p in self._masters.items()}, exp_avg, exp_avg_sq
+
+
+def _numbers(muon: MuonRecipe) -> dict[str, Any]:
+    return {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
+
+
+def _slices(stack: Any) -> list[Tensor]:
+    """The matrix itself, or those of a stack; views."""
+    return list(stack.view(-1, *stack.shape[-2:]))
 
 
 def _set_weights(parameters: Iterable[tuple[str, nn.Parameter]], masters: Mapping[str, Tensor]) -> None:
@@ -361,13 +438,6 @@ def _set_weights(parameters: Iterable[tuple[str, nn.Parameter]], masters: Mappin
         for name, parameter in parameters:
             master = masters[name].detach()
             parameter.copy_(to_working(master) if parameter.dtype == torch.bfloat16 else master)
-
-
-def _state(masters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> tuple[Named, Named, Named]:
-    def of(key: str) -> Named:
-        return {name: optimizer.state[p][key] for name, p in masters.items()}
-
-    return {name: p.detach() for name, p in masters.items()}, of("exp_avg"), of("exp_avg_sq")
 
 
 @contextmanager

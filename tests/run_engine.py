@@ -21,7 +21,7 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.journal import Journal
-from megatrain_ray.engine.layout import ModelLayout, ShardLayout
+from megatrain_ray.engine.layout import ModelLayout, Span
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lora import AdaptedFactory, LoraRules
@@ -29,12 +29,14 @@ from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
+from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
@@ -73,8 +75,6 @@ class EngineResult:
     exp_avg: dict[str, Tensor] = field(default_factory=dict)
     exp_avg_sq: dict[str, Tensor] = field(default_factory=dict)
     records: list[tuple[Record, ...]] = field(default_factory=list)
-    num_uploads: int = 0
-    num_forwards: int = 0
     device_bytes: int = 0
     evaluations: list[float] = field(default_factory=list)  # mean of the held-out batches, before and after every step
 
@@ -85,6 +85,10 @@ class EngineResult:
     @property
     def grad_norms(self) -> list[float]:
         return [r.grad_norm for r in self.reports]
+
+    def count(self, *names: str) -> int:
+        """Operations of these names in all steps."""
+        return sum(record.op.name in names for records in self.records for record in records)
 
 
 def folder_source(folder: Path, *, trust_remote_code: bool = False) -> ModelSource:
@@ -123,11 +127,11 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
 
 def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
     groups = (
-        GroupRule((g.match,), ParameterGroup(True, (g.lr or recipe.lr) / recipe.lr, g.weight_decay))
+        GroupRule((g.match,), ParameterGroup(True, (g.lr or recipe.lr) / recipe.lr, g.weight_decay, g.muon))
         for g in recipe.groups
     )
     kind = LoraRules if has_pairs else ParameterRules
-    return kind(recipe.trainable, recipe.freeze, tuple(groups))
+    return kind(recipe.trainable, recipe.freeze, tuple(groups), recipe.muon is not None)
 
 
 def lora_of(recipe: Recipe) -> LoraConfig | None:
@@ -142,6 +146,13 @@ def lora_of(recipe: Recipe) -> LoraConfig | None:
         dropout=theirs["lora_dropout"],
         path=str(recipe.adapter),
     )
+
+
+def muon_of(recipe: Recipe) -> Muon | None:
+    theirs = recipe.muon
+    if theirs is None:
+        return None
+    return Muon(theirs.momentum, theirs.nesterov, theirs.ns_steps, LrAdjustment(theirs.adjust_lr))
 
 
 def train_engine(
@@ -160,54 +171,66 @@ def train_engine(
     recipe's adapter."""
     batches = list(batches)
     source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
-    factory = source.factory
-    structure, plan = plan_for(factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
-    layout = structure.layout(mode.num_fragments)
-    state = HostState(layout, plan, recipe)
+    structure, plan = plan_for(source.factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
+    state = HostState(structure.layout(mode.num_fragments), plan, recipe)
     state.load(source.weights())
-    result = EngineResult(plan)
 
-    async def main() -> None:
+    async def train() -> EngineResult:
         timeline = Timeline(cost)
         device = make_device(timeline, recipe.num_threads)
-        host = LocalHost(plan, layout, state.working, state.shards, timeline)
-        engine = Engine(factory, structure, plan, device, host, poison=mode.poison)
-        adam_step = 1
+        host = LocalHost(plan, state.layout, state.working, state.shards, timeline)
+        muon = muon_of(recipe)
+        engine = Engine(source.factory, structure, plan, device, host, muon=muon, poison=mode.poison)
+        return await Training(engine, host, timeline, recipe, EngineResult(plan)).run(batches, held_out)
 
-        async def evaluate(generation: int) -> None:
-            if held_out:
-                parts = [
-                    await engine.evaluate(micro_batches_of(b, recipe.micro_batch_size), generation) for b in held_out
-                ]
-                result.evaluations.append(sum(parts) / sum(b.num_supervised for b in held_out))
-                assert device.take_exposed() == {}, "no step waited for what an evaluation waited for"
-                timeline.clear()
-
-        try:
-            await engine.rehearse()
-            await evaluate(0)
-            for step, batch in enumerate(batches, 1):
-                report = await engine.step(step_input(step, batch, recipe), schedule(step, adam_step, recipe))
-                adam_step += not report.skipped
-                result.reports.append(report)
-                if len(batches) == step:
-                    await host.drain(step)
-                result.records.append(timeline.records)
-                timeline.clear()
-                await evaluate(step)
-            result.device_bytes = device.memory().reserved_bytes
-        finally:
-            await host.close()
-            await engine.close()
-        result.num_uploads = engine.streamer.num_uploads
-        result.num_forwards = engine.runner.num_forwards
-
-    asyncio.run(main())
+    result = asyncio.run(train())
     result.masters = state.named(state.masters())
     result.frozen = state.frozen()
     result.exp_avg = state.named(state.whole("m"))
-    result.exp_avg_sq = state.named(state.whole("v"))
+    result.exp_avg_sq = state.second_moments()
     return result
+
+
+@dataclass(frozen=True)
+class Training:
+    """An engine and its host for as long as a training lasts, and what comes of it."""
+
+    engine: Engine
+    host: LocalHost
+    timeline: Timeline
+    recipe: Recipe
+    result: EngineResult
+
+    async def run(self, batches: Sequence[Batch], held_out: Sequence[Batch]) -> EngineResult:
+        try:
+            await self.engine.rehearse()
+            await self._evaluate(held_out, 0)
+            for step, batch in enumerate(batches, 1):
+                await self._step(step, batch)
+                if step == len(batches):
+                    await self.host.drain(step)
+                self.result.records.append(self.timeline.records)
+                self.timeline.clear()
+                await self._evaluate(held_out, step)
+            self.result.device_bytes = self.engine.device.memory().reserved_bytes
+        finally:
+            await self.host.close()
+            await self.engine.close()
+        return self.result
+
+    async def _step(self, step: int, batch: Batch) -> None:
+        adam_step = 1 + sum(not report.skipped for report in self.result.reports)
+        settings = schedule(step, adam_step, self.recipe)
+        self.result.reports.append(await self.engine.step(step_input(step, batch, self.recipe), settings))
+
+    async def _evaluate(self, batches: Sequence[Batch], generation: int) -> None:
+        if not batches:
+            return
+        cut = [micro_batches_of(batch, self.recipe.micro_batch_size) for batch in batches]
+        parts = [await self.engine.evaluate(micro_batches, generation) for micro_batches in cut]
+        self.result.evaluations.append(sum(parts) / sum(batch.num_supervised for batch in batches))
+        assert self.engine.device.take_exposed() == {}, "no step waited for what an evaluation waited for"
+        self.timeline.clear()
 
 
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
@@ -236,7 +259,8 @@ class HostState:
         self.working = _poisoned(layout.size, plan.precision.working_dtype)
         self.shard_layouts = [ShardLayout(layout, k, plan.num_shards) for k in range(plan.num_shards)]
         self.tensors = [
-            {kind: _poisoned(s.size, dtype) for kind, dtype in plan.precision.state_kinds} for s in self.shard_layouts
+            {kind: _poisoned(s.size_of(kind), dtype) for kind, dtype in plan.precision.state_kinds}
+            for s in self.shard_layouts
         ]
         self.shards = [
             AdamShard(
@@ -246,7 +270,7 @@ class HostState:
                 residual=t.get("residual"),
                 m=t["m"],
                 v=t["v"],
-                hyper=Hyper(*recipe.betas, recipe.eps, recipe.weight_decay),
+                hyper=Hyper(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe)),
                 num_threads=1,
                 journal=memoryview(bytearray(Journal.num_bytes(s, plan.precision, 1))),
                 saves_frozen=saves_frozen,
@@ -262,9 +286,9 @@ class HostState:
         """One kind of all shards, every layer's padded flat at its start."""
         flat = torch.zeros(self.layout.size, dtype=self.tensors[0][kind].dtype)
         for s, t in zip(self.shard_layouts, self.tensors, strict=True):
-            for i, span in enumerate(s.spans):
-                start = self.layout.starts[i]
-                flat[start + span.start : start + span.stop] = t[kind][s.slice(i)]
+            spans = s.v_spans if kind == "v" else s.spans
+            for start, span, part in zip(self.layout.starts, spans, t[kind].split([*map(_size, spans)]), strict=True):
+                flat[start + span.start : start + span.stop] = part
         return flat
 
     def masters(self) -> Tensor:
@@ -279,6 +303,11 @@ class HostState:
             for s in layer.trained_segments
         }
 
+    def second_moments(self) -> dict[str, Tensor]:
+        """Of what AdamW trains."""
+        without = {s.name for layer in self.layout.layers for s in layer.muon_segments}
+        return {name: v for name, v in self.named(self.whole("v")).items() if name not in without}
+
     def frozen(self) -> dict[str, Tensor]:
         return {
             s.name: layer.view(self.working[start : start + layer.size], s.name)
@@ -286,6 +315,10 @@ class HostState:
             for s in layer.owned
             if not s.group.trained
         }
+
+
+def _size(span: Span) -> int:
+    return span.size
 
 
 def _poisoned(size: int, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.weights import WeightFolder
-from tests.reference import Own, Recipe, Result, train_reference
+from tests.reference import MuonRecipe, Own, Recipe, Result, train_reference
 from tests.tiny import TEXT, text_batches
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +89,8 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch
         schedule=train.get("schedule", "cosine"),
         trainable=tuple(train.get("trainable", ())),
         freeze=tuple(train.get("freeze", ())),
-        groups=tuple(Own(**group) for group in train.get("groups", ())),
+        groups=tuple(_own(group) for group in train.get("groups", ())),
+        muon=MuonRecipe(**train.get("muon", {})) if train.get("optimizer") == "muon" else None,
         adapter=Path(tree["lora"]["path"]) if tree.get("lora") else None,
         clip=train.get("clip", 1.0),
         seed=train.get("seed", 0),
@@ -102,6 +103,11 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch
     if batches is None:
         batches = text_batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
     return train_reference(Path(tree["model"]["path"]), batches, recipe)
+
+
+def _own(group: Mapping[str, Any]) -> Own:
+    muon = group["optimizer"] == "muon" if "optimizer" in group else None
+    return Own(**{key: value for key, value in group.items() if key != "optimizer"}, muon=muon)
 
 
 def exported_masters(run_dir: Path, out: Path) -> dict[str, Tensor]:

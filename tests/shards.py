@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,23 +12,27 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.kernel_choice import NATIVE
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
 from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import FROZEN, ParameterGroup
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.engine.working_copy import join
 
-HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+MUON = Muon(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=LrAdjustment.ORIGINAL)
+HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, muon=MUON)
 NAN_BYTES = 0xFF  # of bf16 and fp32 alike; as int16 it is -1
 
 
 def model_layout() -> ModelLayout:
     """Odd sizes, a tied parameter, a layer smaller than one cut and one with a parameter over several shards; groups,
-    and a frozen parameter among others."""
+    a frozen parameter among others, and a matrix and a stack of them that Muon trains."""
     layers = (
         FlatLayout.build("embedding", [ParameterSpec("embed", "weight", (301, 33))]),
         FlatLayout.build(
@@ -37,6 +43,8 @@ def model_layout() -> ModelLayout:
                 ParameterSpec("gate", "gate", (67, 131), group=FROZEN),
                 ParameterSpec("bias", "bias", (1,), decay=False, group=ParameterGroup(weight_decay=0.7)),
                 ParameterSpec("down", "down", (67, 129)),
+                ParameterSpec("wide", "wide", (131, 67), group=ParameterGroup(lr_scale=0.3), muon=True),
+                ParameterSpec("stack", "stack", (3, 37, 23), muon=True),
             ],
         ),
         FlatLayout.build(
@@ -44,7 +52,7 @@ def model_layout() -> ModelLayout:
             [ParameterSpec("final", "final", (77,), decay=False), ParameterSpec("lm", "w", (301, 33), True, "embed")],
         ),
     )
-    return ModelLayout(layers, ("embed", "norm", "up", "bias", "down", "final"))
+    return ModelLayout(layers, ("embed", "norm", "up", "bias", "down", "wide", "stack", "final"))
 
 
 class Dictionary:
@@ -85,13 +93,19 @@ class ShardedState:
         if kind == "working":
             start = self.layout.starts[layer]
             return self.working[start : start + self.layout.layers[layer].size]
-        return torch.cat([own[kind][part.slice(layer)] for part, own in zip(self.parts, self.own, strict=True)])
+        parts = []
+        for part, own in zip(self.parts, self.own, strict=True):
+            start = part.v_starts[layer]
+            of_layer = slice(start, start + part.v_spans[layer].size) if kind == "v" else part.slice(layer)
+            parts.append(own[kind][of_layer])
+        return torch.cat(parts)
 
     def values(self, kind: str) -> dict[str, Tensor]:
         """Every parameter's master, or the m or v of every one that is trained."""
         found = {}
         for index, layer in enumerate(self.layout.layers):
             segments = layer.owned if kind == "master" else layer.trained_segments
+            segments = [s for s in segments if kind != "v" or not s.muon]
             flat = self.masters(index) if kind == "master" else self.flat(kind, index)
             found |= {s.name: layer.view(flat, s.name) for s in segments}
         return found
@@ -115,9 +129,11 @@ class Shards(ShardedState):
     shards: Sequence[AdamShard]
 
     def update(self, gradients: Sequence[Tensor], header: UpdateHeader) -> None:
+        directions = flat_directions(self.layout, header.update)
         for layer, gradient in enumerate(gradients):
             for shard in self.shards:
-                shard.update(layer, gradient, header, serial=header.update * len(gradients) + layer + 1)
+                serial = header.update * len(gradients) + layer + 1
+                shard.update(layer, gradient, header, serial, directions[layer])
 
     def load(self, source: WeightSource) -> None:
         for shard in self.shards:
@@ -155,7 +171,7 @@ def open_shards(precision: Precision, num_shards: int, kernels: tuple[Build, ...
     layout = model_layout()
     parts = [ShardLayout(layout, k, num_shards) for k in range(num_shards)]
     working = poisoned(layout.size, precision.working_dtype)
-    own = [{kind: poisoned(part.size, dtype) for kind, dtype in precision.state_kinds} for part in parts]
+    own = [{kind: poisoned(part.size_of(kind), dtype) for kind, dtype in precision.state_kinds} for part in parts]
     shards = [shard_over(parts[k], precision, working, own[k], k + 1, kernels=kernels) for k in range(num_shards)]
     try:
         yield Shards(parts, working, own, shards)
@@ -185,27 +201,48 @@ def flat_gradients(layout: ModelLayout, update: int, dtype: torch.dtype) -> list
     return flats
 
 
+def flat_directions(layout: ModelLayout, update: int) -> list[Tensor]:
+    """NaN wherever Muon trains nothing."""
+    generator = torch.Generator().manual_seed(1000 + update)
+    flats = [poisoned(layer.trained.size, torch.bfloat16) for layer in layout.layers]
+    for layer, flat in zip(layout.layers, flats, strict=True):
+        for segment in layer.muon_segments:
+            layer.view(flat, segment.name).copy_(torch.randn(segment.shape, generator=generator))
+    return flats
+
+
 def reference(layout: ModelLayout, num_updates: int, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
-    """master, m and v by parameter from torch's own optimizer on whole tensors."""
+    """master, m and v by parameter from torch's own AdamW on whole tensors, and Muon's operations."""
     parameters = {name: torch.nn.Parameter(t) for name, t in random_masters(layout).items()}
     segments = [(layer, s) for layer in layout.layers for s in layer.trained_segments]
+    segments, by_muon = [(a, s) for a, s in segments if not s.muon], [(a, s) for a, s in segments if s.muon]
+    momenta = {s.name: torch.zeros(s.shape) for _, s in by_muon}
     decays = {s.name: HYPER.weight_decay if s.decay else 0.0 for _, s in segments} | {"bias": 0.7}
     groups = [{"params": [parameters[s.name]], "weight_decay": decays[s.name]} for _, s in segments]
     optimizer = torch.optim.AdamW(groups, betas=(HYPER.beta1, HYPER.beta2), eps=HYPER.eps, fused=True)
     for header in headers(num_updates):
-        flats = dict(
-            zip((layer.name for layer in layout.layers), flat_gradients(layout, header.update, dtype), strict=True)
-        )
+        names = [layer.name for layer in layout.layers]
+        flats = dict(zip(names, flat_gradients(layout, header.update, dtype), strict=True))
+        directions = dict(zip(names, flat_directions(layout, header.update), strict=True))
         for layer, s in segments:
             parameters[s.name].grad = layer.view(flats[layer.name], s.name).float() * torch.tensor(header.scale)
         for (_, s), group in zip(segments, optimizer.param_groups, strict=True):
             group["lr"] = header.lr * (0.3 if s.name == "up" else 1.0)
-        if not header.skip:
-            optimizer.step()
+        if header.skip:
+            continue
+        optimizer.step()
+        for layer, s in by_muon:
+            gradient = layer.view(flats[layer.name], s.name).float() * torch.tensor(header.scale)
+            lr = header.lr * s.group.lr_scale
+            momenta[s.name].lerp_(gradient, 1 - MUON.momentum)
+            master = parameters[s.name].data.mul_(1 - lr * HYPER.weight_decay)
+            rows, columns = s.shape[-2:]
+            alpha = -(lr * math.sqrt(max(1, rows / columns)))
+            master.add_(layer.view(directions[layer.name], s.name), alpha=alpha)
     states = {s.name: optimizer.state[parameters[s.name]] for _, s in segments}
     return {
         "master": {name: p.detach() for name, p in parameters.items()},
-        "m": {name: state["exp_avg"] for name, state in states.items()},
+        "m": momenta | {name: state["exp_avg"] for name, state in states.items()},
         "v": {name: state["exp_avg_sq"] for name, state in states.items()},
     }
 
@@ -216,3 +253,15 @@ def assert_equal(state: ShardedState, expected: Mapping[str, Mapping[str, Tensor
         assert got.keys() == by_name.keys()
         for name, want in by_name.items():
             assert torch.equal(got[name].view(torch.int32), want.view(torch.int32)), f"{kind} of {name}"
+
+
+def new_words(num_shards: int = 2, num_layers: int = 3, generation: int = 0) -> HostWords:
+    words = HostWords(
+        memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, num_shards))), num_layers, num_shards
+    )
+    words.reset(generation)
+    return words
+
+
+def header(update: int) -> UpdateHeader:
+    return UpdateHeader(update=update, adam_step=update, lr=0.1, scale=1.0, skip=False)

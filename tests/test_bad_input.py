@@ -102,11 +102,18 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
     assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
 
 
-def test_a_plan_for_a_gpu_needs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_a_gpu_needs_neither_that_nor_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = config(tmp_path / "run", SHAPE | {"vocab_size": 320}, hardware__device="cuda", data__path="/nowhere.txt")
-    path = write_config(tmp_path / "config.yaml", tree)
-    assert main(["plan", str(path), "hardware.hbm_limit=24GiB"]) == 0
-    assert "CUDA context" in capsys.readouterr().out
+    path = write_config(tmp_path / "config.yaml", tree | {"data": tree["data"] | {"eval_path": "/held_out.txt"}})
+    for options in ((), ("--json",)):
+        assert main(["plan", str(path), "hardware.hbm_limit=24GiB", *options]) == 0
+        shown = capsys.readouterr()
+        assert "CUDA context" in shown.out
+        here = f"(relative paths start at {Path.cwd()}); a plan does without data, training does not"
+        assert shown.err.splitlines() == [
+            f"note: data.path: no such file: /nowhere.txt {here}",
+            f"note: data.eval_path: no such file: /held_out.txt {here}",
+        ]
     assert not (tmp_path / "run").exists()
 
 

@@ -227,6 +227,51 @@ def test_only_the_first_places_are_told(tmp_path: Path) -> None:
     assert tally.lines()[1].endswith("; …)")
 
 
+# --- several processes ---
+
+
+def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
+    """More than one process gets alone; a question without an answer, a bad record and a long one among others."""
+    folder = build(tmp_path / "tokenizer", FAMILIES["qwen3"])
+    encoder = ChatEncoder(load_tokenizer(str(folder)), load_chat_template(str(folder)))
+    long = [chat(f"{number} the cat 你好 " * 900, "It is 4. " * number, "r", "sat") for number in range(150)]
+    alpaca = {"instruction": "Sure?", "output": "Yes."}
+    write(tmp_path, *long, alpaca, name="a.jsonl")
+    write(tmp_path, chat("q"), "{", chat("q", "no " * 2000), *long[:20], chat("q", "a"), name="b.jsonl")
+    results = []
+    for num_processes in (1, 2):
+        tally = ChatTally("skip")
+        sequences = read_chats(
+            find_chats(str(tmp_path / "*.jsonl")),
+            encoder,
+            tally,
+            max_tokens=15000,
+            truncation="turn",
+            vocab_size=1000,
+            num_processes=num_processes,
+        )
+        results.append(([(s.ids.tolist(), s.supervised.tolist(), s.place) for s in sequences], tally.lines()))
+    assert results[0] == results[1]
+    assert len(results[0][0]) > 300
+    assert f"{tmp_path / 'b.jsonl'}, line 2: not valid JSON" in "\n".join(results[1][1])
+
+
+def test_a_bad_record_in_another_process_is_named(tmp_path: Path) -> None:
+    write(tmp_path, *[chat("q " * 9000, "a")] * 150, chat("q", "\ud83d"))
+    encoder = ChatEncoder(load_tokenizer("bytes"), load_chat_template("bytes"))
+    sequences = read_chats(
+        find_chats(str(tmp_path)),
+        encoder,
+        ChatTally(),
+        max_tokens=20000,
+        truncation="turn",
+        vocab_size=257,
+        num_processes=2,
+    )
+    with pytest.raises(ConfigError, match=r"a.jsonl, line 151: half a character"):
+        list(sequences)
+
+
 # --- files ---
 
 

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from megatrain_ray.architecture import Architecture
 from megatrain_ray.config import ModelConfig
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.plan import Precision
@@ -46,7 +47,8 @@ def test_the_same_bytes_come_out(tmp_path: Path, name: str) -> None:
     beside = beside_the_save(ModelConfig(path=str(folder)), manifest)
     export_save(save_folder(tmp_path, 0), manifest, tmp_path / "out", names=beside.names, rest=beside.rest)
     assert_same_bytes(exported(tmp_path / "out"), exported(folder))
-    assert (beside.names != {}) == (name not in ("GPT-2", "GPT-OSS", "Zamba2", "Qwen3-VL"))
+    of_model = Architecture(dict(FAMILIES[name].config))(torch.float32).state_dict().keys()
+    assert bool(beside.names) == bool(weights.keys() - of_model)  # most differ in Transformers 5, few in 4
     assert bool(beside.rest) == bool(FAMILIES[name].frozen or name == "DeepSeek-V3")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 import megatrain_ray
-from megatrain_ray.cli import main
+from megatrain_ray.cli import LATER_COMMANDS, main
 from megatrain_ray.errors import CapacityError, InterruptedRunError, MegatrainError
 from tests.settings import settings
 
@@ -63,7 +64,15 @@ def test_a_missing_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("arguments", [["bench", "x.yaml", "--json"], ["bench", "--help"]])
 def test_commands_of_later_versions_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    assert capsys.readouterr().err == f"error: megatrain {arguments[0]} comes with a later version\n"
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: megatrain {arguments[0]} comes with a later version; ")
+    assert err.count("\n") == 1
+
+
+def test_help_lists_no_command_of_later_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert not [name for name in LATER_COMMANDS if name in capsys.readouterr().out]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,7 @@ def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
 
 def test_a_wrong_key_is_reported_without_torch_or_ray(file: str) -> None:
     code = (
-        "import sys\nfrom megatrain_ray.cli import main\n"
+        "import sys\nfrom megatrain_ray.cli import LATER_COMMANDS, main\n"
         f"assert main(['train', {file!r}, 'train.stepz=1']) == 2\n"
         "assert not {'ray', 'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
@@ -91,6 +100,30 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {tmp_path} holds no run")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
+def test_a_reader_that_goes_ends_a_command_quietly(arguments: list[str]) -> None:
+    """As of `megatrain doctor | head -1`; here the reader is gone before the first line."""
+    command = [sys.executable, "-m", "megatrain_ray", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    end, out = os.pipe()
+    os.close(end)
+    try:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    finally:
+        os.close(out)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_no_silence(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: Any) -> int:
+        raise BrokenPipeError("a tracker's socket")
+
+    monkeypatch.setattr("megatrain_ray.cli._train", fail)
+    monkeypatch.setattr("megatrain_ray.cli.is_unread", lambda stream: False)
+    with pytest.raises(BrokenPipeError):
+        main(["train", file])
 
 
 @pytest.mark.parametrize(

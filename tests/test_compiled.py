@@ -11,7 +11,7 @@ from megatrain_ray.io.compiled import declare, load_compiled
 
 
 def test_a_change_of_an_included_file_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     source, header = tmp_path / "source.c", tmp_path / "header.h"
     source.write_text('#include "header.h"\nint value(void) { return VALUE; }\n')
     for value in (1, 2):

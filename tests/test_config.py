@@ -55,6 +55,8 @@ def test_defaults_are_those_of_the_table() -> None:
             "trainable": (),
             "freeze": (),
             "groups": (),
+            "optimizer": "adamw",
+            "muon": {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"},
             "betas": (0.9, 0.95),
             "eps": 1e-8,
             "clip": 1.0,

@@ -68,9 +68,30 @@ def test_a_broken_override_is_named(file: Path, override: str, message: str) -> 
     assert refusal(file, override) == message
 
 
-def test_wrong_settings_name_the_file(file: Path) -> None:
-    assert refusal(file, "train.stepz=1") == f"{file}: train.stepz: unknown key; did you mean train.steps?"
-    assert refusal(file, "train.lr=x", "seed=1").startswith(f"{file}:\ntrain.lr: ")
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        ({}, ["train.stepz=1"], "override 'train.stepz=1': train.stepz: unknown key; did you mean train.steps?"),
+        ({}, ["train.lr=1", "train.lr=x"], "override 'train.lr=x': train.lr: expected a number, got 'x'"),
+        ({}, ["data={seq_len: 8}"], "override 'data={seq_len: 8}': data.path: required."),
+        ({"model__path": MISSING}, ["model.path.x=1"], "override 'model.path.x=1': model.path: expected text"),
+        ({"train__warmup_steps": 4}, ["train.steps=3"], "override 'train.steps=3': train.warmup_steps: 4 is more than"),
+        ({"train__min_lr": 1.0}, ["train.steps=3"], "FILE: train.min_lr: 1.0 is more than train.lr"),
+        ({"train__stepz": 1}, ["train.steps=3"], "FILE: train.stepz: unknown key; did you mean train.steps?"),
+        ({"train__stepz": 1}, [], "FILE: train.stepz: unknown key"),
+        ({"train__batch_size": 8}, ["train.micro_batch_size=3"],
+         "FILE with train.micro_batch_size=3: train.batch_size: 8 disagrees with micro_batch_size"),
+        ({}, ["train.lr=x", "seed=1"], "override 'train.lr=x':\ntrain.lr: expected a number, got 'x'\n"
+                                       "override 'seed=1':\nseed: unknown key"),
+        ({"a": 1, "b": 1}, ["c=1"], "FILE:\na: unknown key"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_name_the_file_or_the_override(
+    tmp_path: Path, changes: dict[str, Any], overrides: list[str], message: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings(**changes)))
+    assert refusal(file, *overrides).startswith(message.replace("FILE", str(file)))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,41 @@ def test_texts_of_both(folder: Path) -> None:
             {"unfrozen_parameters": ["^lm_head.weight$", "model.layers.2[0-9]+.mlp"]},
             {"trainable": [r"^(?:^lm_head\.weight$)", r"^(?:model\.layers\.2[0-9]+\.mlp)"]},
         ),
+        (
+            LLAMA_FACTORY,
+            {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
+            {"trainable": [r"\.(?:2)\."]},
+        ),
+        (
+            LLAMA_FACTORY,
+            {
+                "finetuning_type": "freeze",
+                "freeze_trainable_layers": -5,
+                "freeze_trainable_modules": "mlp,self_attn.q_proj",
+                "freeze_extra_modules": "lm_head",
+            },
+            {"trainable": [r"\.(?:0|1|2)\.mlp", r"\.(?:0|1|2)\.self_attn\.q_proj", "lm_head"]},
+        ),
+        (LLAMA_FACTORY, {"finetuning_type": "freeze"}, {"trainable": [r"\.(?:1|2)\."]}),
+        (LLAMA_FACTORY, {"freeze_trainable_layers": 1}, {"trainable": None}),
+        (
+            AXOLOTL,
+            {"embedding_lr_scale": 0.5, "embedding_lr": 1},
+            {"groups": [{"match": ["embed_tokens", "lm_head"], "lr": 1e-5, "weight_decay": 0.0}]},
+        ),
+        (
+            AXOLOTL,
+            {"lr_groups": [{"name": "o", "modules": ["self_attn.o_proj", "mlp"], "lr": "1e-6"}]},
+            {
+                "groups": [
+                    {"match": ["embed_tokens", "lm_head"], "weight_decay": 0.0},
+                    {
+                        "match": [r"^(?!.*(?:bias|norm)).*self_attn\.o_proj", "^(?!.*(?:bias|norm)).*mlp"],
+                        "lr": 1e-6,
+                    },
+                ]
+            },
+        ),
         (AXOLOTL, {"seed": 7, "adam_epsilon": "1e-6"}, {"seed": 7, "eps": 1e-6}),
     ],
 )
@@ -283,6 +319,40 @@ def test_numbers(folder: Path, text: str, changes: dict[str, Any], expected: dic
     train = converted(path)["train"]
     assert {key: train.get(key) for key in expected} == expected
     assert "warmup_steps" in train or train["schedule"] == "constant"
+
+
+def test_axolotls_groups_match_what_they_match_there(folder: Path) -> None:
+    groups = [{"name": "o", "modules": ["layers.1"], "lr": 1e-6}]
+    path = write(folder, AXOLOTL, lr_groups=groups, max_steps=5, saves_per_epoch=None)
+    (pattern,) = converted(path)["train"]["groups"][1]["match"]
+    there = ["model.layers.1.mlp.up_proj.weight", "model.layers.10.mlp.up_proj.weight"]
+    others = [
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.layers.2.x.weight",
+    ]
+    assert [name for name in there + others if re.search(pattern, name)] == there
+
+
+def test_what_is_converted_is_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    freeze = {"finetuning_type": "freeze", "freeze_trainable_modules": "mlp", "freeze_extra_modules": "lm_head,norm"}
+    lr_groups = [{"name": "o", "modules": ["self_attn"], "lr": 1e-6}]
+    for text, changes in ((LLAMA_FACTORY, freeze), (AXOLOTL, {"lr_groups": lr_groups, "embedding_lr": 1e-6})):
+        path = write(folder, text, max_steps=5, saves_per_epoch=None, **changes)
+        (folder / "ours.yaml").write_text(convert(path).text)
+        assert main(["plan", "ours.yaml", "hardware.device=cpu"]) == 0, capsys.readouterr()
+
+
+def test_layers_of_a_model_that_is_not_here_cannot_be_counted(folder: Path) -> None:
+    path = write(folder, LLAMA_FACTORY, finetuning_type="freeze", model_name_or_path="./away", max_steps=5)
+    with pytest.raises(ConfigError, match=r"layers cannot be counted: .*; or give train.trainable=\[PATTERN\] after"):
+        convert(path)
+    assert converted(path, "train.trainable=[mlp]")["train"]["trainable"] == ["mlp"]
+
+
+def test_freezing_has_no_meaning_without_freeze_tuning(folder: Path) -> None:
+    path = write(folder, LLAMA_FACTORY, freeze_trainable_layers=1, max_steps=5)
+    assert "  freeze_trainable_layers: of finetuning_type: freeze" in convert(path).report
 
 
 def test_gpus_and_overrides(folder: Path) -> None:
@@ -304,7 +374,11 @@ def test_epochs_of_data_that_are_not_here_need_steps(folder: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "other adapters": (LLAMA_FACTORY, {"finetuning_type": "oft"}, "finetuning_type: oft: only full and lora are here"),
+    "other adapters": (
+        LLAMA_FACTORY,
+        {"finetuning_type": "oft"},
+        "finetuning_type: oft: only full, freeze and lora are here",
+    ),
     "DoRA": (LLAMA_FACTORY, {"finetuning_type": "lora", "use_dora": True}, "use_dora: adapters are plain LoRA pairs"),
     "several": (
         LLAMA_FACTORY,
@@ -357,6 +431,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"unfrozen_parameters": ["^lm_head.weight$[:32000]"]},
         "unfrozen_parameters: ['^lm_head.weight$[:32000]']: parameters are trained or frozen as a whole",
     ),
+    "groups": (AXOLOTL, {"lr_groups": {"mlp": 1e-5}}, "lr_groups: {'mlp': 1e-05}: expected a list of {name, modules"),
     "doubles": (AXOLOTL, {"dataset_exact_deduplication": True}, "dataset_exact_deduplication: all records are read"),
     "unknown": (AXOLOTL, {"brand_new": 1}, "brand_new: is no key of Axolotl that is known here"),
 }

@@ -17,7 +17,7 @@ from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.trace import Op, Stage, Timeline
-from tests.reference import Recipe, train_reference
+from tests.reference import MuonRecipe, Recipe, train_reference
 from tests.run_engine import Mode, train_engine
 from tests.tiny import build_tiny, tiny_batches
 
@@ -147,6 +147,44 @@ def test_losses_agree_across_devices(tmp_path: Path, make: Make, precision: str)
     ours = train_engine(tmp_path, tiny_batches(10), recipe, Mode(), make_device=make)
     theirs = train_reference(tmp_path, tiny_batches(10), recipe)
     assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE[precision])
+
+
+def test_the_event_log_with_muon_is_the_same_on_every_device(tmp_path: Path, make: Make) -> None:
+    """With clipping. Without, momenta come by the way of the weights, in backward, and which of them come first
+    is a matter of real time."""
+    build_tiny(tmp_path)
+    recipe, mode = Recipe(2, muon=MuonRecipe()), Mode(LoopOrder.LAYERS_OUTER, num_shards=2)
+    logs = [
+        train_engine(tmp_path, tiny_batches(2), recipe, mode, make_device=maker).records
+        for maker in (MAKERS["cpu"], make)
+    ]
+    ours, theirs = (sorted(map(str, map(dataclasses.astuple, itertools.chain(*log)))) for log in logs)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+def test_muon_is_that_of_the_same_device(
+    tmp_path: Path, make: Make, precision: str, clip: float | None, grad_dtype: str
+) -> None:
+    """On the same device, in the same mode: directions are made there, momenta and masters on the host. What a last bit
+    of a gradient changes grows from update to update, so it is three of them, and not bits."""
+    build_tiny(tmp_path, num_layers=6)
+    recipe = Recipe(3, muon=MuonRecipe(), precision=precision, clip=clip, grad_dtype=grad_dtype)
+    mode = Mode(LoopOrder.LAYERS_OUTER, num_shards=2)
+    ours = train_engine(tmp_path, tiny_batches(3), recipe, mode, make_device=make)
+    device = make(Timeline(), 1)
+    with device.activate():
+        theirs = train_reference(
+            tmp_path, tiny_batches(3), dataclasses.replace(recipe, device=device.torch_device.type)
+        )
+    device.close()
+    assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE[precision])
+    for name, m in theirs.exp_avg.items():
+        assert (ours.exp_avg[name] - m.cpu()).norm() < TOLERANCE[precision] * 10 * m.norm().item(), name
+    for name, master in theirs.masters.items():  # an update moves an element by 0.2 × lr or so
+        assert (ours.masters[name] - master.cpu()).abs().mean() < 1e-5, name
 
 
 def test_cuda_is_refused_where_there_is_none() -> None:

@@ -36,7 +36,7 @@ def test_this_machine_is_examined_and_nothing_stays_behind(tmp_path: Path) -> No
     topics = [line[6:21].strip() for line in done.stdout.splitlines()]
     assert topics == [
         "versions", "GPU", "AdamW", "shared memory", "RAM", "overcommit", "swap", "cores", "NUMA balancing",
-        "huge pages", "open files", "Ray", "/tmp", "disk",
+        "huge pages", "open files", "Ray", "/tmp", "token cache", "disk",
     ]  # fmt: skip
     assert "GB/s" in done.stdout.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []

@@ -82,7 +82,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
             "train.groups=[{match: norm, lr: 1e-5}, {match: model.norm, lr: 1e-4}]",
             "train.groups.1: every parameter that",
         ),
-        ("train.groups=[{match: norm}]", "train.groups.0: has neither lr nor weight_decay; set one of them"),
+        ("train.groups=[{match: norm}]", "train.groups.0: no lr, weight_decay or optimizer; set one of them"),
         ("train.groups=[{match: norm, lrr: 1}]", "train.groups.0.lrr: unknown key; did you mean train.groups.lr?"),
         ("train.groups=[{lr: 1}]", "train.groups.0.match: required. A pattern of parameter names"),
         ("train.groups=[{match: norm, lr: 0}]", "train.groups.0.lr: expected greater than 0"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatrain_ray.charts import HEIGHT, MIN_WIDTH, draw
 from megatrain_ray.cli import main
 from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, SaveTiming
 from megatrain_ray.io.save import Piece, commit_save, prepare_save, set_aside, write_part
@@ -108,10 +110,33 @@ def test_curves_are_drawn_of_what_is_finite(run: Path, capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     titles = [line.strip() for line in lines if line.strip() in ("loss", "tokens/s", "gradient norm")]
     assert titles == ["loss", "tokens/s", "gradient norm"]
-    chart = lines[lines.index(next(line for line in lines if line.strip() == "loss")) :][:10]
+    chart = lines[lines.index(next(line for line in lines if line.strip() == "loss")) :][:11]
     assert chart[-1].split() == ["1", "2", "3"]
     assert "2.50" in chart[2]
     assert any("2.25" in line for line in chart)
+
+
+@pytest.mark.parametrize("width", [20, 38, 98])
+@pytest.mark.parametrize("num_rows", [2, 3, 7, 12, 40, 2000])
+@pytest.mark.parametrize("first", [0, 1999990])
+def test_ticks_are_steps_in_their_order_and_lines_fit(num_rows: int, width: int, first: int) -> None:
+    chart = list(draw([{"step": first + k, "loss": 1 / (k + 1)} for k in range(num_rows)], width))
+    assert len(chart) == HEIGHT
+    assert max(map(len, chart)) <= max(MIN_WIDTH, width)
+    ticks = list(map(int, chart[-1].split()))
+    assert ticks == sorted(set(ticks))
+    assert (ticks[0], ticks[-1]) == (first, first + num_rows - 1)
+    values = [float(line.split("┤")[0]) for line in chart if "┤" in line]
+    assert values == sorted(set(values), reverse=True)
+    assert len(values) == 4
+
+
+def test_one_row_is_no_curve_and_a_flat_one_has_its_value_beside_it() -> None:
+    assert list(draw([{"step": 1, "loss": 2.0}])) == []
+    chart = list(draw([{"step": k, "loss": 2.0} for k in (1, 2)], 38))
+    (line,) = [line for line in chart if "2.00┤" in line]
+    assert "⠒⠒" in line
+    assert list(draw([{"step": k, "loss": math.nextafter(2.0, k)} for k in (1, 3)], 38))
 
 
 def evaluation(step: int, loss: float | None) -> dict[str, Any]:
@@ -124,7 +149,7 @@ def test_evaluations_are_drawn_and_listed(run: Path, capsys: pytest.CaptureFixtu
             opened.append_evaluation(evaluation(step, 5.5 - step))
     assert main(["inspect", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    chart = lines[lines.index(next(line for line in lines if line.strip() == "held-out loss")) :][:10]
+    chart = lines[lines.index(next(line for line in lines if line.strip() == "held-out loss")) :][:11]
     assert chart[-1].split()[0] == "0"
     assert "5.50" in chart[2]
     first = lines.index("last evaluations") + 1

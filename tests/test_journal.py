@@ -18,6 +18,7 @@ from tests.transactions import KERNELS, MAX_THREADS, Memory, header, one_layer
 
 PRECISIONS = [Precision.BF16, Precision.FP32]
 OLD, TORN = 40, 41  # serials
+DIRECTIONS = Memory.anonymous(Precision.FP32).directions()
 
 
 class Phase(Enum):
@@ -42,7 +43,7 @@ def updated(precision: Precision) -> Memory:
     """What is filled, after an undisturbed update 1."""
     after = filled(precision).copy()
     with after.shard(KERNELS["torch"]) as shard:
-        shard.update(0, after.gradient(1), header(1), TORN)
+        shard.update(0, after.gradient(1), header(1), TORN, DIRECTIONS)
     return after
 
 
@@ -87,7 +88,7 @@ class Crash:
 def recover(memory: Memory, kernel: str, num_threads: int) -> None:
     with memory.shard(KERNELS[kernel], num_threads) as shard:
         shard.roll_back(0, TORN)
-        shard.update(0, memory.gradient(1), header(1), TORN)
+        shard.update(0, memory.gradient(1), header(1), TORN, DIRECTIONS)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -96,10 +97,10 @@ def recover(memory: Memory, kernel: str, num_threads: int) -> None:
 def test_a_block_torn_at_each_step(phase: Phase, precision: Precision, kernel: str) -> None:
     crash = Crash(precision)
     crash.thread_at(0, Span(0, BLOCK_UNITS), phase)
-    large, norm, whole, _ = (part.units for part in parts_of(crash.memory))
+    large, norm, _, _, matrix = (part.units for part in parts_of(crash.memory))
     crash.thread_at(1, Span(BLOCK_UNITS, large.stop), phase)
     crash.thread_at(2, norm, phase)
-    crash.thread_at(3, whole, phase)
+    crash.thread_at(3, Span(matrix.start, matrix.start + BLOCK_UNITS), phase)
     recover(crash.memory, kernel, 2)
     crash.memory.assert_equal(updated(precision))
 
@@ -108,7 +109,7 @@ def test_without_rolling_back_a_torn_block_would_be_updated_twice() -> None:
     crash = Crash(Precision.BF16)
     crash.thread_at(0, Span(0, BLOCK_UNITS), Phase.HALF)
     with crash.memory.shard(KERNELS["native"]) as shard:
-        shard.update(0, crash.memory.gradient(1), header(1), TORN)
+        shard.update(0, crash.memory.gradient(1), header(1), TORN, DIRECTIONS)
     with pytest.raises(AssertionError, match="bytes differ"):
         crash.memory.assert_equal(updated(Precision.BF16))
 
@@ -163,9 +164,9 @@ def test_a_transaction_is_done_once(kernel: str) -> None:
     with memory.shard(KERNELS[kernel], 2) as shard:
         for _ in range(2):
             shard.roll_back(0, TORN)
-            shard.update(0, memory.gradient(1), header(1), TORN)
+            shard.update(0, memory.gradient(1), header(1), TORN, DIRECTIONS)
         memory.assert_equal(after)
-        shard.update(0, memory.gradient(1), header(1), TORN + 1)
+        shard.update(0, memory.gradient(1), header(1), TORN + 1, DIRECTIONS)
     with pytest.raises(AssertionError, match="bytes differ"):
         memory.assert_equal(after)
 
@@ -208,7 +209,7 @@ def test_a_copied_layer_keeps_what_later_updates_change(kernel: str, precision: 
     with memory.shard(KERNELS[kernel], 3) as shard:
         pieces = [(piece, b"".join(piece.buffers)) for piece in shard.pieces(0)]
         copies = shard.copy_layer(0, torch.empty(shard.copy_bytes(0), dtype=torch.uint8))
-        shard.update(0, memory.gradient(1), header(1), 1)
+        shard.update(0, memory.gradient(1), header(1), 1, DIRECTIONS)
         changed = [b"".join(piece.buffers) for piece in shard.pieces(0)]
     assert [copy[:4] for copy in copies] == [piece[:4] for piece, _ in pieces]
     assert [b"".join(copy.buffers) for copy in copies] == [data for _, data in pieces]

@@ -77,6 +77,7 @@ def test_killed_at_random_moments(kernel: str, precision: Precision) -> None:
     moments, num_torn = random.Random(f"{kernel} {precision}"), 0
     with updating(precision, kernel, num_threads=2) as (updater, words, memory):
         undisturbed, gradients, done = memory.copy(), memory.gradients(), 0
+        directions = memory.directions()
         for kill in range(MAX_KILLS):
             updater.run_and_kill(moments.randint(1, 3), moments.uniform(0, 8e-3))
             update = words.load(BEGUN)
@@ -86,7 +87,7 @@ def test_killed_at_random_moments(kernel: str, precision: Precision) -> None:
                 words.store(FINISHED, update)
             with undisturbed.shard(KERNELS["native"]) as shard:
                 for later in range(done + 1, update + 1):
-                    shard.update(0, gradients[later % NUM_GRADIENTS], header(later), later)
+                    shard.update(0, gradients[later % NUM_GRADIENTS], header(later), later, directions)
             done = update
             memory.assert_equal(undisturbed)
             if num_torn == NUM_TORN:
@@ -101,4 +102,4 @@ def other(kernel: str) -> str:
 def finish(memory: Memory, update: int, kernel: str, num_threads: int) -> None:
     with memory.shard(KERNELS[kernel], num_threads) as shard:
         shard.roll_back(0, update)
-        shard.update(0, memory.gradient(update), header(update), update)
+        shard.update(0, memory.gradient(update), header(update), update, memory.directions())

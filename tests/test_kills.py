@@ -74,6 +74,16 @@ def test_shards_and_the_arena_owner_are_replaced(tmp_path: Path) -> None:
     assert checks.of_unfinished(tmp_path / "run") == OK
 
 
+def test_a_shard_that_dies_in_an_update_of_muon_is_replaced(tmp_path: Path) -> None:
+    """Another one makes the same update from the gradient and the directions that still lie there."""
+    tree, path = prepare(tmp_path, train__steps=10, train__optimizer="muon", train__muon={"ns_steps": 1})
+    with training(tmp_path, path) as run:
+        kill(run, mid_update(0), SHARD_0)
+        assert run.process.wait(END_S) == 0, run.text()
+        assert run.text().count("optimizer shard 0 died and was replaced") == 1
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+
+
 def test_the_same_command_resumes_after_any_other_death(tmp_path: Path) -> None:
     tree, path = prepare(tmp_path, train__steps=30)
     saves = tmp_path / "run" / "saves"

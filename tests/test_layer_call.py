@@ -103,7 +103,7 @@ class Recorder:
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor] = {}
 
-    def update(self, layer: int, gradient: Tensor, header: object, serial: int) -> None:
+    def update(self, layer: int, gradient: Tensor, header: object, serial: int, directions: object) -> None:
         self.gradients[layer] = gradient.clone()
 
 

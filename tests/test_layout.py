@@ -16,9 +16,9 @@ from megatrain_ray.engine.layout import (
     FlatLayout,
     ModelLayout,
     ParameterSpec,
-    ShardLayout,
     Span,
 )
+from megatrain_ray.engine.shard_layout import ShardLayout
 
 shapes = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 granularities = st.sampled_from([CUT_ELEMENTS, 3 * CUT_ELEMENTS, NODE_CUT_ELEMENTS])

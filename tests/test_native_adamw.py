@@ -21,13 +21,15 @@ from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.journal import Part, Transaction, num_units
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
 from megatrain_ray.engine.layout import Span
+from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.native_adamw import VARIANTS, NativeAdamW
 from megatrain_ray.engine.torch_blocks import TorchBlocks
-from megatrain_ray.engine.update_kernel import UpdateKernel, check_kernel
-from megatrain_ray.engine.working_copy import split
+from megatrain_ray.engine.update_kernel import SIZES, UpdateKernel, check_kernel
+from megatrain_ray.engine.working_copy import join, split
 from megatrain_ray.errors import MegatrainError
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+MUON = Muon(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=LrAdjustment.ORIGINAL)
 LARGEST = (3 << 20) + 1
 
 
@@ -114,15 +116,26 @@ def test_every_variant_equals_torch(variant: int) -> None:
     with closing(native()) as best:
         if best._variant < variant:
             pytest.skip(f"this processor has no {VARIANTS[variant]}")
-        check_kernel(partial(with_variant, variant, best._vector), HYPER)
+        for hyper in (HYPER, *(replace(HYPER, muon=replace(MUON, momentum=m)) for m in (0.95, 0.5, 0.0))):
+            check_kernel(partial(with_variant, variant, best._vector), hyper)
 
 
 class Wrong(NativeAdamW):
-    """Right but for one bit of one moment."""
+    """Right but for one bit of one moment of a part."""
 
-    def update(self, parts: Sequence[Part], gradient: Tensor, rates: Rates, transaction: Transaction | None) -> None:
-        super().update(parts, gradient, rates, transaction)
-        parts[5].state.v.view(torch.int32)[-1] ^= 1
+    wrong = 5
+
+    def update(
+        self,
+        parts: Sequence[Part],
+        gradient: Tensor,
+        rates: Rates,
+        transaction: Transaction | None,
+        directions: Tensor | None = None,
+    ) -> None:
+        super().update(parts, gradient, rates, transaction, directions)
+        state = parts[self.wrong].state
+        (state.m if state.v is None else state.v).view(torch.int32)[-1] ^= 1
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -144,7 +157,7 @@ def test_a_kernel_that_is_wrong_by_a_bit_is_not_used(caplog: pytest.LogCaptureFi
 def test_without_a_compiler_torch_does_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(native_adamw, "_load_library", native_adamw._Library)
     hyper = replace(HYPER, eps=1.5e-8)  # not checked before
@@ -159,7 +172,7 @@ def test_without_a_compiler_torch_does_it(
 def test_other_compilers_make_the_same(compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not shutil.which(compiler):
         pytest.skip(f"no {compiler}")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     monkeypatch.setattr("megatrain_ray.io.compiled.COMPILERS", (compiler,))
     monkeypatch.setattr(native_adamw, "_load_library", native_adamw._Library)
     with closing(native()) as kernel:
@@ -179,6 +192,45 @@ def test_copies(build: type[TorchBlocks]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(copies, sources, strict=True))
     for room, source in zip(rooms, sources, strict=True):
         assert room.sum(dtype=torch.int64) == source.sum(dtype=torch.int64)
+
+
+class WrongMomentum(Wrong):
+    wrong = len(SIZES) + 5
+
+
+def test_a_kernel_whose_muon_is_wrong_by_a_bit_is_not_used() -> None:
+    build = partial(WrongMomentum, vector=8)
+    with closing(open_kernel(1, replace(HYPER, muon=MUON), (build,))) as kernel:
+        assert kernel.name == "torch blocks"
+    with pytest.raises(MegatrainError, match=rf"differs from torch .* in m of a parameter of {SIZES[5]} elements"):
+        check_kernel(build, replace(HYPER, muon=MUON))
+
+
+@pytest.mark.parametrize("is_split", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_muon_of_large_matrices_is_torchs(dtype: torch.dtype, is_split: bool) -> None:
+    """More than a block, cut by threads; what AdamW trains lies before it."""
+    rows, columns = 1025, 515
+    size, lr, decay = rows * columns, 1e-3, 0.2
+    generator = torch.Generator().manual_seed(0)
+    state, gradient, directions = (
+        state_of(200 + size, is_split=is_split),
+        *torch.randn(2, 200 + size, generator=generator),
+    )
+    gradient, directions = gradient.to(dtype), directions.bfloat16()
+    master, m = state.working[200:].float(), state.m[200:].clone()
+    if state.residual is not None:
+        master = join(state.working[200:], state.residual[200:])
+    m.lerp_(gradient[200:].float() * torch.tensor(0.3), 1 - MUON.momentum)
+    master.mul_(1 - 0.7 * lr * decay).add_(directions[200:], alpha=-(0.7 * lr * 1.5))
+    norm = Part(state.cut(Span(0, 200)), 0, Weighting(1.0, 0.0), 0)
+    matrix = Part(state.cut(Span(200, 200 + size))._replace(v=None), 200, Weighting(0.7, decay, 1.5), norm.units.stop)
+    with closing(native(3, replace(HYPER, muon=MUON))) as kernel:
+        rates = Rates(torch.tensor(1.0), lr, float(torch.tensor(0.3)))
+        kernel.update([norm, matrix], gradient, rates, None, directions)
+    ours = matrix.state
+    assert torch.equal(ours.m, m)
+    assert torch.equal(ours.working if ours.residual is None else join(ours.working, ours.residual), master)
 
 
 def num_threads() -> int:

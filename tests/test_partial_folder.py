@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,27 @@ def test_what_a_killed_one_left_goes_with_the_next_or_by_itself(tmp_path: Path) 
     (tmp_path / ".file.partial").touch()
     assert remove_abandoned(tmp_path) == [tmp_path / ".other.partial"]
     assert names(tmp_path) == [".file.partial", "out", "out/new"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has a second user at hand")
+def test_what_another_user_left_is_no_traceback() -> None:
+    """As in a cache that users share: their unfinished folder stays; only who wants its very name is refused."""
+    with tempfile.TemporaryDirectory() as shared:  # pytest's own folders are closed to others
+        shared_by_users(Path(shared))
+
+
+def shared_by_users(folder: Path) -> None:
+    killed_while_writing(folder / "other")
+    folder.chmod(0o777)
+    code = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from megatrain_ray.errors import ConfigError\n"
+        "from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned\n"
+        "os.setuid(65534)\nfolder = Path(sys.argv[1])\nassert remove_abandoned(folder) == []\n"
+        "with complete_or_absent(folder / 'mine'):\n    pass\n"
+        "try:\n    complete_or_absent(folder / 'other').__enter__()\nexcept ConfigError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
+    lock = folder / ".other.partial" / ".lock"
+    assert done.stdout == f"cannot write to {folder}/other: Permission denied ({lock}); name another folder\n"
+    assert done.returncode == 0, done.stderr

@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
+from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.plan_rows import PROCESS_BYTES
 from megatrain_ray.engine.planner import build_plan, candidates, make_plan
 from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
+from megatrain_ray.units import format_bytes
 
 HIDDEN, INNER, LAYERS, VOCAB, BATCH, SEQ = 128, 256, 4, 512, 2, 64
 BLOCK = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * 64 + 3 * HIDDEN * INNER + 2 * HIDDEN  # q, o, k and v of 64, MLP, norms
@@ -63,6 +65,30 @@ def test_twelve_bytes_a_parameter() -> None:
     assert "copies for saves" not in rows(without, Tier.HOST)
     assert without.save_copy_bytes == 0
     assert padded - parameters < (LAYERS + 2) * 2048
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_eight_bytes_a_parameter_that_muon_trains(clip: bool) -> None:
+    """No second moment; directions (bf16) of four layers wait on the host; two momenta, two directions and the work on
+    one matrix of the MLP are on the device."""
+    structure, activations = model(rules=ParameterRules(muon=True))
+    adamw = make_plan(*model(), MACHINE, replace(REQUEST, clip=clip))
+    plan = make_plan(structure, activations, MACHINE, replace(REQUEST, clip=clip))
+    matrices, block = BLOCK - 2 * HIDDEN, structure.layout().layers[1].trained.size
+    assert [layer.num_muon for layer in plan.layers] == [0, *[matrices] * LAYERS, 0]
+    assert block - BLOCK < 2 * 2048
+    host, hbm = rows(plan, Tier.HOST), rows(plan, Tier.HBM)
+    padded, of_adamw = structure.layout().size, structure.layout().adamw_size
+    assert padded - of_adamw == LAYERS * (block - 2048)
+    assert host["optimizer state"] == 6 * padded + 4 * of_adamw
+    assert host["directions in waiting"] == plan.direction_slab_bytes == 4 * 2 * block
+    work = 8 * HIDDEN * INNER + 4 * HIDDEN**2
+    assert hbm["muon"] == 2 * 4 * block + 2 * 2 * block + work
+    assert plan.momentum_slot_bytes == (4 * block,) * 2
+    assert plan.save_bytes == adamw.save_bytes - 4 * LAYERS * matrices
+    assert rows(adamw, Tier.HBM).keys() == hbm.keys() - {"muon"}
+    up = LAYERS * matrices * (4 + 2 * clip)
+    assert f"{format_bytes(up)} a step; directions to the host, {format_bytes(2 * LAYERS * matrices)}" in describe(plan)
 
 
 def test_two_bytes_a_frozen_parameter() -> None:

@@ -57,7 +57,8 @@ def save(shards: Shards, saves: Path, precision: Precision, checksums: Sequence[
         for segment in flat.segments:
             entries.append(ParameterEntry(segment.name, segment.shape, starts, segment.tied_to))
             starts += segment.numel
-        layers.append(LayerEntry(flat.name, starts, tuple(entries), starts - flat.num_trained, checksum))
+        num_frozen = starts - flat.num_trained
+        layers.append(LayerEntry(flat.name, starts, tuple(entries), num_frozen, flat.num_muon, checksum))
     folder = prepare_save(saves, 0)
 
     pieces = [[p for i in range(len(layers)) for p in shard.pieces(i)] for shard in shards.shards]

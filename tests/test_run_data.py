@@ -38,6 +38,10 @@ def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(tmp_path: Path, ra
     second = cli("train", str(path), RAY_ADDRESS=ray_address)
     assert second.returncode == 0, second.stderr
     assert "tokenized" not in second.stderr
+    phases = [line.partition(" s  ")[2] for line in second.stderr.splitlines() if " s  " in line]
+    assert phases[0] == "reading the model's configuration"
+    assert phases[-3].startswith("restoring ")
+    assert phases[-1].startswith("step ")
     assert losses(tmp_path / "run") == whole
     assert [row["tokens"] for row in rows(tmp_path / "run")] == [4 * 32] * 6
 

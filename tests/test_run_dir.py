@@ -1,66 +1,21 @@
-"""A run directory: locked in use, atomic, checked before anything is written, and gone where nothing was."""
+"""A run directory: atomic, checked before anything is written, and gone where nothing was."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import math
 import os
 import platform
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatrain_ray.config import TrainConfig
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.chat_template import PLAIN_TEMPLATE
 from megatrain_ray.io.partial_folder import complete_or_absent
 from megatrain_ray.run_dir import RunDir, RunFiles
-from megatrain_ray.run_lock import hold_lock
-from tests.settings import config
-
-
-def in_folder(folder: Path, **changes: Any) -> TrainConfig:
-    return config(run_dir=str(folder), **changes)
-
-
-def begin(folder: Path, step: int = 0, **changes: Any) -> None:
-    with RunDir.open(in_folder(folder, **changes)) as run:
-        run.begin("{}\n", step)
-
-
-def train(folder: Path, **changes: Any) -> None:
-    """A run that has made a step."""
-    begin(folder, **changes)
-    (folder / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
-
-
-def row(step: int, **changes: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 2.5, "exposed_s": {"h2d": 0.1}} | changes
-
-
-def content(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): p.read_text() if p.is_file() else "" for p in sorted(folder.rglob("*"))}
-
-
-def lock_elsewhere(folder: Path, then: str) -> subprocess.CompletedProcess[str]:
-    """In another process: hold the lock and run a statement."""
-    code = (
-        "import os, signal\nfrom pathlib import Path\nfrom megatrain_ray.run_lock import hold_lock\n"
-        f"with hold_lock(Path({str(folder)!r})): {then}"
-    )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def refusal(wanted: TrainConfig) -> str:
-    with pytest.raises(ConfigError) as caught, RunDir.open(wanted):
-        pytest.fail("opened")
-    return str(caught.value)
+from tests.run_folders import begin, content, in_folder, refusal, row, train
 
 
 def test_a_run_is_its_resolved_configuration_and_its_plan(tmp_path: Path) -> None:
@@ -178,65 +133,6 @@ def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
     with RunDir.open(in_folder(tmp_path)):
         assert (tmp_path / "lock").read_text() == f"{os.getpid()} on {platform.node()}\n"
     assert content(tmp_path) == {"notes.txt": "mine"}
-
-
-def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None:
-    with hold_lock(tmp_path):
-        other = lock_elsewhere(tmp_path, "pass")
-    assert f"ConfigError: run_dir: {tmp_path} is in use by process {os.getpid()} on {platform.node()}; " in other.stderr
-
-
-def test_a_killed_holder_does_not_block_the_next_run(tmp_path: Path) -> None:
-    assert lock_elsewhere(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)").returncode == -signal.SIGKILL
-    assert (tmp_path / "lock").exists()
-    begin(tmp_path)
-
-
-def test_a_lock_file_that_was_removed_meanwhile_is_not_taken_for_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between our open and our flock the holder ends its run and removes the file: a third process could lock anew."""
-    flock, calls = fcntl.flock, []
-
-    def remove_first(file: int, operation: int) -> None:
-        calls.append(file)
-        if len(calls) == 1:
-            (tmp_path / "lock").unlink()
-        flock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", remove_first)
-    with hold_lock(tmp_path):
-        assert len(calls) == 2
-        assert (tmp_path / "lock").read_text() == f"{os.getpid()} on {platform.node()}\n"
-
-
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS without its lock service says so only when asked for a lock."""
-
-    def no_locks(file: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    message = refusal(in_folder(tmp_path / "run"))
-    assert message == (
-        f"run_dir: cannot write to {tmp_path / 'run'}: No locks available; choose a folder that can be written to and "
-        "locked"
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("folder", ["/proc/new/run", "/proc/self"])
-def test_a_folder_that_cannot_be_written_to(folder: str) -> None:
-    """Of /proc the kernel refuses new files even to root."""
-    message = refusal(in_folder(Path(folder)))
-    assert message.startswith(f"run_dir: cannot write to {folder}: ")
-    assert message.endswith("; choose a folder that can be written to and locked")
-
-
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    assert refusal(in_folder(tmp_path / "run")).startswith(f"run_dir: cannot write to {tmp_path / 'run'}: File exists")
-    assert refusal(in_folder(tmp_path / "run" / "x")).startswith("run_dir: cannot write to ")
 
 
 def test_a_broken_configuration_in_the_folder_is_named(tmp_path: Path) -> None:

@@ -71,3 +71,16 @@ def test_a_daemon_that_goes_between_two_looks_is_dead() -> None:
             return running
 
     assert not Daemons((Watched(child.pid),)).alive
+
+
+def test_a_cluster_that_ends_leaves_other_children_alone() -> None:
+    """A tracker's service is started while the cluster is up, and outlives it."""
+    code = """
+import subprocess, psutil
+from megatrain_ray.cluster import cluster
+with cluster(num_cpus=1, num_gpus=0):
+    child = subprocess.Popen(["sleep", "60"])
+assert [p.pid for p in psutil.Process().children(recursive=True)] == [child.pid]
+child.kill()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

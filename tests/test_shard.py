@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout import ShardLayout
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import LOAD_ELEMENTS, UpdateHeader
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
 from tests.shards import (
@@ -165,7 +165,7 @@ def test_tensors_of_the_wrong_type_or_size_are_refused() -> None:
     residual = {"residual": torch.zeros(size, dtype=torch.int16)}
 
     def build(m_size: int, residual: dict[str, Tensor]) -> None:
-        m, v = torch.zeros(m_size), torch.zeros(size)
+        m, v = torch.zeros(m_size), torch.zeros(layout.size_of("v"))
         shard_over(layout, Precision.BF16, working, {"m": m, "v": v} | residual, num_threads=1).close()
 
     build(size, residual)

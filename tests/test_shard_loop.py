@@ -1,4 +1,4 @@
-"""ShardLoop and HostWords: shards driven by words in shared memory, in threads and in processes of their own."""
+"""ShardLoop: shards driven by words in shared memory, in threads and in processes of their own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host_words import NUM_HEADERS, HostWords, TornLayer
+from megatrain_ray.arena_owner import state_views
+from megatrain_ray.engine.host_words import HostWords, TornLayer
 from megatrain_ray.engine.journal import Journal, serial_of
-from megatrain_ray.engine.layout import ModelLayout, ShardLayout, Span
+from megatrain_ray.engine.layout import ModelLayout, Span
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.save_gate import SaveGate
-from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -28,9 +30,12 @@ from tests.shards import (
     ShardedState,
     Shards,
     assert_equal,
+    flat_directions,
     flat_gradients,
+    header,
     headers,
     model_layout,
+    new_words,
     open_shards,
     poisoned,
     random_masters,
@@ -41,18 +46,6 @@ from tests.shards import (
 FORWARD, BACKWARD = (0, 1, 2), (2, 1, 0)
 WAIT_S = 60.0
 PRECISION = Precision.BF16
-
-
-def new_words(num_shards: int = 2, num_layers: int = 3, generation: int = 0) -> HostWords:
-    words = HostWords(
-        memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, num_shards))), num_layers, num_shards
-    )
-    words.reset(generation)
-    return words
-
-
-def header(update: int) -> UpdateHeader:
-    return UpdateHeader(update=update, adam_step=update, lr=0.1, scale=1.0, skip=False)
 
 
 def wait_generation(words: HostWords, layer: int, generation: int, num_shards: int = 2) -> None:
@@ -70,14 +63,17 @@ class Worker:
 
     layout: ModelLayout
     words: HostWords
-    slab: Tensor  # every layer's gradient (bf16) at its own place
+    slab: Tensor  # every layer's gradient (bf16) at its own place, and then its directions
 
     def land(self, update: int, layer: int, gradient: Tensor) -> None:
         """As soon as the slab is free again."""
         wait_generation(self.words, layer, update - 1)
         start = 2 * self.layout.starts[layer]
         self.slab[start : start + gradient.nbytes].copy_(gradient.view(torch.uint8))
-        self.words.land(layer, update, start)
+        directions = flat_directions(self.layout, update)[layer]
+        behind = 2 * self.layout.size + start
+        self.slab[behind : behind + directions.nbytes].copy_(directions.view(torch.uint8))
+        self.words.land(layer, update, start, behind)
 
     def run(self, num_updates: int, *, commit_first: bool) -> None:
         """Gradients land in backward order; the commit comes before them (no clipping) or after (clipping)."""
@@ -112,9 +108,9 @@ def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
     layout, gradients, update_header = model_layout(), flat_gradients(model_layout(), 1, torch.bfloat16), headers(1)[0]
     part = ShardLayout(layout, 0, 1)
     working = poisoned(layout.size, PRECISION.working_dtype)
-    own = {kind: poisoned(part.size, dtype) for kind, dtype in PRECISION.state_kinds}
+    own = {kind: poisoned(part.size_of(kind), dtype) for kind, dtype in PRECISION.state_kinds}
     memory = memoryview(mmap.mmap(-1, Journal.num_bytes(part, PRECISION, 1)))
-    words, slab = new_words(), torch.zeros(2 * layout.size, dtype=torch.uint8)
+    words, slab = new_words(), torch.zeros(4 * layout.size, dtype=torch.uint8)
     with closing(shard_over(part, PRECISION, working, own, 1, memory)) as killed:
         killed.load(Dictionary(random_masters(layout)))
         words.commit(update_header)
@@ -136,8 +132,9 @@ def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
 
 
 def tear(shard: AdamShard, journal: Journal, serial: int) -> None:
-    """The last unit of layer 1 as a kill can leave it: saved, half overwritten."""
+    """The last unit of layer 1, which is Muon's, as a kill can leave it: saved, half overwritten."""
     last = shard._parts(1)[-1]
+    assert last.by_muon
     unit = Span(last.units.stop - 1, last.units.stop)
     elements = last.elements(unit)
     state = last.state.cut(elements)
@@ -149,7 +146,7 @@ def tear(shard: AdamShard, journal: Journal, serial: int) -> None:
 @pytest.mark.parametrize(("order", "commit_first"), [(FORWARD, False), (BACKWARD, True)])
 def test_threads_serve_ten_updates_exactly(order: tuple[int, ...], commit_first: bool) -> None:
     with open_shards(PRECISION, 2) as shards:
-        words, slab = new_words(), torch.zeros(2 * shards.layout.size, dtype=torch.uint8)
+        words, slab = new_words(), torch.zeros(4 * shards.layout.size, dtype=torch.uint8)
         shards.load(Dictionary(random_masters(shards.layout)))
         with serving(shards, words, slab, order) as loops:
             Worker(shards.layout, words, slab).run(10, commit_first=commit_first)
@@ -173,9 +170,7 @@ def serve_in_a_process(paths: dict[str, str], index: int, num_shards: int) -> No
 
 
 def state_tensors(memory: Tensor, part: ShardLayout) -> dict[str, Tensor]:
-    sizes = [part.size * dtype.itemsize for _, dtype in PRECISION.state_kinds]
-    pieces = memory.split(sizes)
-    return {kind: piece.view(dtype) for (kind, dtype), piece in zip(PRECISION.state_kinds, pieces, strict=True)}
+    return state_views(memory, part, PRECISION)
 
 
 def mapped(path: str) -> Tensor:
@@ -199,8 +194,8 @@ def memfds(sizes: dict[str, int]) -> Iterator[dict[str, str]]:
 def test_processes_share_words_working_copies_and_slab_only() -> None:
     layout, num_shards = model_layout(), 2
     parts = [ShardLayout(layout, k, num_shards) for k in range(num_shards)]
-    sizes = {"words": 8 * HostWords.num_words(3, num_shards), "working": 2 * layout.size, "slab": 2 * layout.size}
-    sizes |= {f"state {part.index}": 10 * part.size for part in parts}
+    sizes = {"words": 8 * HostWords.num_words(3, num_shards), "working": 2 * layout.size, "slab": 4 * layout.size}
+    sizes |= {f"state {part.index}": part.num_bytes(PRECISION.state_kinds) for part in parts}
     context = multiprocessing.get_context("spawn")
     with memfds(sizes) as paths:
         words = HostWords(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
@@ -222,7 +217,7 @@ def test_processes_share_words_working_copies_and_slab_only() -> None:
 
 def test_a_failing_shard_is_flagged_and_leaves_its_layer_torn() -> None:
     with open_shards(PRECISION, 2) as shards:
-        words, slab = new_words(), torch.zeros(2 * shards.layout.size, dtype=torch.uint8)
+        words, slab = new_words(), torch.zeros(4 * shards.layout.size, dtype=torch.uint8)
         failures = []
         with serving(shards, words, slab[:64], FORWARD) as loops:  # a slab that holds no whole gradient
             words.commit(header(1))
@@ -240,7 +235,7 @@ def test_a_failing_shard_is_flagged_and_leaves_its_layer_torn() -> None:
 
 def test_stop_ends_idle_shards_and_whoever_waits_for_them() -> None:
     with open_shards(PRECISION, 2) as shards:
-        words, slab = new_words(), torch.zeros(2 * shards.layout.size, dtype=torch.uint8)
+        words, slab = new_words(), torch.zeros(4 * shards.layout.size, dtype=torch.uint8)
         with serving(shards, words, slab, FORWARD) as loops:
             words.land(1, 1, 0)  # not the layer they wait for, nor is anything committed
         for loop in loops:
@@ -256,68 +251,3 @@ def test_a_loop_that_does_not_end_is_named() -> None:
         with serving(shards, words, slab, FORWARD) as loops, pytest.raises(DeadlineError, match="shard 0 did not end"):
             loops[0].join(0.0)
         loops[0].join(WAIT_S)
-
-
-def test_waiting_is_bounded_and_says_where_things_stand() -> None:
-    words = new_words(generation=6)
-    words.land(1, 7, 0)
-    words.finish(0, 1, 7)
-    words.wait_shard_generation(0, 1, 7, 0.0)
-    with pytest.raises(DeadlineError, match=r"layer 1 did not get generation 7 .* that of update 7, .* committed .* 6"):
-        words.wait_shard_generation(1, 1, 7, 0.0)
-    assert not words.wait_landed(1, 7, 0.0), "landed, but not committed"
-    words.commit(header(7))
-    assert words.wait_landed(1, 7, 0.0)
-    with pytest.raises(DeadlineError, match="layer 1 did not get generation 7 within 0 s: optimizer shard 1 is stuck"):
-        words.wait_shard_generation(1, 1, 7, 0.0)
-    assert not words.wait_landed(0, 7, 0.0), "committed, but not landed"
-
-
-def test_a_save_is_wanted_of_one_generation() -> None:
-    words = new_words(generation=4)
-    assert not any(words.saved_at(generation) for generation in range(8))
-    words.commit(header(5))
-    words.commit(replace(header(6), save=True))
-    words.commit(header(7))
-    assert [generation for generation in range(12) if words.saved_at(generation)] == [6]
-
-
-def test_the_bell_counts_what_happens() -> None:
-    words = new_words()
-    seen = words.generation_bell()
-    assert words.wait_generation_bell(seen, 0.0) == seen
-    words.finish(1, 2, 1)
-    assert words.wait_generation_bell(seen, WAIT_S) > seen
-
-
-def test_a_header_is_exact_and_outlives_later_commits() -> None:
-    words = new_words(generation=9)
-    committed = [UpdateHeader(10 + k, 7 + k, 0.1 / 3 * k, float("nan") if k == 2 else 0.3, k == 2) for k in range(3)]
-    for one in committed:
-        words.commit(one)
-    assert [repr(words.header(one.update)) for one in committed] == [repr(one) for one in committed]
-    with pytest.raises(MegatrainError, match="its place holds update 10"):
-        words.header(10 + NUM_HEADERS)
-
-
-def test_commits_come_in_order_and_never_overtake_a_shard_by_a_ring() -> None:
-    words = new_words(generation=0)
-    with pytest.raises(MegatrainError, match="update 2 cannot be committed: the last one was 0"):
-        words.commit(header(2))
-    for update in range(1, NUM_HEADERS):
-        words.commit(header(update))
-    with pytest.raises(MegatrainError, match="at generation 0, expected at least 1"):
-        words.commit(header(NUM_HEADERS))
-    for shard in range(2):
-        for layer in range(3):
-            words.finish(shard, layer, 1)
-    words.commit(header(NUM_HEADERS))
-
-
-def test_a_gradient_may_not_land_on_one_that_is_still_read() -> None:
-    words = new_words()
-    words.land(0, 1, 128)
-    words.finish(0, 0, 1)
-    with pytest.raises(MegatrainError, match="layer 0 landed for update 2, but the layer is at generation 0"):
-        words.land(0, 2, 256)
-    assert words.gradient_start(0) == 128

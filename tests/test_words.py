@@ -156,7 +156,7 @@ def test_memory_that_cannot_hold_the_words_is_refused() -> None:
 
 
 def test_the_library_is_built_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     CompiledAtomics()
     (library,) = (tmp_path / ".cache" / "megatrain-ray").iterdir()
     built = library.stat().st_mtime_ns
@@ -166,7 +166,7 @@ def test_the_library_is_built_once_and_again_when_damaged(tmp_path: Path, monkey
     damaged = other_home / library.relative_to(tmp_path)
     damaged.parent.mkdir(parents=True)
     damaged.touch()
-    monkeypatch.setattr(Path, "home", lambda: other_home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(other_home / ".cache"))
     CompiledAtomics()
     assert [p.name for p in damaged.parent.iterdir()] == [library.name]
     assert damaged.stat().st_size == library.stat().st_size
@@ -174,14 +174,14 @@ def test_the_library_is_built_once_and_again_when_damaged(tmp_path: Path, monkey
 
 def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".cache").touch()  # a file where the folder should be
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     assert Words(memoryview(bytearray(8)), 1, CompiledAtomics()).add(0, 3) == 3
 
 
 def test_without_a_compiler_the_reason_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     fresh = atomics.load_atomics.__wrapped__  # without the cache
     assert isinstance(fresh(), X86Atomics)
@@ -196,7 +196,7 @@ def test_without_a_compiler_the_reason_is_logged_once(
 def test_what_the_compiler_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.c"
     broken.write_text("int words(;")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     monkeypatch.setattr(atomics, "SOURCE", broken)
     with pytest.raises(CompileError, match=r"(?s)cannot compile .*broken.c.*error"):
         CompiledAtomics()
@@ -204,6 +204,6 @@ def test_what_the_compiler_says_is_passed_on(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_source_is_also_cpp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     monkeypatch.setattr(compiled, "COMPILERS", ("g++",))
     assert Words(memoryview(bytearray(8)), 1, CompiledAtomics()).add(0, 3) == 3

@@ -14,9 +14,10 @@ from torch import Tensor
 from megatrain_ray.engine.adamw import BLOCK_ELEMENTS
 from megatrain_ray.engine.journal import UNIT_ELEMENTS, Journal
 from megatrain_ray.engine.kernel_choice import NATIVE
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, ShardLayout
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.update_kernel import Build
 from tests.shards import shard_over
@@ -27,9 +28,17 @@ KERNELS: Mapping[str, tuple[Build, ...]] = {"native": NATIVE, "torch": (TorchBlo
 
 
 def one_layer() -> ShardLayout:
-    """A parameter of more than a block, one smaller than a unit, one of whole units, one with a tail."""
-    shapes = {"large": (BLOCK_ELEMENTS + 77,), "norm": (77,), "whole": (2 * UNIT_ELEMENTS,), "small": (130, 385)}
-    layer = FlatLayout.build("layer", [ParameterSpec(n, n, shape, n != "norm") for n, shape in shapes.items()])
+    """A parameter of more than a block, one smaller than a unit, one of whole units, one with a tail, and one of more
+    than a block that Muon trains."""
+    shapes = {
+        "large": (BLOCK_ELEMENTS + 77,),
+        "norm": (77,),
+        "whole": (2 * UNIT_ELEMENTS,),
+        "small": (130, 385),
+        "matrix": (523, 513),
+    }
+    specs = [ParameterSpec(n, n, shape, n != "norm", muon=n == "matrix") for n, shape in shapes.items()]
+    layer = FlatLayout.build("layer", specs)
     return ShardLayout(ModelLayout((layer,), tuple(shapes)), 0, 1)
 
 
@@ -58,7 +67,7 @@ class Memory:
     def tensors(self) -> dict[str, Tensor]:
         found, start = {}, 0
         for kind, dtype in (("working", self.precision.working_dtype), *self.precision.state_kinds):
-            stop = start + self.part.size * dtype.itemsize
+            stop = start + self.part.size_of(kind) * dtype.itemsize
             found[kind] = torch.frombuffer(self.buffer[start:stop], dtype=dtype)
             start = stop
         return found
@@ -72,7 +81,7 @@ class Memory:
         Journal(self.journal, self.part, self.precision, MAX_THREADS)
         generator = torch.Generator().manual_seed(0)
         for kind, tensor in self.tensors.items():
-            values = torch.randn(self.part.size, generator=generator)
+            values = torch.randn(tensor.numel(), generator=generator)
             tensor.copy_(values * 100 if kind == "residual" else values.abs_() * 1e-5 if kind == "v" else values)
         return self
 
@@ -100,6 +109,11 @@ class Memory:
     def gradients(self) -> list[Tensor]:
         """All there are, update after update; then they repeat."""
         return [self.gradient(update) for update in range(NUM_GRADIENTS)]
+
+    def directions(self) -> Tensor:
+        """Of every update."""
+        generator = torch.Generator().manual_seed(NUM_GRADIENTS)
+        return torch.randn(self.part.model.size, generator=generator).bfloat16()
 
     def assert_equal(self, other: Memory) -> None:
         for kind, tensor in self.tensors.items():

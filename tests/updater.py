@@ -25,13 +25,13 @@ BEGUN, FINISHED, WORD_BYTES = 0, 1, 4096  # words: the last update begun, the la
 
 
 def update_until_killed(
-    memory: Memory, gradients: Sequence[Tensor], words: Words, kernel: str, num_threads: int
+    memory: Memory, gradients: Sequence[Tensor], directions: Tensor, words: Words, kernel: str, num_threads: int
 ) -> None:
     with memory.shard(KERNELS[kernel], num_threads) as shard:
         update = words.load(FINISHED) + 1
         while True:
             words.store(BEGUN, update)
-            shard.update(0, gradients[update % NUM_GRADIENTS], header(update), serial=update)
+            shard.update(0, gradients[update % NUM_GRADIENTS], header(update), update, directions)
             words.store(FINISHED, update)
             update += 1
 
@@ -41,12 +41,12 @@ def main() -> None:
     buffer = memoryview(mmap.mmap(fd, 0))
     memory = Memory(buffer[WORD_BYTES:], precision, one_layer())
     torch.set_num_threads(1)  # OpenMP's threads would not survive the fork
-    gradients = memory.gradients()
+    gradients, directions = memory.gradients(), memory.directions()
     open_kernel(1, HYPER).close()
     for _ in sys.stdin:
         pid = os.fork()
         if not pid:
-            update_until_killed(memory, gradients, Words(buffer, 2), kernel, num_threads)
+            update_until_killed(memory, gradients, directions, Words(buffer, 2), kernel, num_threads)
         print(pid, flush=True)
         os.waitpid(pid, 0)
         print("gone", flush=True)

@@ -1,0 +1,74 @@
+"""ShardLayout: which part of a model's state one optimizer shard owns, and where it keeps it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from megatrain_ray.engine.layout import CUT_ELEMENTS, FlatLayout, ModelLayout, Span
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """What one shard owns: a contiguous span of every layer's trained part, stored one after the other in its state
+    arenas; and of every frozen part."""
+
+    model: ModelLayout
+    index: int
+    num_shards: int
+    granularity: int = CUT_ELEMENTS
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Per layer, of what is trained, in padded coordinates of that layer."""
+        return tuple(self._cut(layer, layer.trained) for layer in self.model.layers)
+
+    @cached_property
+    def frozen_spans(self) -> tuple[Span, ...]:
+        """Per layer, of what is frozen: the shard loads and saves it, and has no state for it."""
+        return tuple(self._cut(layer, layer.frozen) for layer in self.model.layers)
+
+    def _cut(self, layer: FlatLayout, part: Span) -> Span:
+        return layer.cuts(part, self.num_shards, self.granularity)[self.index]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First element of each layer's part in this shard's state."""
+        starts, position = [], 0
+        for span in self.spans:
+            starts.append(position)
+            position += span.size
+        return tuple(starts)
+
+    @cached_property
+    def v_spans(self) -> tuple[Span, ...]:
+        """Of `spans` what has a second moment."""
+        stops = [layer.adamw.stop for layer in self.model.layers]
+        return tuple(
+            Span(min(span.start, stop), min(span.stop, stop)) for span, stop in zip(self.spans, stops, strict=True)
+        )
+
+    @cached_property
+    def v_starts(self) -> tuple[int, ...]:
+        """First element of each layer's part among the shard's second moments."""
+        return tuple(itertools.accumulate((span.size for span in self.v_spans[:-1]), initial=0))
+
+    @property
+    def size(self) -> int:
+        return sum(span.size for span in self.spans)
+
+    def size_of(self, kind: str) -> int:
+        """Padded elements of one kind of the shard's state."""
+        return sum(span.size for span in self.v_spans) if kind == "v" else self.size
+
+    def num_bytes(self, kinds: Iterable[tuple[str, torch.dtype]]) -> int:
+        """Of the shard's state of these kinds."""
+        return sum(self.size_of(kind) * dtype.itemsize for kind, dtype in kinds)
+
+    def slice(self, layer: int) -> slice:
+        """Where layer `layer`'s part lies in this shard's state (elements)."""
+        return slice(self.starts[layer], self.starts[layer] + self.spans[layer].size)

@@ -1,0 +1,175 @@
+/* What an update does to the elements of one parameter, in one pass: AdamW's arithmetic and Muon's.
+ *
+ * Bit-equal to torch's fused AdamW and to torch.optim.Muon, with FMA: the order of operations below is the contract, and
+ * nothing here may be contracted or reassociated by the compiler.
+ */
+
+#ifndef MEGATRAIN_UPDATE_ELEMENTS_H
+#define MEGATRAIN_UPDATE_ELEMENTS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define RESTRICT __restrict
+
+typedef struct {
+    const void *gradient; /* bf16 or fp32 */
+    void *working;        /* bf16, or the fp32 master where there is no residual */
+    int16_t *residual;
+    float *m, *v;         /* v: NULL of what Muon trains */
+    const uint16_t *direction; /* bf16; NULL of what AdamW trains */
+    int64_t length, first_unit;
+    double decay, step_size; /* rounded to FP32 before use, as those below */
+} Part;
+
+typedef struct {
+    double scale, m_weight, v_keep, v_weight, root, eps;
+    double muon_weight; /* of the gradient in Muon's momentum */
+    int64_t bf16_gradient;
+    int64_t vector; /* elements of torch's vectors: what a parameter has beyond a multiple of it is rounded otherwise */
+} Rates;
+
+INLINE float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE uint32_t as_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+INLINE float gradient_at(const uint16_t *gradient16, const float *gradient32, int64_t i, int bf16) {
+    return bf16 ? as_float((uint32_t)gradient16[i] << 16) : gradient32[i];
+}
+
+INLINE float master_at(const uint16_t *working, const int16_t *residual, const float *master, int64_t i, int split) {
+    return split ? as_float(((uint32_t)working[i] << 16) + (uint32_t)(int32_t)residual[i]) : master[i];
+}
+
+INLINE void store(float next, uint16_t *working, int16_t *residual, float *master, int64_t i, int split) {
+    if (split) {
+        const uint32_t bits = as_bits(next), half = bits + 0x8000u;
+        const int nan = next != next;
+        working[i] = (uint16_t)(nan ? 0x7FC0u : half >> 16);
+        residual[i] = (int16_t)(nan ? 0u : bits - (half & 0xFFFF0000u));
+    } else {
+        master[i] = next;
+    }
+}
+
+/* torch's lerp takes the nearer end as its base; heavy: that is `to`. Where that weighs nothing, its tail makes zeros of
+ * another sign. */
+INLINE float lerp(float from, float to, float weight, int tail, int heavy) {
+    const float way = to - from;
+    return !heavy ? __builtin_fmaf(weight, way, from)
+           : tail ? __builtin_fmaf(-way, 1.0f - weight, to)
+                  : __builtin_fmaf(weight - 1.0f, way, to);
+}
+
+/* Elements [start, stop) of a part. `split`, `bf16`, `tail` and `heavy` are constants wherever this is inlined. */
+INLINE void elements(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16, int tail,
+                     int heavy) {
+    const uint16_t *RESTRICT gradient16 = (const uint16_t *)part->gradient;
+    const float *RESTRICT gradient32 = (const float *)part->gradient;
+    uint16_t *RESTRICT working = (uint16_t *)part->working;
+    float *RESTRICT master = (float *)part->working;
+    int16_t *RESTRICT residual = part->residual;
+    float *RESTRICT ms = part->m;
+    float *RESTRICT vs = part->v;
+    const float scale = (float)rates->scale, m_weight = (float)rates->m_weight, v_keep = (float)rates->v_keep,
+                v_weight = (float)rates->v_weight, decay = (float)part->decay, step_size = (float)part->step_size,
+                root = (float)rates->root, eps = (float)rates->eps;
+    for (int64_t i = start; i < stop; i++) {
+        const float g = gradient_at(gradient16, gradient32, i, bf16) * scale;
+        const float p = master_at(working, residual, master, i, split);
+        const float m = lerp(ms[i], g, m_weight, tail, heavy);
+        const float v = tail ? __builtin_fmaf(vs[i], v_keep, v_weight * g * g)
+                             : __builtin_fmaf(v_weight * g, g, vs[i] * v_keep);
+        const float next = p * decay + step_size * m / (sqrtf(v) / root + eps);
+        ms[i] = m;
+        vs[i] = v;
+        store(next, working, residual, master, i, split);
+    }
+}
+
+/* The same of a part that Muon trains. torch rounds its tails as the rest, but for the sign of
+ * a zero in a heavy momentum. */
+INLINE void muon_elements(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16,
+                          int heavy) {
+    const uint16_t *RESTRICT gradient16 = (const uint16_t *)part->gradient;
+    const float *RESTRICT gradient32 = (const float *)part->gradient;
+    const uint16_t *RESTRICT direction = part->direction;
+    uint16_t *RESTRICT working = (uint16_t *)part->working;
+    float *RESTRICT master = (float *)part->working;
+    int16_t *RESTRICT residual = part->residual;
+    float *RESTRICT ms = part->m;
+    const float scale = (float)rates->scale, weight = (float)rates->muon_weight, decay = (float)part->decay,
+                step_size = (float)part->step_size;
+    for (int64_t i = start; i < stop; i++) {
+        const float g = gradient_at(gradient16, gradient32, i, bf16) * scale;
+        const float p = master_at(working, residual, master, i, split);
+        const float next = __builtin_fmaf(step_size, as_float((uint32_t)direction[i] << 16), p * decay);
+        ms[i] = lerp(ms[i], g, weight, 0, heavy);
+        store(next, working, residual, master, i, split);
+    }
+}
+
+INLINE void body_and_tail(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16,
+                          int heavy) {
+    const int64_t body = part->length - part->length % rates->vector;
+    const int64_t cut = stop < body ? stop : body > start ? body : start;
+    elements(part, rates, start, cut, split, bf16, 0, heavy);
+    elements(part, rates, cut, stop, split, bf16, 1, heavy);
+}
+
+INLINE void any_kind(const Part *part, const Rates *rates, int64_t start, int64_t stop, int heavy) {
+    if (part->residual && rates->bf16_gradient)
+        body_and_tail(part, rates, start, stop, 1, 1, heavy);
+    else if (part->residual)
+        body_and_tail(part, rates, start, stop, 1, 0, heavy);
+    else if (rates->bf16_gradient)
+        body_and_tail(part, rates, start, stop, 0, 1, heavy);
+    else
+        body_and_tail(part, rates, start, stop, 0, 0, heavy);
+}
+
+INLINE void any_kind_of_muon(const Part *part, const Rates *rates, int64_t start, int64_t stop, int heavy) {
+    if (part->residual && rates->bf16_gradient)
+        muon_elements(part, rates, start, stop, 1, 1, heavy);
+    else if (part->residual)
+        muon_elements(part, rates, start, stop, 1, 0, heavy);
+    else if (rates->bf16_gradient)
+        muon_elements(part, rates, start, stop, 0, 1, heavy);
+    else
+        muon_elements(part, rates, start, stop, 0, 0, heavy);
+}
+
+typedef void Span(const Part *, const Rates *, int64_t start, int64_t stop);
+
+#define VARIANT(name, target)                                                                   \
+    target static void name(const Part *part, const Rates *rates, int64_t start, int64_t stop) { \
+        if (part->direction && (float)rates->muon_weight < 0.5f)                                 \
+            any_kind_of_muon(part, rates, start, stop, 0);                                       \
+        else if (part->direction)                                                                \
+            any_kind_of_muon(part, rates, start, stop, 1);                                       \
+        else if ((float)rates->m_weight < 0.5f)                                                  \
+            any_kind(part, rates, start, stop, 0);                                               \
+        else                                                                                     \
+            any_kind(part, rates, start, stop, 1);                                               \
+    }
+
+VARIANT(span_baseline, )
+#ifdef __x86_64__
+VARIANT(span_avx2, __attribute__((target("avx2,fma"))))
+VARIANT(span_avx512, __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))))
+static Span *const VARIANTS[] = {span_baseline, span_avx2, span_avx512};
+#else
+static Span *const VARIANTS[] = {span_baseline};
+#endif
+
+#endif

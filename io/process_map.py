@@ -1,0 +1,169 @@
+"""A function over many items in several processes, results in the order of the items.
+
+The processes are plain children that are spoken to over their pipes. Those of multiprocessing import the program that
+starts them once more, which a script without `if __name__ == "__main__"` does not stand; forked ones inherit the locks
+of a tokenizer's threads.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from megatrain_ray.errors import MegatrainError
+
+ALONE_BYTES = 2 << 20  # of pickled items, before processes are started: those take 2 s until the first result
+BATCH_BYTES = 1 << 18  # of pickled items that go to a process at once; one that is larger goes alone
+BATCHES_EACH = 2  # of a process: under way or done, and not yet taken
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_in_order(
+    work: Callable[[Item], Result], items: Iterable[tuple[Key, Item]], num_processes: int
+) -> Generator[tuple[Key, Result]]:
+    """Every key with what `work` makes of its item. `work`, items and results must be picklable; keys stay here.
+
+    The first items are worked on here. Close the iterator where it is left before its end. Raises what `work` raises,
+    MegatrainError where a process dies.
+    """
+    left, taken_bytes = iter(items), 0
+    for key, item in left:
+        yield key, work(item)
+        taken_bytes += len(pickle.dumps(item)) if num_processes > 1 else 0
+        if taken_bytes >= ALONE_BYTES:
+            break
+    else:
+        return
+    with _Processes[Item, Result](work, num_processes) as processes:
+        yield from processes.map(left)
+
+
+class _Processes(Generic[Item, Result]):
+    """Gone when the block ends, whatever they are doing."""
+
+    def __init__(self, work: Callable[[Item], Result], number: int) -> None:
+        self._number = number
+        self._work = pickle.dumps(work)
+        self._processes: list[_Process[Result]] = []
+        self._idle: SimpleQueue[_Process[Result]] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(number, thread_name_prefix="map")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.close()
+
+    def map(self, items: Iterable[tuple[Key, Item]]) -> Iterator[tuple[Key, Result]]:
+        under_way: deque[tuple[list[Key], Future[list[Result]]]] = deque()
+        for keys, batch in _batches(items):
+            if len(under_way) == BATCHES_EACH * self._number:
+                yield from _taken(under_way)
+            if len(self._processes) < self._number:
+                self._processes.append(_Process(self._work))
+                self._idle.put(self._processes[-1])
+            under_way.append((keys, self._threads.submit(self._run, batch)))
+        while under_way:
+            yield from _taken(under_way)
+
+    def _run(self, batch: list[bytes]) -> list[Result]:
+        process = self._idle.get()
+        try:
+            return process.ask(batch)
+        finally:  # a dead one too, or the next batch would wait for ever
+            self._idle.put(process)
+
+
+class _Process(Generic[Result]):
+    """A child that answers each batch with its results."""
+
+    def __init__(self, work: bytes) -> None:
+        self._unsent = work
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        # In a group of its own: an interrupt from the terminal is the parent's to take.
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+        )
+
+    def ask(self, batch: list[bytes]) -> list[Result]:
+        """Raises what the work raises, MegatrainError where the child is gone."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            self._child.stdin.write(self._unsent + pickle.dumps(batch))
+            self._unsent = b""
+            self._child.stdin.flush()
+            answer = pickle.load(self._child.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            code = self._child.wait()
+            raise MegatrainError(
+                f"a process that prepares data ended with {code} (-9: killed, perhaps for want of memory); start again"
+            ) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return list(answer)
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def close(self) -> None:
+        """After a kill."""
+        with suppress(BrokenPipeError):  # what was not written
+            self._child.communicate()
+
+
+def serve() -> None:
+    """What a child does: takes a function, then lists of items, until its input ends."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # for whatever prints
+    with suppress(EOFError):
+        work = pickle.load(requests)
+        while True:
+            answers.write(pickle.dumps(_answer(work, pickle.load(requests))))
+            answers.flush()
+
+
+def _answer(work: Callable[[Any], Any], items: list[bytes]) -> list[Any] | Exception:
+    try:
+        return [work(pickle.loads(item)) for item in items]
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        return error
+
+
+def _taken(under_way: deque[tuple[list[Key], Future[list[Result]]]]) -> Iterator[tuple[Key, Result]]:
+    keys, results = under_way.popleft()
+    yield from zip(keys, results.result(), strict=True)
+
+
+def _batches(items: Iterable[tuple[Key, Item]]) -> Iterator[tuple[list[Key], list[bytes]]]:
+    keys: list[Key] = []
+    batch: list[bytes] = []
+    num_bytes = 0
+    for key, item in items:
+        keys.append(key)
+        batch.append(pickle.dumps(item))
+        num_bytes += len(batch[-1])
+        if num_bytes >= BATCH_BYTES:
+            yield keys, batch
+            keys, batch, num_bytes = [], [], 0
+    if batch:
+        yield keys, batch

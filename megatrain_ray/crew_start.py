@@ -1,0 +1,53 @@
+"""From no process to actors that are ready for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain_ray.crew import Crew
+from megatrain_ray.gpu_worker import Progress
+from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.io.save import save_folder
+from megatrain_ray.planning import Prepared
+from megatrain_ray.run_dir import RunDir
+from megatrain_ray.saving import check_save_room, measure_disk
+from megatrain_ray.startup import Startup
+from megatrain_ray.units import format_count
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a save's stall is predicted from; 0 where nothing is saved."""
+
+    disk_bytes_per_s: float
+    copy_bytes_per_s: float
+
+
+def start_crew(
+    crew: Crew, prepared: Prepared, run: RunDir, manifest: Manifest | None, progress: Progress,
+    data_arguments: Mapping[str, Any], startup: Startup,
+) -> Rates:  # fmt: skip
+    """`manifest`: of the save to go on from. Raises CapacityError where saves have no room, and what the crew does."""
+    plan = prepared.plan
+    disk_bytes_per_s = 0.0
+    if prepared.config.save_every is not None:
+        with startup.phase("measuring the disk"):
+            check_save_room(prepared, run.saves, progress.step)
+            disk_bytes_per_s = measure_disk(run.saves, plan.save_bytes, prepared.config.save_compress)
+    with startup.phase(f"starting {plan.num_shards + 3} processes"):
+        crew.start(data_arguments)
+    with startup.phase(_loading(prepared, manifest)):
+        crew.load(None if manifest is None else save_folder(run.saves, manifest.step), manifest)
+        copy_bytes_per_s = crew.copy_bytes_per_s()
+    with startup.phase("building the engine"):
+        crew.begin(progress)
+    return Rates(disk_bytes_per_s, copy_bytes_per_s)
+
+
+def _loading(prepared: Prepared, manifest: Manifest | None) -> str:
+    parameters = f"{format_count(prepared.plan.num_parameters)} parameters"
+    if manifest is not None:
+        return f"restoring {parameters} from the save of step {manifest.step}"
+    return f"loading {parameters}" if prepared.source.folder else f"making {parameters} at random"
