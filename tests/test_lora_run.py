@@ -59,7 +59,6 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         train__schedule="constant",
         train__trainable=["norm"],
         lora={"match": [r"\.(q|down)_proj$"], "rank": 4, "alpha": 8, "path": str(adapter)},
-        save_every=1,
         hardware__num_shards=2,
     )
     first = cli("train", str(write_config(tmp_path / "first.yaml", tree)), RAY_ADDRESS=ray_address)
@@ -100,7 +99,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
     """A shard is replaced, which keeps the base; then everything dies, and a new crew loads it again."""
-    tree, path = prepare(tmp_path, train__steps=12, save_every=1)
+    tree, path = prepare(tmp_path, train__steps=8, save_every=2)
     adapter = build_adapter(tmp_path / "adapter", tmp_path / "model", ["up_proj", "o_proj"])
     tree["lora"] = {"match": [r"\.(up|o)_proj$"], "rank": 4, "alpha": 8, "path": str(adapter)}
     write_config(path, tree)
