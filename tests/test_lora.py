@@ -13,7 +13,7 @@ from megatrain_ray.engine.visits import LoopOrder
 from tests.adapters import build_adapter
 from tests.families import FAMILIES as ALL_FAMILIES
 from tests.family_models import build_family, family_batches
-from tests.reference import Own, Recipe, Result, train_reference
+from tests.reference import MuonRecipe, Own, Recipe, Result, train_reference
 from tests.run_engine import EngineResult, Mode, train_engine
 from tests.tiny import build_tiny, tiny_batches
 
@@ -104,3 +104,11 @@ def test_families_are_bit_equal(tmp_path: Path, family: str, precision: str) -> 
     recipe, batches = Recipe(3, precision=precision, adapter=adapter), family_batches(3)
     theirs = train_reference(model, batches, recipe, frozen=ALL_FAMILIES[family].frozen)
     assert_equal(train_engine(model, batches, recipe, MODES["layers"]), theirs)
+
+
+def test_with_muon(tmp_path: Path) -> None:
+    """Pairs are matrices of layers, so they are Muon's; norms beside them are not."""
+    recipe = Recipe(3, precision="bf16", clip=0.5, muon=MuonRecipe(), trainable=("norm",))
+    ours, theirs = run(tmp_path, recipe, MODES["layers"], ("q_proj", "down_proj"))
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    assert [name for name, master in theirs.masters.items() if not torch.equal(ours.masters[name], master)] == []
