@@ -36,7 +36,9 @@ def assert_equal(ours: EngineResult, theirs: Result) -> None:
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name
         assert torch.equal(ours.exp_avg[name], theirs.exp_avg[name]), name
-        assert torch.equal(ours.exp_avg_sq[name], theirs.exp_avg_sq[name]), name
+    assert ours.exp_avg_sq.keys() == theirs.exp_avg_sq.keys()
+    for name, v in theirs.exp_avg_sq.items():
+        assert torch.equal(ours.exp_avg_sq[name], v), name
 
 
 def run(
@@ -74,6 +76,16 @@ def test_with_parameters_beside_and_groups_of_their_own(tmp_path: Path, mode: st
     recipe = Recipe(3, trainable=("norm", "embed_tokens"), groups=own, clip=None)
     ours, theirs = run(tmp_path, recipe, MODES[mode], ("o_proj", "model.layers.1.mlp.up_proj"))
     assert len(ours.masters) == 2 * (3 + 1) + 7 + 1
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("precision", "clip"), [("fp32", 1.0), ("bf16", None)])
+def test_pairs_that_muon_trains(tmp_path: Path, precision: str, clip: float | None) -> None:
+    """They are matrices of the layers: each one by itself, and AdamW has what is beside them, or nothing."""
+    beside = () if clip else ("norm",)
+    recipe = Recipe(3, muon=MuonRecipe(), precision=precision, clip=clip, trainable=beside)
+    ours, theirs = run(tmp_path, recipe, MODES["layers"])
+    assert len(ours.exp_avg_sq) == 7 * len(beside)
     assert_equal(ours, theirs)
 
 
