@@ -116,11 +116,3 @@ def test_families_are_bit_equal(tmp_path: Path, family: str, precision: str) -> 
     recipe, batches = Recipe(3, precision=precision, adapter=adapter), family_batches(3)
     theirs = train_reference(model, batches, recipe, frozen=ALL_FAMILIES[family].frozen)
     assert_equal(train_engine(model, batches, recipe, MODES["layers"]), theirs)
-
-
-def test_with_muon(tmp_path: Path) -> None:
-    """Pairs are matrices of layers, so they are Muon's; norms beside them are not."""
-    recipe = Recipe(3, precision="bf16", clip=0.5, muon=MuonRecipe(), trainable=("norm",))
-    ours, theirs = run(tmp_path, recipe, MODES["layers"], ("q_proj", "down_proj"))
-    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
-    assert [name for name, master in theirs.masters.items() if not torch.equal(ours.masters[name], master)] == []
