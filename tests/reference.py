@@ -383,13 +383,16 @@ class _Optimizer:
         self._matrices = set(matrices)
         groups = {name: self._group(name, recipe) for name in masters}
         rest = [group for name, group in groups.items() if name not in self._matrices]
-        self._adamw = torch.optim.AdamW(rest, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
-        self._optimizers: list[torch.optim.Optimizer] = [self._adamw]
-        for group in rest:
-            (p,), name = group["params"], group["name"]
-            step = torch.tensor(float(start.adam_steps), device=p.device)
-            m, v = start.exp_avg[name].clone(), start.exp_avg_sq[name].clone()
-            self._adamw.state[p] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._moments: dict[str, dict[str, Tensor]] = {}
+        if rest:
+            adamw = torch.optim.AdamW(rest, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
+            for group in rest:
+                (p,), name = group["params"], group["name"]
+                step = torch.tensor(float(start.adam_steps), device=p.device)
+                m, v = start.exp_avg[name].clone(), start.exp_avg_sq[name].clone()
+                self._moments[name] = adamw.state[p] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
+            self._optimizers.append(adamw)
         self._momenta = {name: start.exp_avg[name].clone() for name in self._matrices}
         self._slices = {name: [nn.Parameter(s) for s in _slices(masters[name].data)] for name in self._matrices}
         if recipe.muon:
@@ -418,9 +421,8 @@ class _Optimizer:
             optimizer.step()
 
     def state(self) -> tuple[Named, Named, Named]:
-        moments = {name: self._adamw.state[p] for name, p in self._masters.items() if name not in self._matrices}
-        exp_avg = self._momenta | {name: state["exp_avg"] for name, state in moments.items()}
-        exp_avg_sq = {name: state["exp_avg_sq"] for name, state in moments.items()}
+        exp_avg = self._momenta | {name: state["exp_avg"] for name, state in self._moments.items()}
+        exp_avg_sq = {name: state["exp_avg_sq"] for name, state in self._moments.items()}
         return {name: p.detach() for name, p in self._masters.items()}, exp_avg, exp_avg_sq
 
 

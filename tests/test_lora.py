@@ -13,7 +13,7 @@ from megatrain_ray.engine.visits import LoopOrder
 from tests.adapters import build_adapter
 from tests.families import FAMILIES as ALL_FAMILIES
 from tests.family_models import build_family, family_batches
-from tests.reference import Own, Recipe, Result, train_reference
+from tests.reference import MuonRecipe, Own, Recipe, Result, train_reference
 from tests.run_engine import EngineResult, Mode, train_engine
 from tests.tiny import build_tiny, tiny_batches
 
@@ -36,7 +36,9 @@ def assert_equal(ours: EngineResult, theirs: Result) -> None:
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name
         assert torch.equal(ours.exp_avg[name], theirs.exp_avg[name]), name
-        assert torch.equal(ours.exp_avg_sq[name], theirs.exp_avg_sq[name]), name
+    assert ours.exp_avg_sq.keys() == theirs.exp_avg_sq.keys()
+    for name, v in theirs.exp_avg_sq.items():
+        assert torch.equal(ours.exp_avg_sq[name], v), name
 
 
 def run(
@@ -77,6 +79,16 @@ def test_with_parameters_beside_and_groups_of_their_own(tmp_path: Path, mode: st
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize(("precision", "clip"), [("fp32", 1.0), ("bf16", None)])
+def test_pairs_that_muon_trains(tmp_path: Path, precision: str, clip: float | None) -> None:
+    """They are matrices of the layers: each one by itself, and AdamW has what is beside them, or nothing."""
+    beside = () if clip else ("norm",)
+    recipe = Recipe(3, muon=MuonRecipe(), precision=precision, clip=clip, trainable=beside)
+    ours, theirs = run(tmp_path, recipe, MODES["layers"])
+    assert len(ours.exp_avg_sq) == 7 * len(beside)
+    assert_equal(ours, theirs)
+
+
 def test_a_pair_beside_the_head(tmp_path: Path) -> None:
     """Its gradients come from the loss, block or none below it."""
     ours, theirs = run(tmp_path, Recipe(3, micro_batch_size=2), MODES["layers"], ("lm_head",))
@@ -104,3 +116,11 @@ def test_families_are_bit_equal(tmp_path: Path, family: str, precision: str) -> 
     recipe, batches = Recipe(3, precision=precision, adapter=adapter), family_batches(3)
     theirs = train_reference(model, batches, recipe, frozen=ALL_FAMILIES[family].frozen)
     assert_equal(train_engine(model, batches, recipe, MODES["layers"]), theirs)
+
+
+def test_with_muon(tmp_path: Path) -> None:
+    """Pairs are matrices of layers, so they are Muon's; norms beside them are not."""
+    recipe = Recipe(3, precision="bf16", clip=0.5, muon=MuonRecipe(), trainable=("norm",))
+    ours, theirs = run(tmp_path, recipe, MODES["layers"], ("q_proj", "down_proj"))
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    assert [name for name, master in theirs.masters.items() if not torch.equal(ours.masters[name], master)] == []
