@@ -13,7 +13,7 @@ from megatrain_ray.engine.visits import LoopOrder
 from tests.adapters import build_adapter
 from tests.families import FAMILIES as ALL_FAMILIES
 from tests.family_models import build_family, family_batches
-from tests.reference import Own, Recipe, Result, train_reference
+from tests.reference import MuonRecipe, Own, Recipe, Result, train_reference
 from tests.run_engine import EngineResult, Mode, train_engine
 from tests.tiny import build_tiny, tiny_batches
 
@@ -36,7 +36,9 @@ def assert_equal(ours: EngineResult, theirs: Result) -> None:
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name
         assert torch.equal(ours.exp_avg[name], theirs.exp_avg[name]), name
-        assert torch.equal(ours.exp_avg_sq[name], theirs.exp_avg_sq[name]), name
+    assert ours.exp_avg_sq.keys() == theirs.exp_avg_sq.keys()
+    for name, moment in theirs.exp_avg_sq.items():
+        assert torch.equal(ours.exp_avg_sq[name], moment), name
 
 
 def run(
@@ -74,6 +76,25 @@ def test_with_parameters_beside_and_groups_of_their_own(tmp_path: Path, mode: st
     recipe = Recipe(3, trainable=("norm", "embed_tokens"), groups=own, clip=None)
     ours, theirs = run(tmp_path, recipe, MODES[mode], ("o_proj", "model.layers.1.mlp.up_proj"))
     assert len(ours.masters) == 2 * (3 + 1) + 7 + 1
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("mode", "clip"), [("outer", None), ("on the host", 0.5)])
+def test_with_muon_alone(tmp_path: Path, mode: str, clip: float | None) -> None:
+    """Every pair is Muon's: there is no second moment at all."""
+    recipe = Recipe(3, precision="bf16", grad_dtype="bf16", clip=clip, muon=MuonRecipe())
+    ours, theirs = run(tmp_path, recipe, MODES[mode], ("q_proj", "down_proj"))
+    assert ours.plan.num_muon == ours.plan.num_trained
+    assert not theirs.exp_avg_sq
+    assert_equal(ours, theirs)
+
+
+def test_with_muon_beside_adamw(tmp_path: Path) -> None:
+    """B is AdamW's; A and the tied embedding are Muon's."""
+    own = (Own("embed_tokens", muon=True), Own("lora_B", muon=False, lr=1e-2))
+    recipe = Recipe(3, trainable=("embed_tokens",), groups=own, clip=None, muon=MuonRecipe())
+    ours, theirs = run(tmp_path, recipe, MODES["on the host"], ("q_proj",), tied=True)
+    assert {name.rpartition("lora_")[2] for name in theirs.exp_avg_sq} == {"B.weight"}
     assert_equal(ours, theirs)
 
 
