@@ -4,6 +4,7 @@ names are those of the model's parameters behind `base_model.model.`."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatrain_ray.io.weights import WeightFolder
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+READ_ELEMENTS = 8 << 20  # 32 MiB at once
 # Of peft's settings, what would compute something else than a plain pair when set.
 OTHER_KINDS = (
     "use_rslora", "use_dora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "lora_bias", "arrow_config",
@@ -51,9 +53,14 @@ class AdapterFolder:
             raise ConfigError(f"{file}: only plain LoRA without biases is trained, got {found}")
         return AdapterFolder(path, rank, alpha, WeightFolder.of_file(path / WEIGHTS_NAME))
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str]) -> None:
-        """`shapes`: of all that is trained. Raises ConfigError where the folder lacks a `required` parameter, holds
-        one of another shape, or one that is not trained."""
+    def check(
+        self, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str], tied: Mapping[str, str] | None = None
+    ) -> None:
+        """`shapes`: of all that is trained. `tied`: other names of it, each with the one in `shapes`.
+
+        Raises ConfigError where the folder lacks a `required` parameter, holds one of another shape, one that is not
+        trained, or other values of a shared one under its other name."""
+        shapes = {**shapes, **{alias: shapes[name] for alias, name in (tied or {}).items()}}
         names = [name.removeprefix(PREFIX) for name in self._weights.names]
         strangers = sorted(set(names) - shapes.keys())
         if strangers:
@@ -61,7 +68,18 @@ class AdapterFolder:
                 f"{self.path} holds {strangers[0]} (and {len(strangers) - 1} more), which would not be trained: is it "
                 "of another model? Else let lora.match and train.trainable match it"
             )
-        self._weights.check({PREFIX + name: shapes[name] for name in {*names, *required}})
+        aliases = {alias: name for alias, name in (tied or {}).items() if alias in names}
+        self._weights.check({PREFIX + name: shapes[name] for name in {*names, *required, *aliases.values()}})
+        for alias, name in aliases.items():
+            if not self._equal(alias, name, math.prod(shapes[name])):
+                raise ConfigError(
+                    f"{self.path} holds other values of {alias} than of {name}, which are one parameter of the model; "
+                    "train them tied (peft: ensure_weight_tying), or merge the adapter and begin with that model"
+                )
+
+    def _equal(self, one: str, other: str, size: int) -> bool:
+        parts = ((start, min(start + READ_ELEMENTS, size)) for start in range(0, size, READ_ELEMENTS))
+        return all(torch.equal(self.read(one, *part), self.read(other, *part)) for part in parts)
 
     def holds(self, name: str) -> bool:
         return PREFIX + name in self._weights.names
