@@ -23,8 +23,12 @@ READ_ELEMENTS = 8 << 20  # 32 MiB at once
 # Of peft's settings, what would compute something else than a plain pair when set.
 OTHER_KINDS = (
     "use_rslora", "use_dora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "lora_bias", "arrow_config",
-    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "kasa_config",
+    "monteclora_config", "velora_config",
 )  # fmt: skip
+# Of init_lora_weights, by which peft makes pairs. The others (pissa, olora, …) take the pair's product out of the base,
+# and do so again whenever the adapter is loaded.
+PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,10 @@ class AdapterFolder:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file} describes no LoRA adapter: {type(error).__name__}: {error}") from None
         others = [key for key in OTHER_KINDS if settings.get(key)]
+        if (beginning := settings.get("init_lora_weights")) not in PLAIN_BEGINNINGS:
+            others.append(f"init_lora_weights: {beginning}, which changes the base")
         if kind != "LORA" or others or settings.get("bias", "none") != "none":
-            found = kind if kind != "LORA" else ", ".join([*others, f"bias: {settings.get('bias')}"])
+            found = kind if kind != "LORA" else ", ".join([*others, f"bias: {settings.get('bias', 'none')}"])
             raise ConfigError(f"{file}: only plain LoRA without biases is trained, got {found}")
         return AdapterFolder(path, rank, alpha, WeightFolder.of_file(path / WEIGHTS_NAME))
 

@@ -199,6 +199,10 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
         (lambda c, t: c.update(use_dora=True), "got use_dora"),
         (lambda c, t: c.update(bias="all"), "got bias: all"),
         (lambda c, t: c.update(rank_pattern={"x": 3}), "got rank_pattern"),
+        (
+            lambda c, t: c.update(init_lora_weights="pissa_niter_4"),
+            "got init_lora_weights: pissa_niter_4, which changes",
+        ),
         (lambda c, t: c.pop("r"), "describes no LoRA adapter: KeyError"),
         (lambda c, t: c.update(r=3), "has rank 3 and alpha 4, the settings say 2 and 4; set lora.rank and lora.alpha"),
         (lambda c, t: t.pop(NAME), r"holds 5 parameters, but no .*layers\.1\.self_attn\.q_proj\.lora_A"),
@@ -208,7 +212,7 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
             r"holds lm_head.weight \(and 0 more\), which would not be trained",
         ),
     ],
-    ids=["kind", "dora", "bias", "pattern", "no rank", "rank", "missing", "shape", "stranger"],
+    ids=["kind", "dora", "bias", "pattern", "beginning", "no rank", "rank", "missing", "shape", "stranger"],
 )
 def test_adapters_that_cannot_be_gone_on_from(tmp_path: Path, change: Any, says: str) -> None:
     adapter = write_adapter(tmp_path / "adapter", change)
