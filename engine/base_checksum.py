@@ -1,20 +1,26 @@
-"""Checksums of what is frozen, where a save leaves it out: by them a restore knows that it loaded the same again."""
+"""Checksums of what is frozen, where a save leaves it out: by them a restore or a merge knows that it has the same
+again. zlib's CRC-32 of a layer's frozen parameters as they stream, one after the other."""
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
 from torch import Tensor
 
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout
+from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.saved_values import READ_ELEMENTS, bytes_of
+from megatrain_ray.engine.working_copy import to_working
+from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry
 
 CHUNK_BYTES = 1 << 20  # stays in a core's cache
 
 
 def frozen_checksums(layout: ModelLayout, working: Tensor, num_threads: int) -> tuple[int | None, ...]:
-    """zlib's CRC-32 of the bytes of each layer's frozen parameters, one after the other; None where it has none.
+    """Layer by layer, of what is in memory; None where nothing of a layer is frozen.
 
     `working`: 1-D, the whole model's working copies at ModelLayout.starts. The sums depend neither on padding nor on
     the number of shards.
@@ -28,11 +34,34 @@ def frozen_checksums(layout: ModelLayout, working: Tensor, num_threads: int) -> 
         return tuple(pool.map(of, range(len(layout.layers))))
 
 
+def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]:
+    """The same of what `base` would load in the place of what a save leaves out; None where it leaves out nothing."""
+    as_streamed = to_working if "residual" in manifest.itemsize else Tensor.contiguous
+
+    def of(layer: LayerEntry) -> int | None:
+        if layer.base_crc32 is None:
+            return None
+        crc32 = 0
+        for parameter in layer.parameters:
+            if parameter.start >= layer.num_trained and parameter.tied_to is None:
+                for values in _read(base, parameter):
+                    crc32 = zlib.crc32(bytes_of(as_streamed(values)), crc32)
+        return crc32
+
+    return [of(layer) for layer in manifest.layers]
+
+
 def _crc32(layer: FlatLayout, flat: Tensor) -> int:
     crc32 = 0
     for segment in layer.owned:
         if not segment.group.trained:
-            values = flat[segment.start : segment.stop].view(torch.uint8).numpy().data
+            values = bytes_of(flat[segment.start : segment.stop])
             for first in range(0, len(values), CHUNK_BYTES):
                 crc32 = zlib.crc32(values[first : first + CHUNK_BYTES], crc32)
     return crc32
+
+
+def _read(base: WeightSource, parameter: ParameterEntry) -> Iterator[Tensor]:
+    size = math.prod(parameter.shape)
+    for start in range(0, size, READ_ELEMENTS):
+        yield base.read(parameter.name, start, min(start + READ_ELEMENTS, size))

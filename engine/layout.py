@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -30,6 +30,11 @@ NODE_CUT_ELEMENTS = 1 << 20  # 2 MiB of a two-byte type: a huge page is never sh
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def starts_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Where each of these begins when they lie one after the other."""
+    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 class Span(NamedTuple):
@@ -225,11 +230,7 @@ class ModelLayout:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First element of each layer in an arena of whole flats (each a multiple of CUT_ELEMENTS)."""
-        starts, position = [], 0
-        for layer in self.layers:
-            starts.append(position)
-            position += layer.size
-        return tuple(starts)
+        return starts_of(layer.size for layer in self.layers)
 
     @property
     def size(self) -> int:
@@ -254,6 +255,10 @@ class ModelLayout:
     def fixed(self) -> tuple[int, ...]:
         """The layers that no update changes."""
         return tuple(i for i, layer in enumerate(self.layers) if not layer.trained.size)
+
+    def gradient_bytes(self, itemsize: int) -> tuple[int, ...]:
+        """Of each layer's gradient, padded; 0 where nothing is trained. `itemsize`: bytes of an element."""
+        return tuple(layer.trained.size * itemsize for layer in self.layers)
 
     @property
     def direction_bytes(self) -> tuple[int, ...]:

@@ -43,8 +43,8 @@ class LocalHost:
         self._shards = shards
         self._timeline = timeline
         self._order = plan.layer_order
-        gradient_bytes = [layer.trained.size * plan.slab_itemsize for layer in layout.layers]
-        self._slab = SlabPool(torch.empty(plan.slab_bytes, dtype=torch.uint8), gradient_bytes)
+        slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
+        self._slab = SlabPool(slab, layout.gradient_bytes(plan.slab_itemsize))
         directions = torch.empty(plan.direction_slab_bytes, dtype=torch.uint8)
         self._directions = SlabPool(directions, layout.direction_bytes)
         self._wire_dtype = plan.wire_dtype

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,10 +11,9 @@ from torch import Tensor
 
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.lora import A_END, B_END
-from megatrain_ray.engine.saved_values import READ_ELEMENTS, SavedValues, bytes_of
+from megatrain_ray.engine.saved_values import SavedValues
 from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.io.export import ExportDtype
-from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry
 
 
 class Pair(NamedTuple):
@@ -26,28 +23,6 @@ class Pair(NamedTuple):
     a: tuple[int, ...]
     b: tuple[int, ...]
     transposed: bool
-
-
-def base_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]:
-    """Of what a save leaves out, layer by layer, read from where it should be: those that Manifest.check_base takes."""
-    as_streamed = to_working if "residual" in manifest.itemsize else Tensor.contiguous
-
-    def of(layer: LayerEntry) -> int | None:
-        if layer.base_crc32 is None:
-            return None
-        left_out = [p for p in layer.parameters if p.start >= layer.num_trained and p.tied_to is None]
-        crc32 = 0
-        for values in itertools.chain.from_iterable(_parts(base, p) for p in left_out):
-            crc32 = zlib.crc32(bytes_of(as_streamed(values)), crc32)
-        return crc32
-
-    return [of(layer) for layer in manifest.layers]
-
-
-def _parts(base: WeightSource, parameter: ParameterEntry) -> Iterator[Tensor]:
-    size = math.prod(parameter.shape)
-    for start in range(0, size, READ_ELEMENTS):
-        yield base.read(parameter.name, start, min(start + READ_ELEMENTS, size))
 
 
 class MergedValues:

@@ -81,8 +81,9 @@ class GradientOffloader:
     def __init__(self, device: Device, host: Host) -> None:
         self._device = device
         self._host = host
-        # No maxsize: a region departs again only after what left it has left, so a departure and a fetch for each
-        # region are the most that wait here. A full queue would have nobody to tell.
+        # No maxsize: a region is used again only after what left it has left, so one transfer out and one in for each
+        # region, those of momenta and directions too, are the most that wait here. A full queue would have nobody to
+        # tell.
         self._transfers: asyncio.Queue[Transfer | None] = asyncio.Queue()
         self._in_flight: asyncio.Queue[_InFlight | None] = asyncio.Queue(maxsize=64)
         self._unfinished: dict[int, _InFlight] = {}

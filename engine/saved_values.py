@@ -102,4 +102,5 @@ def chunks(values: ExportValues, name: str, tensor: CheckpointTensor, dtype: Exp
 
 
 def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous 1-D tensor."""
     return values.view(torch.uint8).numpy().data

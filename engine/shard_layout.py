@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from megatrain_ray.engine.layout import CUT_ELEMENTS, FlatLayout, ModelLayout, Span
+from megatrain_ray.engine.layout import CUT_ELEMENTS, FlatLayout, ModelLayout, Span, starts_of
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,7 @@ class ShardLayout:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First element of each layer's part in this shard's state."""
-        starts, position = [], 0
-        for span in self.spans:
-            starts.append(position)
-            position += span.size
-        return tuple(starts)
+        return starts_of(span.size for span in self.spans)
 
     @cached_property
     def v_spans(self) -> tuple[Span, ...]:
@@ -55,7 +50,7 @@ class ShardLayout:
     @cached_property
     def v_starts(self) -> tuple[int, ...]:
         """First element of each layer's part among the shard's second moments."""
-        return tuple(itertools.accumulate((span.size for span in self.v_spans[:-1]), initial=0))
+        return starts_of(span.size for span in self.v_spans)
 
     @property
     def size(self) -> int:

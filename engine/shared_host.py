@@ -43,8 +43,7 @@ class SharedHost:
         self._words = words
         self._deadline_s = plan.update_deadline_s
         self._momenta = momenta
-        gradient_bytes = [layer.trained.size * plan.slab_itemsize for layer in layout.layers]
-        self._slab = SlabPool(slab[: plan.slab_bytes], gradient_bytes, self._check)
+        self._slab = SlabPool(slab[: plan.slab_bytes], layout.gradient_bytes(plan.slab_itemsize), self._check)
         self._directions = SlabPool(slab[plan.slab_bytes :], layout.direction_bytes, self._check, start=plan.slab_bytes)
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()

@@ -1,13 +1,13 @@
-"""The gradient slab: host memory where gradients wait for their update, handed out by lease."""
+"""The slab: host memory where gradients and Muon's directions wait for their update, handed out by lease."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 
+from megatrain_ray.engine.layout import starts_of
 from megatrain_ray.engine.seams import Lease
 from megatrain_ray.errors import CapacityError
 
@@ -15,7 +15,7 @@ from megatrain_ray.errors import CapacityError
 class SlabPool:
     """Leases of a slab that holds what waits of every layer, each at its own place, or of a smaller one in equal parts.
 
-    Event loop only. A lease is released when every shard has its update; clipped steps need the whole-model slab,
+    Event loop only. A lease is released when every shard has its update; clipped steps need a slab for all gradients,
     because no update may start before the last gradient's norm is known.
     """
 
@@ -34,9 +34,9 @@ class SlabPool:
         self._own_place = slab.nbytes >= sum(sizes)
         part = max(sizes)
         if slab.nbytes < part:
-            raise CapacityError(f"the gradient slab has {slab.nbytes} bytes, the largest layer needs {part}")
+            raise CapacityError(f"the slab has {slab.nbytes} bytes, the largest layer needs {part}")
         num_parts = len(sizes) if self._own_place else slab.nbytes // part
-        self._starts = list(itertools.accumulate(sizes, initial=0)) if self._own_place else []
+        self._starts = starts_of(sizes) if self._own_place else ()
         self._free = [i * part for i in range(num_parts)]
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()

@@ -1,7 +1,7 @@
 /* What an update does to the elements of one parameter, in one pass: AdamW's arithmetic and Muon's.
  *
- * Bit-equal to torch's fused AdamW and to torch.optim.Muon, with FMA: the order of operations below is the contract, and
- * nothing here may be contracted or reassociated by the compiler.
+ * Bit-equal to torch's fused AdamW and to torch.optim.Muon, with FMA: the order of operations below is the contract,
+ * and nothing here may be contracted or reassociated by the compiler.
  */
 
 #ifndef MEGATRAIN_UPDATE_ELEMENTS_H
@@ -62,8 +62,8 @@ INLINE void store(float next, uint16_t *working, int16_t *residual, float *maste
     }
 }
 
-/* torch's lerp takes the nearer end as its base; heavy: that is `to`. Where that weighs nothing, its tail makes zeros of
- * another sign. */
+/* torch's lerp takes the nearer end as its base; heavy: that is `to`. Where that weighs nothing, its tail makes zeros
+ * of another sign. */
 INLINE float lerp(float from, float to, float weight, int tail, int heavy) {
     const float way = to - from;
     return !heavy ? __builtin_fmaf(weight, way, from)
@@ -97,8 +97,8 @@ INLINE void elements(const Part *part, const Rates *rates, int64_t start, int64_
     }
 }
 
-/* The same of a part that Muon trains. torch rounds its tails as the rest, but for the sign of
- * a zero in a heavy momentum. */
+/* The same of a part that Muon trains. torch rounds its tails as the rest, but for the sign of a zero in a heavy
+ * momentum. */
 INLINE void muon_elements(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16,
                           int heavy) {
     const uint16_t *RESTRICT gradient16 = (const uint16_t *)part->gradient;

@@ -23,7 +23,7 @@ from megatrain_ray.llama_factory_keys import LLAMA_FACTORY
 
 TABLES = (LLAMA_FACTORY, AXOLOTL)
 FREEZING = ("freeze_layers", "freeze_modules", "freeze_extra")
-# What tables set beside settings: resolved by _resolve, which says how.
+# What tables set beside settings: resolved by `resolve`, which says how.
 RESOLVED = frozenset(
     {
         "revision", "neat_packing", "enable_thinking", "epochs", "max_steps", "warmup_steps", "warmup_ratio",

@@ -18,7 +18,7 @@ from megatrain_ray.units import format_count
 
 
 @dataclass(frozen=True)
-class Rates:
+class SaveRates:
     """What a save's stall is predicted from; 0 where nothing is saved."""
 
     disk_bytes_per_s: float
@@ -28,8 +28,9 @@ class Rates:
 def start_crew(
     crew: Crew, prepared: Prepared, run: RunDir, manifest: Manifest | None, progress: Progress,
     data_arguments: Mapping[str, Any], startup: Startup,
-) -> Rates:  # fmt: skip
-    """`manifest`: of the save to go on from. Raises CapacityError where saves have no room, and what the crew does."""
+) -> SaveRates:  # fmt: skip
+    """`manifest`: of the save to go on from; None: begin with the model's own values. Raises CapacityError where saves
+    have no room, and what the crew does."""
     plan = prepared.plan
     disk_bytes_per_s = 0.0
     if prepared.config.save_every is not None:
@@ -43,7 +44,7 @@ def start_crew(
         copy_bytes_per_s = crew.copy_bytes_per_s()
     with startup.phase("building the engine"):
         crew.begin(progress)
-    return Rates(disk_bytes_per_s, copy_bytes_per_s)
+    return SaveRates(disk_bytes_per_s, copy_bytes_per_s)
 
 
 def _loading(prepared: Prepared, manifest: Manifest | None) -> str:

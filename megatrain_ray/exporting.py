@@ -18,6 +18,7 @@ from megatrain_ray.config import ModelConfig, TrainConfig
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.model import build_empty
+from megatrain_ray.engine.saved_values import bytes_of
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.export import ExportDtype, ExportTensor, StoredDtype
 from megatrain_ray.io.manifest import Manifest
@@ -175,4 +176,4 @@ def _read(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[me
 
 
 def _bytes(values: torch.Tensor) -> list[memoryview]:
-    return [values.contiguous().view(-1).view(torch.uint8).numpy().data]
+    return [bytes_of(values.contiguous().view(-1))]

@@ -194,7 +194,7 @@ REFUSED = {
     "fp8*": "compute is bf16, tf32 or fp32",
     "parallelism_config": MULTI_GPU,
     "mp_parameters": MULTI_GPU,
-    "tpu_*": "one GPU",
+    "tpu_*": MULTI_GPU,
     "per_gpu_*": "say per_device_train_batch_size",
     "label_names": "labels are read from labels",
     "past_index": "the model's own forward runs unchanged",

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from megatrain_ray.config import LoraConfig, ModelConfig
+from megatrain_ray.engine.base_checksum import source_checksums
 from megatrain_ray.engine.export_save import export_tensors, owned
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.lora import A_END, B_END, is_adapter, is_transposed, module_of
-from megatrain_ray.engine.merged_values import MergedValues, Pair, base_checksums
+from megatrain_ray.engine.merged_values import MergedValues, Pair
 from megatrain_ray.engine.saved_values import SavedValues
 from megatrain_ray.io.adapter_folder import write_adapter_folder
 from megatrain_ray.io.export import ExportDtype, ExportTensor, write_model_folder
@@ -36,7 +37,7 @@ def export_merged(
 ) -> None:
     """A Hugging Face folder like any other. `model`: without pairs, on the meta device. `base`: its weights. The others
     and what is raised: as for export_save, and ConfigError for another base than the run's."""
-    manifest.check_base(base_checksums(base, manifest))
+    manifest.check_base(source_checksums(base, manifest))
     shapes = {p.name: p.shape for p in owned(manifest)}
     modules = [module_of(name) for name in shapes if name.endswith(A_END)]
     pairs = {

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from megatrain_ray.cluster import Daemons
 from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew
-from megatrain_ray.crew_start import Rates, start_crew
+from megatrain_ray.crew_start import SaveRates, start_crew
 from megatrain_ray.data_worker import HeldOutData
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.save_cost import predict_stall_s
@@ -93,7 +93,7 @@ class Session:
         self._under_way: list[Any] = []
         self._last_row: dict[str, Any] = {}
         self._silence = Silence()
-        self._rates = Rates(0.0, 0.0)
+        self._save_rates = SaveRates(0.0, 0.0)
 
     def train(self) -> tuple[int, float | None]:
         """Steps completed and the last one's loss, None when none ran.
@@ -119,7 +119,7 @@ class Session:
         return self._completed, self._last_row.get("loss")
 
     def _start(self, crew: Crew) -> None:
-        self._rates = start_crew(
+        self._save_rates = start_crew(
             crew, self._prepared, self._run, self._manifest, self._progress, self._data_arguments(), self._startup
         )
         if not self._policy.is_done(self._seen()):
@@ -167,7 +167,7 @@ class Session:
         if self._completed < step < self._prepared.config.train.steps and self._last_row:
             step_s = self._last_row["step_s"]
             predicted_s = predict_stall_s(
-                self._prepared.plan, step_s, self._rates.disk_bytes_per_s, self._rates.copy_bytes_per_s
+                self._prepared.plan, step_s, self._save_rates.disk_bytes_per_s, self._save_rates.copy_bytes_per_s
             )
         try:
             self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)

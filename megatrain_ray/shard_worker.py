@@ -124,7 +124,7 @@ class ShardWorker:
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
         """Fills this shard's part from a save, whatever the number of shards that wrote it, and with what the save
-        leaves out from the model folder."""
+        leaves out from where the run began."""
         asyncio.run(read_pieces(save_folder, manifest, self._pieces()))
         if not self._prepared.plan.saves_frozen:
             self._shard.load_frozen(self._prepared.source.base_weights())

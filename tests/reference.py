@@ -384,10 +384,14 @@ class _Optimizer:
         groups = {name: self._group(name, recipe) for name in masters}
         rest = [group for name, group in groups.items() if name not in self._matrices]
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._moments = {group["name"]: self._begin(group, start) for group in rest}
+        self._moments: dict[str, dict[str, Tensor]] = {}
         if rest:
             adamw = torch.optim.AdamW(rest, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
-            adamw.state.update({masters[name]: moments for name, moments in self._moments.items()})
+            for group in rest:
+                (p,), name = group["params"], group["name"]
+                step = torch.tensor(float(start.adam_steps), device=p.device)
+                m, v = start.exp_avg[name].clone(), start.exp_avg_sq[name].clone()
+                self._moments[name] = adamw.state[p] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
             self._optimizers.append(adamw)
         self._momenta = {name: start.exp_avg[name].clone() for name in self._matrices}
         self._slices = {name: [nn.Parameter(s) for s in _slices(masters[name].data)] for name in self._matrices}
@@ -398,13 +402,6 @@ class _Optimizer:
                 for p, momentum in zip(slices, _slices(self._momenta[name]), strict=True):
                     muon.state[p] = {"momentum_buffer": momentum}
             self._optimizers.append(muon)
-
-    @staticmethod
-    def _begin(group: dict[str, Any], start: Result) -> Named:
-        """AdamW's state of a parameter, which its steps change in place."""
-        (p,), name = group["params"], group["name"]
-        step = torch.tensor(float(start.adam_steps), device=p.device)
-        return {"step": step, "exp_avg": start.exp_avg[name].clone(), "exp_avg_sq": start.exp_avg_sq[name].clone()}
 
     def _group(self, name: str, recipe: Recipe) -> dict[str, Any]:
         own, p = _own(name, recipe), self._masters[name]
@@ -424,8 +421,8 @@ class _Optimizer:
             optimizer.step()
 
     def state(self) -> tuple[Named, Named, Named]:
-        exp_avg = self._momenta | {name: moments["exp_avg"] for name, moments in self._moments.items()}
-        exp_avg_sq = {name: moments["exp_avg_sq"] for name, moments in self._moments.items()}
+        exp_avg = self._momenta | {name: state["exp_avg"] for name, state in self._moments.items()}
+        exp_avg_sq = {name: state["exp_avg_sq"] for name, state in self._moments.items()}
         return {name: p.detach() for name, p in self._masters.items()}, exp_avg, exp_avg_sq
 
 

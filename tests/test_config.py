@@ -23,7 +23,7 @@ def refusal(**changes: Any) -> str:
 
 def test_defaults_are_those_of_the_table() -> None:
     assert config().model_dump() == {
-        "model": {"path": "model", "config": None, "seed": 0, "trust_remote_code": False, "attention": "sdpa"},
+        "model": {"path": "model", "config": None, "seed": 0, "trust_remote_code": False, "attention": "auto"},
         "data": {
             "kind": "pretrain",
             "path": "text.txt",

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain_ray.engine import loss
 from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit, forward_visits
+from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.io.batches import Batch
 from tests.family_models import build_family, family_batches
 from tests.held_out_loss import held_out_loss
-from tests.reference import Recipe, train_reference
+from tests.reference import Recipe, load_model, train_reference
 from tests.run_engine import Mode, train_engine
 from tests.tiny import build_tiny, text_batches, tiny_batches
 
@@ -41,6 +43,32 @@ def test_it_is_the_plain_models_number_before_and_after_training(
     assert ours.evaluations[0] == held_out_loss(tmp_path, held_out(), recipe)
     assert ours.evaluations[3] == held_out_loss(tmp_path, held_out(), recipe, ours.masters)
     assert len(set(ours.evaluations)) == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Mixtral"])
+def test_its_logits_are_those_of_the_model_that_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, precision: str
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def watched(scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+        seen.append(scores.detach().clone())
+        return cross_entropy(scores, targets, label_smoothing)
+
+    cross_entropy = loss._cross_entropy
+    monkeypatch.setattr(loss, "_cross_entropy", watched)
+    build_family(name, tmp_path)
+    *_, held = family_batches(2)
+    recipe = Recipe(1, micro_batch_size=4, precision=precision)
+    ours = train_engine(tmp_path, family_batches(1), recipe, LAYERS, held_out=[held])
+    model = load_model(tmp_path, torch.bfloat16 if precision == "bf16" else torch.float32).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            master = ours.masters[parameter_name]
+            parameter.data = to_working(master) if precision == "bf16" else master.clone()
+        logits = model(held.input_ids, use_cache=False).logits.float()
+    assert torch.equal(seen[-1].view_as(logits), logits)
 
 
 @pytest.mark.parametrize("mode", [Mode(), LAYERS], ids=["plain", "layers"])

@@ -37,8 +37,8 @@ def assert_equal(ours: EngineResult, theirs: Result) -> None:
         assert torch.equal(ours.masters[name], master), name
         assert torch.equal(ours.exp_avg[name], theirs.exp_avg[name]), name
     assert ours.exp_avg_sq.keys() == theirs.exp_avg_sq.keys()
-    for name, moment in theirs.exp_avg_sq.items():
-        assert torch.equal(ours.exp_avg_sq[name], moment), name
+    for name, v in theirs.exp_avg_sq.items():
+        assert torch.equal(ours.exp_avg_sq[name], v), name
 
 
 def run(
@@ -79,18 +79,18 @@ def test_with_parameters_beside_and_groups_of_their_own(tmp_path: Path, mode: st
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("mode", "clip"), [("outer", None), ("on the host", 0.5)])
-def test_with_muon_alone(tmp_path: Path, mode: str, clip: float | None) -> None:
-    """Every pair is Muon's: there is no second moment at all."""
-    recipe = Recipe(3, precision="bf16", grad_dtype="bf16", clip=clip, muon=MuonRecipe())
-    ours, theirs = run(tmp_path, recipe, MODES[mode], ("q_proj", "down_proj"))
-    assert ours.plan.num_muon == ours.plan.num_trained
-    assert not theirs.exp_avg_sq
+@pytest.mark.parametrize(("precision", "clip"), [("fp32", 1.0), ("bf16", None)])
+def test_pairs_that_muon_trains(tmp_path: Path, precision: str, clip: float | None) -> None:
+    """They are matrices of the layers: each one by itself, and AdamW has what is beside them, or nothing."""
+    beside = () if clip else ("norm",)
+    recipe = Recipe(3, muon=MuonRecipe(), precision=precision, clip=clip, trainable=beside)
+    ours, theirs = run(tmp_path, recipe, MODES["layers"])
+    assert len(ours.exp_avg_sq) == 7 * len(beside)
     assert_equal(ours, theirs)
 
 
-def test_with_muon_beside_adamw(tmp_path: Path) -> None:
-    """B is AdamW's; A and the tied embedding are Muon's."""
+def test_muon_and_adamw_share_a_pair(tmp_path: Path) -> None:
+    """B is AdamW's; A and the tied embedding are Muon's. Unclipped, with sums that wait on the host."""
     own = (Own("embed_tokens", muon=True), Own("lora_B", muon=False, lr=1e-2))
     recipe = Recipe(3, trainable=("embed_tokens",), groups=own, clip=None, muon=MuonRecipe())
     ours, theirs = run(tmp_path, recipe, MODES["on the host"], ("q_proj",), tied=True)
