@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_ray.engine.attention import Attention, imagined_masks, mask_bytes
 from megatrain_ray.engine.layout import ParameterSpec
+from megatrain_ray.engine.lora import is_adapter, module_of
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
 from megatrain_ray.engine.muon_choice import with_muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
@@ -115,6 +116,7 @@ class _Found:
             self._spec("head", LayerKind.HEAD, head, owners),
         )
         self._check_reads(layers)
+        self._check_pairs(layers)
         self._check_types(layers)
         of_layers = [owners[id(p)] for p in self._model.parameters() if id(p) in owners]
         trained = tuple(name for name in of_layers if self._groups[name].trained)
@@ -231,6 +233,16 @@ class _Found:
                         f"{self._name}: parameter {parameter} belongs to no layer: it is read "
                         f"{'in ' + reader if reader else 'by the model itself'}; not supported yet"
                     )
+
+    def _check_pairs(self, layers: Sequence[LayerSpec]) -> None:
+        """Raises ConfigError for a pair of LoRA's beside a matrix that is read past its module: it would never run."""
+        reads = self._trial.reads
+        for name in [p.name for layer in layers for p in layer.parameters if is_adapter(p.name)]:
+            if name not in reads and f"{module_of(name)}.weight" in reads:
+                raise ConfigError(
+                    f"lora.match: the matrix of {module_of(name)} is read without a call of the module, so a pair "
+                    "beside it would never compute; make the pattern narrower"
+                )
 
     def _check_types(self, layers: Sequence[LayerSpec]) -> None:
         """Raises ConfigError where the model would keep a trained parameter in FP32 while the rest is BF16: what

@@ -4,6 +4,7 @@ names are those of the model's parameters behind `base_model.model.`."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,16 @@ from megatrain_ray.io.weights import WeightFolder
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+READ_ELEMENTS = 8 << 20  # 32 MiB at once
 # Of peft's settings, what would compute something else than a plain pair when set.
 OTHER_KINDS = (
     "use_rslora", "use_dora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "lora_bias", "arrow_config",
-    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "kasa_config",
+    "monteclora_config", "velora_config",
 )  # fmt: skip
+# Of init_lora_weights, by which peft makes pairs. The others (pissa, olora, …) take the pair's product out of the base,
+# and do so again whenever the adapter is loaded.
+PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -46,14 +52,21 @@ class AdapterFolder:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file} describes no LoRA adapter: {type(error).__name__}: {error}") from None
         others = [key for key in OTHER_KINDS if settings.get(key)]
+        if (beginning := settings.get("init_lora_weights")) not in PLAIN_BEGINNINGS:
+            others.append(f"init_lora_weights: {beginning}, which changes the base")
         if kind != "LORA" or others or settings.get("bias", "none") != "none":
-            found = kind if kind != "LORA" else ", ".join([*others, f"bias: {settings.get('bias')}"])
+            found = kind if kind != "LORA" else ", ".join([*others, f"bias: {settings.get('bias', 'none')}"])
             raise ConfigError(f"{file}: only plain LoRA without biases is trained, got {found}")
         return AdapterFolder(path, rank, alpha, WeightFolder.of_file(path / WEIGHTS_NAME))
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str]) -> None:
-        """`shapes`: of all that is trained. Raises ConfigError where the folder lacks a `required` parameter, holds
-        one of another shape, or one that is not trained."""
+    def check(
+        self, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str], tied: Mapping[str, str] | None = None
+    ) -> None:
+        """`shapes`: of all that is trained. `tied`: other names of it, each with the one in `shapes`.
+
+        Raises ConfigError where the folder lacks a `required` parameter, holds one of another shape, one that is not
+        trained, or other values of a shared one under its other name."""
+        shapes = {**shapes, **{alias: shapes[name] for alias, name in (tied or {}).items()}}
         names = [name.removeprefix(PREFIX) for name in self._weights.names]
         strangers = sorted(set(names) - shapes.keys())
         if strangers:
@@ -61,7 +74,18 @@ class AdapterFolder:
                 f"{self.path} holds {strangers[0]} (and {len(strangers) - 1} more), which would not be trained: is it "
                 "of another model? Else let lora.match and train.trainable match it"
             )
-        self._weights.check({PREFIX + name: shapes[name] for name in {*names, *required}})
+        aliases = {alias: name for alias, name in (tied or {}).items() if alias in names}
+        self._weights.check({PREFIX + name: shapes[name] for name in {*names, *required, *aliases.values()}})
+        for alias, name in aliases.items():
+            if not self._equal(alias, name, math.prod(shapes[name])):
+                raise ConfigError(
+                    f"{self.path} holds other values of {alias} than of {name}, which are one parameter of the model; "
+                    "train them tied (peft: ensure_weight_tying), or merge the adapter and begin with that model"
+                )
+
+    def _equal(self, one: str, other: str, size: int) -> bool:
+        parts = ((start, min(start + READ_ELEMENTS, size)) for start in range(0, size, READ_ELEMENTS))
+        return all(torch.equal(self.read(one, *part), self.read(other, *part)) for part in parts)
 
     def holds(self, name: str) -> bool:
         return PREFIX + name in self._weights.names

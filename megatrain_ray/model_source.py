@@ -73,8 +73,10 @@ class ModelSource:
     def check_adapter(self, structure: ModelStructure) -> None:
         """Raises ConfigError when the adapter to go on from is not one of this structure."""
         if adapter := self._stored_adapter():
-            trained = {p.name: p.shape for p in _owned(structure) if p.group.trained}
-            adapter.check(trained, list(filter(is_adapter, trained)))
+            trained = [p for layer in structure.layers for p in layer.parameters if p.group.trained]
+            shapes = {p.name: p.shape for p in trained if p.tied_to is None}
+            tied = {p.name: p.tied_to for p in trained if p.tied_to is not None}
+            adapter.check(shapes, list(filter(is_adapter, shapes)), tied)
 
     def weights(self) -> WeightSource:
         """Initial FP32 values of every parameter."""

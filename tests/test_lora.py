@@ -89,6 +89,15 @@ def test_pairs_that_muon_trains(tmp_path: Path, precision: str, clip: float | No
     assert_equal(ours, theirs)
 
 
+def test_muon_and_adamw_share_a_pair(tmp_path: Path) -> None:
+    """B is AdamW's; A and the tied embedding are Muon's. Unclipped, with sums that wait on the host."""
+    own = (Own("embed_tokens", muon=True), Own("lora_B", muon=False, lr=1e-2))
+    recipe = Recipe(3, trainable=("embed_tokens",), groups=own, clip=None, muon=MuonRecipe())
+    ours, theirs = run(tmp_path, recipe, MODES["on the host"], ("q_proj",), tied=True)
+    assert {name.rpartition("lora_")[2] for name in theirs.exp_avg_sq} == {"B.weight"}
+    assert_equal(ours, theirs)
+
+
 def test_a_pair_beside_the_head(tmp_path: Path) -> None:
     """Its gradients come from the loss, block or none below it."""
     ours, theirs = run(tmp_path, Recipe(3, micro_batch_size=2), MODES["layers"], ("lm_head",))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from megatrain_ray.cli import main
 from megatrain_ray.config import LoraConfig, ModelConfig, TrainConfig
@@ -141,6 +143,20 @@ def test_matrices_that_can_have_no_pair(family: str, match: str, says: str) -> N
         discover(source.factory, torch.float32, 1, 8, LoraRules())
 
 
+def test_a_pair_that_would_never_compute(tmp_path: Path) -> None:
+    """As in Jamba, which multiplies by the matrix of its dt_proj itself."""
+    source = folder_source(build_tiny(tmp_path)).with_lora(LORA)
+
+    def factory(dtype: torch.dtype) -> nn.Module:
+        model = source.factory(dtype)
+        module = model.get_submodule("model.layers.1.mlp.up_proj")
+        module.forward = lambda x: x @ module.weight.T  # type: ignore[method-assign, operator, union-attr]
+        return model
+
+    with pytest.raises(ConfigError, match=r"lora.match: the matrix of model\.layers\.1\.mlp\.up_proj is read without"):
+        discover(factory, torch.float32, 1, 8, LoraRules())
+
+
 def test_the_plan_counts_two_bytes_a_frozen_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tree(tmp_path, train__micro_batch_size=4, save_every=1)
     plan = plan_config(TrainConfig.model_validate(settings))
@@ -183,6 +199,10 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
         (lambda c, t: c.update(use_dora=True), "got use_dora"),
         (lambda c, t: c.update(bias="all"), "got bias: all"),
         (lambda c, t: c.update(rank_pattern={"x": 3}), "got rank_pattern"),
+        (
+            lambda c, t: c.update(init_lora_weights="pissa_niter_4"),
+            "got init_lora_weights: pissa_niter_4, which changes",
+        ),
         (lambda c, t: c.pop("r"), "describes no LoRA adapter: KeyError"),
         (lambda c, t: c.update(r=3), "has rank 3 and alpha 4, the settings say 2 and 4; set lora.rank and lora.alpha"),
         (lambda c, t: t.pop(NAME), r"holds 5 parameters, but no .*layers\.1\.self_attn\.q_proj\.lora_A"),
@@ -192,7 +212,7 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
             r"holds lm_head.weight \(and 0 more\), which would not be trained",
         ),
     ],
-    ids=["kind", "dora", "bias", "pattern", "no rank", "rank", "missing", "shape", "stranger"],
+    ids=["kind", "dora", "bias", "pattern", "beginning", "no rank", "rank", "missing", "shape", "stranger"],
 )
 def test_adapters_that_cannot_be_gone_on_from(tmp_path: Path, change: Any, says: str) -> None:
     adapter = write_adapter(tmp_path / "adapter", change)
@@ -213,6 +233,20 @@ def test_what_was_trained_beside_is_gone_on_from_too(tmp_path: Path) -> None:
     assert source.weights().read("model.norm.weight", 3, 5).tolist() == [7, 7]
     assert source.weights().read("model.layers.0.self_attn.q_proj.lora_B.weight", 0, 2).tolist() == [1, 1]
     assert source.weights().read("model.layers.0.input_layernorm.weight", 0, 1) != 7
+
+
+@pytest.mark.parametrize(("in_head", "says"), [(7.0, None), (8.0, r"holds other values of lm_head\.weight than of mo")])
+def test_a_shared_parameter_beside_by_both_of_its_names(tmp_path: Path, in_head: float, says: str | None) -> None:
+    """As exports have it, for peft; were the two trained apart, one of them would be lost."""
+    names = {"model.embed_tokens": 7.0, "lm_head": in_head}
+    both = {f"base_model.model.{name}.weight": torch.full((257, 64), value) for name, value in names.items()}
+    adapter = write_adapter(tmp_path / "adapter", lambda c, t: t.update(both))
+    lora = LoraConfig(match=("q_proj",), rank=2, alpha=4, path=str(adapter))
+    source = folder_source(build_tiny(tmp_path / "model", tied=True)).with_lora(lora)
+    structure, _ = discover(source.factory, torch.float32, 1, 8, LoraRules(("embed_tokens",)))
+    with nullcontext() if says is None else pytest.raises(ConfigError, match=says):
+        source.check_adapter(structure)
+    assert source.weights().read("model.embed_tokens.weight", 3, 5).tolist() == [7, 7]
 
 
 def test_an_adapter_by_its_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
