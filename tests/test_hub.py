@@ -68,7 +68,7 @@ def test_the_command_line_exits_2_without_network_and_cache(
     tree = config(tmp_path / "run", tmp_path, model__path="owner/absent")
     assert main(["train", str(write_config(tmp_path / "config.yaml", tree))]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: model.path: owner/absent: no such folder")
+    assert "\nerror: model.path: owner/absent: no such folder" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
