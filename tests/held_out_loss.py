@@ -16,7 +16,7 @@ def held_out_loss(folder: Path, batches: Iterable[Sequences], recipe: Recipe, ma
     """Mean cross-entropy over the supervised tokens of all batches: the model's own forward in evaluation mode, whole
     logits. `masters`: weights in the place of the folder's."""
     total, num_supervised = 0.0, 0
-    with reference._threads(recipe.num_threads), torch.no_grad():
+    with reference.torch_threads(recipe.num_threads), torch.no_grad():
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         model = reference.load_model(folder, dtype).to(recipe.device).eval()
         for parameter in model.parameters():

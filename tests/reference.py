@@ -115,7 +115,7 @@ def train_reference(
 
     `frozen`: prefixes of parameters that a text never reaches.
     """
-    with _threads(recipe.num_threads):
+    with torch_threads(recipe.num_threads):
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         model = _load(folder, dtype, recipe).to(recipe.device).train()
         for parameter in model.parameters():
@@ -443,7 +443,7 @@ def _set_weights(parameters: Iterable[tuple[str, nn.Parameter]], masters: Mappin
 
 
 @contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
+def torch_threads(num_threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

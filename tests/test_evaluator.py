@@ -16,7 +16,7 @@ from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.io.batches import Batch
 from tests.family_models import build_family, family_batches
 from tests.held_out_loss import held_out_loss
-from tests.reference import Recipe, load_model, train_reference
+from tests.reference import Recipe, load_model, torch_threads, train_reference
 from tests.run_engine import Mode, train_engine
 from tests.tiny import build_tiny, text_batches, tiny_batches
 
@@ -63,7 +63,7 @@ def test_its_logits_are_those_of_the_model_that_is_exported(
     recipe = Recipe(1, micro_batch_size=4, precision=precision)
     ours = train_engine(tmp_path, family_batches(1), recipe, LAYERS, held_out=[held])
     model = load_model(tmp_path, torch.bfloat16 if precision == "bf16" else torch.float32).eval()
-    with torch.no_grad():
+    with torch_threads(recipe.num_threads), torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             master = ours.masters[parameter_name]
             parameter.data = to_working(master) if precision == "bf16" else master.clone()
