@@ -137,7 +137,7 @@ class Engine:
             await self._host.commit(_header(step.step, settings, 1.0, skip=False), 0.0)
         offloading = self._offloader.run(step.step)
         output = await self._stream(self._residency, step.step - 1, self._compute(step, settings), offloading)
-        self.device.timeline.host_waits(self.device.timeline.now(Stage.COMPUTE))
+        self._end_on_timeline()
         skip = output.bad_parameter is not None
         if settings.clip is None and skip:
             raise MegatrainError(
@@ -157,6 +157,13 @@ class Engine:
             exposed_s=exposed_s,
             memory=self.device.memory(),
         )
+
+    def _end_on_timeline(self) -> None:
+        """The next step begins when this one has computed and its gradients have landed."""
+        timeline = self.device.timeline
+        end_s = max(timeline.now(Stage.COMPUTE), timeline.now(Stage.D2H))
+        timeline.host_waits(end_s)
+        timeline.stage_waits(Stage.COMPUTE, end_s)
 
     async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
         """Cross-entropy of the weights of this generation, summed over the supervised tokens: the model in evaluation

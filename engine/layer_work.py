@@ -1,0 +1,98 @@
+"""What a layer computes: its matrices and its attention. Of a trial forward, for model FLOPs and for predictions."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatrain_ray.engine.layout import ParameterSpec
+from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelStructure
+
+# One expert's place in a list of experts.
+_MEMBER = re.compile(r".*\.experts\.\d+(?=\.)")
+
+
+class Product(NamedTuple):
+    """A matrix and how many of its elements one token is multiplied with: of experts, those that it goes to."""
+
+    elements: float
+    trained: bool
+
+
+class BlockAttention(NamedTuple):
+    """`width`: heads × head_dim. `window`: how many tokens back a token attends to; None: all of its document.
+    `passes`: a forward, and two for a backward."""
+
+    width: float
+    window: int | None
+    passes: int = 3
+
+    def flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
+        """Of one pass; causal attention counted once."""
+        most = 2 * self.window * num_tokens if self.window else math.inf
+        return 2.0 * self.width * min(sum_squared_lengths, most)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """`attention`: None where the layer does not attend. `has_backward`: whether a gradient reaches the layer."""
+
+    products: tuple[Product, ...]
+    attention: BlockAttention | None
+    has_backward: bool
+
+    @property
+    def flops_of_token(self) -> float:
+        """Of all products, forward and backward: what is frozen has no gradient of its own."""
+        return sum(2 * p.elements * (1 + self.has_backward + p.trained) for p in self.products)
+
+    def flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
+        """Model FLOPs of a step; recomputation is not counted."""
+        attention = self.attention
+        of_attention = attention.passes * attention.flops(num_tokens, sum_squared_lengths) if attention else 0.0
+        return self.flops_of_token * num_tokens + of_attention
+
+
+def work_of(
+    structure: ModelStructure, active_experts: int | None = None, windows: Sequence[int | None] = ()
+) -> tuple[LayerWork, ...]:
+    """Of each layer. A tied head works as an untied one does; rows of an embedding are looked up, not multiplied.
+
+    `active_experts`: how many a token goes to; None: all. `windows`: of each block; empty: none has one.
+    """
+    lowest, attention = structure.lowest_trained, dict[int, BlockAttention]()
+    blocks = [i for i, layer in enumerate(structure.layers) if layer.kind is LayerKind.BLOCK]
+    every_window = windows or [None] * len(blocks)
+    for i, width, window in zip(blocks, structure.attention_widths, every_window, strict=False):
+        attention[i] = BlockAttention(width, window, 3 if i >= lowest else 1)
+    return tuple(
+        LayerWork(tuple(_products(layer, structure, active_experts)), attention.get(i), i >= lowest)
+        for i, layer in enumerate(structure.layers)
+    )
+
+
+def _products(layer: LayerSpec, structure: ModelStructure, active: int | None) -> Iterator[Product]:
+    num_members = Counter(match[0] for p in layer.parameters if (match := _MEMBER.search(p.name)))
+    num_groups = Counter(name[: name.rindex(".experts.")] for name in num_members)
+    for p in layer.parameters:
+        looked_up = layer.kind is LayerKind.EMBEDDING and (p.tied_to or p.name) in structure.looked_up
+        if looked_up or len(p.shape) < 2 or p.name.endswith("bias"):
+            continue
+        num_experts = _num_experts(p, num_groups)
+        elements = math.prod(p.shape) * min(active or num_experts, num_experts) / num_experts
+        yield Product(elements, p.group.trained)
+
+
+def _num_experts(parameter: ParameterSpec, num_siblings: Mapping[str, int]) -> int:
+    """Among which the parameter's is one, or which the parameter holds; 1: it belongs to none.
+
+    `num_siblings`: experts by where their list is, where each has parameters of its own.
+    """
+    if match := _MEMBER.search(parameter.name):
+        return num_siblings[match[0][: match[0].rindex(".experts.")]]
+    several = len(parameter.shape) == 3 and parameter.shape[1] > 1  # with 1 it is a convolution, channel by channel
+    return parameter.shape[0] if several else 1

@@ -1,0 +1,26 @@
+"""What a plan is expected to cost: the seconds of a step, where they go, and the bytes it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in the steady state, the second of two. `rates`: of which machine; `is_measured`: on this one.
+
+    `compute_s` by operation (forward, recompute, loss, backward, update, orthogonalize), `exposed_s` by cause as in
+    metrics.jsonl: together `step_s`. `busy_s`: of each stage, whatever hides it; the bottleneck is the busiest one.
+    """
+
+    rates: str
+    is_measured: bool
+    step_s: float
+    model_tflops: float
+    compute_s: Mapping[str, float]
+    exposed_s: Mapping[str, float]
+    busy_s: Mapping[str, float]
+    bottleneck: str  # compute, h2d, d2h or optimizer
+    h2d_bytes: int
+    d2h_bytes: int

@@ -1,0 +1,96 @@
+"""The simulated schedule takes as long as the engine does on the virtual clock, whatever the operations cost."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.planner import residency_of
+from megatrain_ray.engine.simulation import SimulatedStep, Simulation
+from megatrain_ray.engine.visits import LoopOrder, visits
+from megatrain_ray.trace import CostModel, Op, Record, Stage
+from tests.reference import MuonRecipe, Recipe
+from tests.run_engine import EngineResult, Mode, folder_source, plan_for, train_engine
+from tests.tiny import build_tiny, tiny_batches
+
+NUM_STEPS = 3
+OUTER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER
+KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
+
+
+def costs(seed: int, **scales: float) -> CostModel:
+    """Another number for every operation of every layer; `scales`: of a stage."""
+
+    def cost(stage: Stage, op: Op) -> float:
+        return scales.get(stage.name, 1.0) * random.Random(f"{seed} {stage} {op.name} {op.layer}").uniform(0.5, 2.0)
+
+    return cost
+
+
+def simulated(folder: Path, recipe: Recipe, mode: Mode, cost: CostModel) -> list[SimulatedStep]:
+    structure, plan = plan_for(folder_source(folder).factory, recipe, mode, (4, 32))
+    layout = structure.layout(plan.num_fragments)
+    order = visits(len(plan.layers), plan.num_micro_batches, plan.order, layout.lowest_trained)
+    simulation = Simulation(plan, layout, order, residency_of(order, structure, layout, plan), cost)
+    return [simulation.step() for _ in range(NUM_STEPS)]
+
+
+def ends(result: EngineResult) -> list[float]:
+    """Of each step: all is computed, and all gradients have landed."""
+    return [max(r.end_s for r in records if r.stage is not Stage.OPTIMIZER) for records in result.records]
+
+
+def at_work(records: tuple[Record, ...], stage: Stage) -> float:
+    return sum(r.end_s - r.start_s for r in records if r.stage is stage)
+
+
+@pytest.mark.parametrize("scales", [{}, {"OPTIMIZER": 4.0}, {"H2D": 3.0}, {"D2H": 4.0}], ids=lambda s: "".join(s))
+@pytest.mark.parametrize(
+    ("mode", "recipe"),
+    [
+        (Mode(), Recipe(NUM_STEPS, micro_batch_size=4)),
+        (Mode(OUTER, RECOMPUTE, num_block_slots=3), Recipe(NUM_STEPS, micro_batch_size=2)),
+        (Mode(LAYERS, num_fragments=3, num_edge_slots=1), Recipe(NUM_STEPS)),
+        (Mode(LAYERS, RECOMPUTE), Recipe(NUM_STEPS, grad_dtype="bf16", precision="bf16")),
+        (Mode(), Recipe(NUM_STEPS, micro_batch_size=2, clip=None)),
+        (Mode(LAYERS), Recipe(NUM_STEPS, freeze=("embed", r"layers\.0\."))),
+    ],
+    ids=["keep", "recompute", "layers outer", "rounded", "unclipped", "frozen"],
+)
+def test_steps_take_as_long_as_the_engines(
+    tmp_path: Path, mode: Mode, recipe: Recipe, scales: dict[str, float]
+) -> None:
+    folder = build_tiny(tmp_path, num_layers=6)
+    cost = costs(0, **scales)
+    result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, mode, cost=cost)
+    expected = simulated(folder, recipe, mode, cost)
+    steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
+    assert [step.step_s for step in expected] == pytest.approx(steps_s)
+    for step, records in zip(expected, result.records, strict=True):
+        for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H):
+            assert step.busy_s[stage] == pytest.approx(at_work(records, stage))
+            moved = sum(r.op.num_bytes for r in records if r.stage is stage)
+            assert step.num_bytes.get(stage, 0) == moved
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_with_muon(tmp_path: Path, clip: float | None) -> None:
+    folder = build_tiny(tmp_path, num_layers=6)
+    recipe = Recipe(NUM_STEPS, micro_batch_size=2, clip=clip, muon=MuonRecipe())
+    cost = costs(1)
+    result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, Mode(), cost=cost)
+    steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
+    assert [step.step_s for step in simulated(folder, recipe, Mode(), cost)] == pytest.approx(steps_s, rel=0.1)
+
+
+def test_sums_that_wait_on_the_host(tmp_path: Path) -> None:
+    """Loads and fetches share a direction: which of two comes first is a matter of threads in the engine."""
+    folder = build_tiny(tmp_path, num_layers=6)
+    recipe, mode, cost = Recipe(NUM_STEPS), Mode(sums=Tier.HOST), costs(2)
+    result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, mode, cost=cost)
+    steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
+    assert [step.step_s for step in simulated(folder, recipe, mode, cost)] == pytest.approx(steps_s, rel=0.1)
+    assert simulated(folder, recipe, mode, cost)[1].exposed_s["host_accumulation"] > 0
