@@ -91,7 +91,7 @@ def interpolate(curve: Sequence[RatePoint], size: float) -> float:
         return points[-1].per_s
     low, high = points[k - 1], points[k]
     share = math.log(size / low.size) / math.log(high.size / low.size)
-    return low.per_s * (high.per_s / low.per_s) ** share
+    return low.per_s * math.exp(share * math.log(high.per_s / low.per_s))
 
 
 def _cubes(rates: Mapping[int, float]) -> tuple[RatePoint, ...]:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.deadlines import transfer_deadline_s
+from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.residency import SlotSpec
 from megatrain_ray.engine.visits import LoopOrder
 
@@ -140,6 +141,7 @@ class Plan:
     hbm_limit_bytes: int | None
     ram_limit_bytes: int
     rows: tuple[ByteCount, ...]
+    prediction: Prediction | None = None  # of what a step takes
 
     @property
     def wire_dtype(self) -> torch.dtype:

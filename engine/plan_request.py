@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain_ray.engine.attention import Attention
+from megatrain_ray.engine.hardware_profile import HardwareProfile, typical
 from megatrain_ray.engine.plan import ActivationPolicy, Precision, Tier
 from megatrain_ray.engine.visits import LoopOrder
 
@@ -18,6 +19,11 @@ class Machine:
     num_nodes: int
     ram_bytes: int
     hbm_bytes: int | None
+    profile: HardwareProfile | None = None  # None: nobody measured it, built-in rates are as good as any
+
+    @property
+    def rates(self) -> HardwareProfile:
+        return self.profile or typical(self.device)
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,9 @@ class Request:
     z_loss: bool = False
     attention: Attention = Attention.SDPA
     packed_attention: Attention = Attention.SDPA
+    free_split: bool = False  # the plan may choose larger micro-batches, and fewer, than these of one sequence
+    active_experts: int | None = None  # that a token goes to; None: all
+    windows: tuple[int | None, ...] = ()  # tokens that a token of each block attends to; empty: all before it
 
 
 @dataclass(frozen=True)

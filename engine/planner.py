@@ -1,9 +1,8 @@
-"""make_plan: from a model's layout, a machine and limits to a Plan, or to an error with the arithmetic. Pure."""
+"""The plan of one candidate: from a model's layout, a machine and limits to a Plan. Pure."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,32 +14,18 @@ from megatrain_ray.engine.plan import (
     ByteCount,
     LayerPlan,
     Plan,
-    Precision,
     Recovery,
     Tier,
     UpdateOrder,
 )
-from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import hbm_rows, host_rows, logits_bytes
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
-from megatrain_ray.errors import CapacityError
 
 # A chunk of logits in the working type, in FP32, and their gradient in both stay under this together.
 LOGITS_BYTES = 1 << 30
-
-
-def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
-    """The first candidate that fits every limit. Raises CapacityError with the arithmetic of the smallest one."""
-    plan = None
-    for candidate in candidates(structure, request):
-        plan = build_plan(structure, activations, machine, request, candidate)
-        if fits(plan):
-            return plan
-    assert plan is not None
-    raise CapacityError(explain_misfit(plan))
 
 
 def build_plan(
@@ -52,7 +37,24 @@ def build_plan(
 ) -> Plan:
     """The plan of one candidate, whether it fits or not."""
     layout = structure.layout(request.num_fragments)
+    return with_uploads(draft_plan(structure, layout, activations, machine, request, candidate), structure, layout)
+
+
+def draft_plan(
+    structure: ModelStructure,
+    layout: ModelLayout,
+    activations: ActivationBytes,
+    machine: Machine,
+    request: Request,
+    candidate: Candidate,
+) -> Plan:
+    """The same, but that uploads are not counted: to simulate the slots takes most of the time."""
     return _Builder(structure, layout, activations, machine, request, candidate).plan()
+
+
+def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
+    of_step = visits(len(layout.layers), plan.num_micro_batches, plan.order, layout.lowest_trained)
+    return replace(plan, uploads_per_step=len(residency_of(of_step, structure, layout, plan).loads))
 
 
 def fits(plan: Plan) -> bool:
@@ -66,35 +68,9 @@ def spare_ram(plan: Plan) -> int:
     return plan.ram_limit_bytes - on_host
 
 
-def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidate]:
-    """Fastest first, by rule of thumb: streaming weights per micro-batch costs PCIe time, recomputation a third of the
-    compute, and sums that wait on the host 8 bytes per parameter over PCIe for every micro-batch."""
-    num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in structure.layers)
-    several = request.num_micro_batches > 1
-    orders = [(LoopOrder.MICRO_BATCHES_OUTER, Tier.HBM)]
-    if several:
-        orders.insert(0, (LoopOrder.LAYERS_OUTER, Tier.HBM))
-    # Three slots: one in use, one arriving, one to let a late load catch up; two still overlap.
-    slots = ((min(3, num_blocks), 2), (min(2, num_blocks), 1))
-    for policy, num_slots, (order, sums) in itertools.product(ActivationPolicy, slots, orders):
-        yield Candidate(order, policy, *num_slots, sums)
-    for policy, num_slots in itertools.product(ActivationPolicy, slots if several else ()):
-        yield Candidate(LoopOrder.MICRO_BATCHES_OUTER, policy, *num_slots, Tier.HOST)
-
-
 def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: ModelLayout, plan: Plan) -> Residency:
     """What is in the plan's slots during these visits."""
-    return _residency(visits, structure, layout, plan.precision, plan.slots)
-
-
-def _residency(
-    visits: Sequence[Visit],
-    structure: ModelStructure,
-    layout: ModelLayout,
-    precision: Precision,
-    slots: Sequence[SlotSpec],
-) -> Residency:
-    item = precision.working_dtype.itemsize
+    item = plan.precision.working_dtype.itemsize
     num_bytes: dict[FragmentId, int] = {}
     groups: dict[FragmentId, str] = {}
     for i, layer in enumerate(layout.layers):
@@ -102,7 +78,7 @@ def _residency(
             num_bytes[FragmentId(i, f)] = span.size * item
             groups[FragmentId(i, f)] = group_of(structure.layers[i].kind, f)
     needs = [needed_fragments(layout, visit.layer) for visit in visits]
-    return plan_residency(needs, num_bytes, groups, slots)
+    return plan_residency(needs, num_bytes, groups, plan.slots)
 
 
 def group_of(kind: LayerKind, fragment: int) -> str:
@@ -137,8 +113,6 @@ class _Builder:
         r, c, m = self.request, self.candidate, self.machine
         num_shards = r.num_shards or m.num_nodes
         slots = self._slots()
-        of_step = visits(len(self.layout.layers), r.num_micro_batches, c.order, self.layout.lowest_trained)
-        residency = _residency(of_step, self.structure, self.layout, r.precision, slots)
         plan = Plan(
             version=1,
             device=m.device,
@@ -167,7 +141,7 @@ class _Builder:
             num_compute_threads=max(1, m.num_cpus),
             num_shard_threads=max(1, m.num_cpus // num_shards),
             recovery=Recovery.IN_PLACE,  # all state is in host memory, where updates are logged
-            uploads_per_step=len(residency.loads),
+            uploads_per_step=0,
             saves_frozen=r.saves_frozen,
             save_copy_bytes=0,
             hbm_limit_bytes=m.hbm_bytes,

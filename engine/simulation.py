@@ -7,7 +7,7 @@ a backward up that the next forward would otherwise wait for, and a step takes a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -82,13 +82,14 @@ class Simulation:
         self._stored_s: dict[int, float] = {}  # when a layer's gradient was on the host
         self._landed_s: dict[int, float] = {}
         self._fetched_s: dict[int, float] = {}
+        self._momentum_s: dict[int, float] = {}
         self._released_s: list[float] = []
         self._arrivals: dict[FragmentId, _Arrival] = {}
         self._num_loads = 0
-        self._compute_s: Counter[str] = Counter()
-        self._exposed_s: Counter[str] = Counter()
-        self._busy_s: Counter[Stage] = Counter()
-        self._num_bytes: Counter[Stage] = Counter()
+        self._compute_s: dict[str, float] = defaultdict(float)
+        self._exposed_s: dict[str, float] = defaultdict(float)
+        self._busy_s: dict[Stage, float] = defaultdict(float)
+        self._num_bytes: dict[Stage, int] = defaultdict(int)
 
     def step(self) -> SimulatedStep:
         self._begin()
@@ -161,7 +162,7 @@ class Simulation:
         """Micro-batches one after the other: nothing waits between them."""
         if not count:
             return
-        for name in _operations(visit.phase, self._plan.layers[visit.layer].activations):
+        for name in operations(visit.phase, self._plan.layers[visit.layer].activations):
             self._run(Stage.COMPUTE, Op(name, visit.layer), count=count)
 
     def _has_gradient(self, visit: Visit) -> bool:
@@ -249,10 +250,10 @@ class Simulation:
     def _fetch_momentum(self, layer: int) -> None:
         op = Op("momentum", layer, num_bytes=self._gradient_bytes(layer, torch.float32))
         after_s = self._momenta.empty(layer), self._generation_s[layer], self._start_s
-        self._fetched_s[layer] = self._run(Stage.H2D, op, *after_s)
+        self._momentum_s[layer] = self._run(Stage.H2D, op, *after_s)
 
     def _orthogonalize(self, layer: int) -> None:
-        self._wait(self._fetched_s.pop(layer), "h2d")
+        self._wait(self._momentum_s.pop(layer), "h2d")
         self._wait(self._directions.empty(layer), "d2h")
         self._momenta.leave(layer, self._run(Stage.COMPUTE, Op("orthogonalize", layer)))
 
@@ -267,7 +268,7 @@ def _ring(layers: tuple[int, ...], sizes: tuple[int, ...]) -> _Ring:
     return _Ring({layer: k % len(sizes) for k, layer in enumerate(layers)} if sizes else {})
 
 
-def _operations(phase: Phase, policy: ActivationPolicy) -> tuple[str, ...]:
+def operations(phase: Phase, policy: ActivationPolicy) -> tuple[str, ...]:
     """Of a layer for one micro-batch."""
     match phase:
         case Phase.FORWARD:

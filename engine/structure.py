@@ -31,6 +31,11 @@ class ActivationBytes:
     largest: int
     masks: int = 0
 
+    def times(self, count: int) -> ActivationBytes:
+        """Of so many such micro-batches in one: as much each. What a layer has once is counted as often too."""
+        boundary, kept = (tuple(count * b for b in of_layers) for of_layers in (self.boundary, self.kept))
+        return ActivationBytes(boundary, kept, count * self.largest, count * self.masks)
+
     def above(self, lowest: int, kept: tuple[int, ...]) -> ActivationBytes:
         """With other kept bytes; nothing waits for a backward below layer `lowest`."""
         zeros = (0,) * lowest

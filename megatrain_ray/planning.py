@@ -16,7 +16,7 @@ from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.plan_request import Machine, Request
-from megatrain_ray.engine.planner import make_plan
+from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine import probe_machine

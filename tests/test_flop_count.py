@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain_ray.engine.layer_work import BlockAttention
 from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.structure import discover
-from megatrain_ray.engine.layer_work import BlockAttention
 from megatrain_ray.flop_count import FlopCount
 from megatrain_ray.model_source import ModelSource
 from tests.families import FAMILIES

@@ -15,7 +15,8 @@ from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.plan_rows import PROCESS_BYTES
-from megatrain_ray.engine.planner import build_plan, candidates, make_plan
+from megatrain_ray.engine.plan_search import candidates, make_plan
+from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError

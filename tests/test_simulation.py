@@ -76,10 +76,11 @@ def test_steps_take_as_long_as_the_engines(
             assert step.num_bytes.get(stage, 0) == moved
 
 
+@pytest.mark.parametrize("micro_batch_size", [2, 4])
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_with_muon(tmp_path: Path, clip: float | None) -> None:
+def test_with_muon(tmp_path: Path, clip: float | None, micro_batch_size: int) -> None:
     folder = build_tiny(tmp_path, num_layers=6)
-    recipe = Recipe(NUM_STEPS, micro_batch_size=2, clip=clip, muon=MuonRecipe())
+    recipe = Recipe(NUM_STEPS, micro_batch_size=micro_batch_size, clip=clip, muon=MuonRecipe())
     cost = costs(1)
     result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, Mode(), cost=cost)
     steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]

@@ -1,0 +1,223 @@
+"""What a step of a plan costs on a machine: its schedule, simulated with prices made of the machine's rates. Pure.
+
+Compute is priced layer by layer for one micro-batch: products by their FLOPs at the rate of products of their size,
+attention at its own, what is bound by memory by bytes; or launches, where these take longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import TypeVar
+
+from megatrain_ray.engine.hardware_profile import HardwareProfile
+from megatrain_ray.engine.layer_work import LayerWork, Product
+from megatrain_ray.engine.layout import DIRECTION_BYTES, FlatLayout, ModelLayout
+from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan
+from megatrain_ray.engine.planner import residency_of
+from megatrain_ray.engine.prediction import Prediction
+from megatrain_ray.engine.simulation import SimulatedStep, Simulation, operations
+from megatrain_ray.engine.structure import ActivationBytes
+from megatrain_ray.engine.visits import LoopOrder, visits
+from megatrain_ray.trace import Op, Stage
+
+# Bytes that the operations between products read and write, as multiples of what autograd keeps of a layer. From one
+# eager decoder layer (Qwen2.5-7B's, 16 × 1024 tokens, 595 model TFLOPS on an H200).
+FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 3, 5
+# Of the logits of a chunk and their gradients, each written and read once.
+LOSS_TRAFFIC = 2
+# Operators of a forward for each product: norms, rotations, activation and residual. A guess; a backward has twice as
+# many.
+LAUNCHES = 6
+UPDATE_BYTES = 26  # of a parameter by which an update's rate is measured: bf16 gradient, split master, two moments
+NS_STEPS = 5  # of Muon's directions, as it does by itself
+PERIODS = 3  # micro-batches that are simulated; those between the first and the last take equally long
+
+Key = TypeVar("Key", str, Stage)
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What plans of one model on one machine have in common. `layout`: of the plans' number of fragments."""
+
+    structure: ModelStructure
+    layout: ModelLayout
+    work: tuple[LayerWork, ...]
+    profile: HardwareProfile
+    is_measured: bool  # on this machine
+    z_loss: bool
+
+
+def predict(plan: Plan, setting: Setting, activations: ActivationBytes) -> Prediction:
+    """`activations`: of a micro-batch of the plan."""
+    prices = Prices(plan, setting, activations)
+    step = _steady(plan, setting, prices)
+    tokens = plan.num_micro_batches * prices.num_tokens
+    flops = sum(layer.flops(tokens, tokens * plan.seq_len) for layer in setting.work)
+    busy_s = {stage.value: seconds for stage, seconds in step.busy_s.items()}
+    return Prediction(
+        rates=str(setting.profile.machine),
+        is_measured=setting.is_measured,
+        step_s=step.step_s,
+        model_tflops=flops / step.step_s / 1e12,
+        compute_s=step.compute_s,
+        exposed_s=step.exposed_s,
+        busy_s=busy_s,
+        bottleneck=max(busy_s, key=lambda stage: busy_s[stage]),
+        h2d_bytes=step.num_bytes.get(Stage.H2D, 0),
+        d2h_bytes=step.num_bytes.get(Stage.D2H, 0),
+    )
+
+
+def least_s(plan: Plan, setting: Setting, activations: ActivationBytes) -> float:
+    """What a step takes at least, whatever hides behind whatever: the compute alone, or the updates alone."""
+    prices, count = Prices(plan, setting, activations), plan.num_micro_batches
+    order = visits(len(plan.layers), 1, LoopOrder.LAYERS_OUTER, setting.layout.lowest_trained)
+    work = [(name, v.layer) for v in order for name in operations(v.phase, plan.layers[v.layer].activations)]
+    compute_s = count * sum(prices(Stage.COMPUTE, Op(name, layer)) for name, layer in work)
+    update_s = sum(prices(Stage.OPTIMIZER, Op("update", layer)) for layer in prices.updated_by_cpu)
+    return max(compute_s, update_s)
+
+
+def _steady(plan: Plan, setting: Setting, prices: Prices) -> SimulatedStep:
+    """The second of two steps; of one with many micro-batches in a row, from steps with fewer."""
+    count = plan.num_micro_batches
+    if plan.order is LoopOrder.LAYERS_OUTER or count <= PERIODS:
+        return _second(plan, setting, prices)
+    fewer, more = (_second(replace(plan, num_micro_batches=n), setting, prices) for n in (PERIODS - 1, PERIODS))
+    return _extended(fewer, more, count - PERIODS)
+
+
+def _second(plan: Plan, setting: Setting, prices: Prices) -> SimulatedStep:
+    order = visits(len(plan.layers), plan.num_micro_batches, plan.order, setting.layout.lowest_trained)
+    residency = residency_of(order, setting.structure, setting.layout, plan)
+    simulation = Simulation(plan, setting.layout, order, residency, prices)
+    simulation.step()
+    return simulation.step()
+
+
+def _extended(fewer: SimulatedStep, more: SimulatedStep, count: int) -> SimulatedStep:
+    """The step that has `count` periods more than `more`, which has one more than `fewer`."""
+
+    def grown(before: Mapping[Key, Number], after: Mapping[Key, Number]) -> dict[Key, Number]:
+        return {key: value + count * (value - before.get(key, 0)) for key, value in after.items()}
+
+    return SimulatedStep(
+        more.step_s + count * (more.step_s - fewer.step_s),
+        grown(fewer.compute_s, more.compute_s),
+        grown(fewer.exposed_s, more.exposed_s),
+        grown(fewer.busy_s, more.busy_s),
+        grown(fewer.num_bytes, more.num_bytes),
+    )
+
+
+class Prices:
+    """Seconds of an operation of one plan: a CostModel of trace.py."""
+
+    def __init__(self, plan: Plan, setting: Setting, activations: ActivationBytes) -> None:
+        self._plan = plan
+        self._setting = setting
+        self._activations = activations
+        self._profile = setting.profile
+        self.num_tokens = plan.micro_batch_size * plan.seq_len
+        self._compute_s: dict[tuple[str, int], float] = {}
+        self._of_products = cache(self._price_products)
+
+    def __call__(self, stage: Stage, op: Op) -> float:
+        if stage in (Stage.H2D, Stage.D2H):
+            # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
+            return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
+        if stage is Stage.OPTIMIZER:
+            return self._update_bytes(op.layer) / (UPDATE_BYTES * self._profile.adamw_busy_per_s)
+        key = op.name, op.layer
+        if key not in self._compute_s:
+            self._compute_s[key] = self._compute(op)
+        return self._compute_s[key]
+
+    @cached_property
+    def updated_by_cpu(self) -> list[int]:
+        return [i for i in self._plan.layer_order if self._plan.layers[i].updated_by == "cpu"]
+
+    def _update_bytes(self, layer: int) -> int:
+        plan = self._plan.layers[layer]
+        moments = 2 * self._plan.precision.element_bytes * plan.num_trained
+        of_muon = (DIRECTION_BYTES - 2 * SECOND_MOMENT_BYTES) * plan.num_muon
+        return moments + of_muon + self._plan.wire_dtype.itemsize * plan.num_trained
+
+    def _compute(self, op: Op) -> float:
+        match op.name:
+            case "forward" | "recompute":
+                return self._forward(op.layer)
+            case "backward":
+                return self._backward(op.layer)
+            case "loss":
+                return self._loss(op.layer)
+            case "update":
+                return self._update_bytes(op.layer) / self._profile.device_bytes_per_s
+        return self._orthogonalize(self._setting.layout.layers[op.layer])
+
+    def _forward(self, layer: int) -> float:
+        return self._layer(layer, 1, FORWARD_TRAFFIC, 0)
+
+    def _backward(self, layer: int) -> float:
+        """Adds to the sum what it makes: a gradient is written and read, its sum written, and read from the second
+        micro-batch on."""
+        size = self._setting.layout.layers[layer].trained.size
+        item, of_sum = self._plan.precision.working_dtype.itemsize, self._plan.accumulation_dtype.itemsize
+        several = self._plan.num_micro_batches > 1
+        return self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + (1 + several) * of_sum))
+
+    def _layer(self, layer: int, passes: int, traffic: int, more_bytes: int) -> float:
+        """One micro-batch through a layer. `passes`: 2 for a backward, of what is trained and hands gradients on."""
+        work, kept = self._setting.work[layer], self._activations.kept[layer]
+        if self._setting.structure.layers[layer].kind is LayerKind.HEAD:
+            work = replace(work, products=())  # the loss has them
+        boundary = self._activations.boundary[min(layer + 1, len(self._activations.boundary) - 1)]
+        moved = traffic * kept + 2 * boundary + more_bytes
+        working_s = self._products(work.products, passes) + moved / self._profile.device_bytes_per_s
+        if work.attention and work.attention.width:
+            num_tokens, seq_len = self.num_tokens, self._plan.seq_len
+            flops = passes * work.attention.flops(num_tokens, num_tokens * seq_len)
+            working_s += self._profile.attention_s(seq_len, flops)
+        return max(working_s, self._launches(work.products, passes))
+
+    def _launches(self, products: Sequence[Product], passes: int) -> float:
+        return passes * LAUNCHES * (1 + len(products)) * self._profile.launch_s
+
+    def _products(self, products: tuple[Product, ...], passes: int) -> float:
+        return self._of_products(products, passes, self.num_tokens)
+
+    def _price_products(self, products: tuple[Product, ...], passes: int, num_tokens: int) -> float:
+        """`passes`: 1 for a forward; 2 for a backward, whose gradient of a frozen matrix is not made."""
+        precision, total_s = self._plan.precision.value, 0.0
+        for product in products:
+            count = 1 if passes == 1 else 1 + product.trained
+            total_s += count * self._profile.matmul_s(precision, 2 * product.elements * num_tokens)
+        return total_s
+
+    def _loss(self, layer: int) -> float:
+        """Forward and backward of the logits in chunks; the head's gradient is summed over them in FP32."""
+        products, chunk = self._setting.work[layer].products, self._plan.loss_chunk_tokens
+        num_chunks = math.ceil(self.num_tokens / chunk)
+        item = self._plan.precision.working_dtype.itemsize
+        of_one = self._setting.structure.vocab_size * (2 * item + (12 if self._setting.z_loss else 8))
+        trained = sum(p.elements for p in products if p.trained)
+        sums = num_chunks * trained * (2 * item + 8) if num_chunks > 1 else 0
+        working_s = (self.num_tokens * LOSS_TRAFFIC * of_one + sums) / self._profile.device_bytes_per_s
+        working_s += num_chunks * sum(self._of_products(products, passes, chunk) for passes in (1, 2))
+        return max(working_s, num_chunks * self._launches(products, 3))
+
+    def _orthogonalize(self, layer: FlatLayout) -> float:
+        """Newton and Schulz's iteration in bf16; gradient and momentum in FP32, read and written."""
+        flops, elements = 0.0, 0
+        for segment in layer.muon_segments:
+            rows, columns = sorted(segment.shape[-2:])
+            count = segment.numel // (rows * columns)
+            flops += count * NS_STEPS * (4 * rows**2 * columns + 2 * rows**3)
+            elements += segment.numel
+        working_s = self._profile.matmul_s("bf16", flops) if flops else 0.0
+        return working_s + 16 * elements / self._profile.device_bytes_per_s
