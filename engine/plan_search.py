@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from megatrain_ray.engine.cost_model import Setting, least_s, predict
 from megatrain_ray.engine.layer_work import work_of
@@ -29,23 +30,54 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     layout = structure.layout(request.num_fragments)
     work = work_of(structure, request.active_experts, request.windows)
     setting = Setting(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss)
-    found: list[tuple[float, Plan]] = []
-    draft, best_s = None, math.inf
+    search = _Search(setting, machine)
     for split in _splits(request):
-        of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
-        for candidate in candidates(structure, split):
-            draft = draft_plan(structure, layout, of_split, machine, split, candidate)
-            # One that could only be a little faster than a simpler one would not be taken.
-            if not fits(draft) or least_s(draft, setting, of_split) * (1 + TIE) >= best_s:
-                continue
-            prediction = predict(draft, setting, of_split)
-            found.append((prediction.step_s, replace(draft, prediction=prediction)))
-            best_s = min(best_s, prediction.step_s)
-    if not found:
-        assert draft is not None
-        raise CapacityError(explain_misfit(draft))
-    chosen = next(plan for step_s, plan in found if step_s <= best_s * (1 + TIE))
-    return with_uploads(chosen, structure, layout)
+        search.try_split(split, activations.times(split.micro_batch_size // request.micro_batch_size))
+    return with_uploads(search.chosen(), structure, layout)
+
+
+class _Search:
+    """Tries the candidates of one split after the other, each only if it may be better than what was found."""
+
+    def __init__(self, setting: Setting, machine: Machine) -> None:
+        self._setting = setting
+        self._machine = machine
+        self._found: list[tuple[float, Plan]] = []
+        self._best_s = math.inf
+        self._smallest: Plan | None = None
+
+    def try_split(self, request: Request, activations: ActivationBytes) -> None:
+        def draft(candidate: Candidate) -> Plan:
+            setting = self._setting
+            return draft_plan(setting.structure, setting.layout, activations, self._machine, request, candidate)
+
+        @cache
+        def least_of_kind(kind: Candidate) -> float:
+            """Seconds; infinity where it does not fit."""
+            self._smallest = draft(kind)
+            return least_s(self._smallest, self._setting, activations) if fits(self._smallest) else math.inf
+
+        *_, last = all_of_them = list(candidates(self._setting.structure, request))
+        for candidate in all_of_them:
+            # Slots are what candidates of a kind differ in: if two do not fit, three do not either.
+            kind = replace(candidate, num_block_slots=last.num_block_slots, num_edge_slots=last.num_edge_slots)
+            if self._may_win(least_of_kind(kind)) and fits(plan := draft(candidate)):
+                self._add(replace(plan, prediction=predict(plan, self._setting, activations)))
+
+    def _may_win(self, least: float) -> bool:
+        """What could only be a little faster than a simpler one would not be taken."""
+        return least * (1 + TIE) < self._best_s
+
+    def _add(self, plan: Plan) -> None:
+        assert plan.prediction is not None
+        self._found.append((plan.prediction.step_s, plan))
+        self._best_s = min(self._best_s, plan.prediction.step_s)
+
+    def chosen(self) -> Plan:
+        if not self._found:
+            assert self._smallest is not None
+            raise CapacityError(explain_misfit(self._smallest))
+        return next(plan for step_s, plan in self._found if step_s <= self._best_s * (1 + TIE))
 
 
 def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidate]:

@@ -61,14 +61,19 @@ class _Simulation:
     specs: Sequence[SlotSpec]
     uses: Mapping[FragmentId, list[int]]
     held: dict[int, _Occupant] = field(default_factory=dict)
+    where: dict[FragmentId, int] = field(default_factory=dict)  # the slot of each fragment that is held
 
     def next_use(self, fragment: FragmentId, after: int) -> int:
         uses = self.uses[fragment]
         position = bisect.bisect_right(uses, after)
         return uses[position] if position < len(uses) else NEVER
 
-    def find(self, fragment: FragmentId) -> int | None:
-        return next((slot for slot, o in self.held.items() if o.fragment == fragment), None)
+    def hold(self, slot: int, fragment: FragmentId, visit: int) -> None:
+        before = self.held.get(slot)
+        if before:
+            del self.where[before.fragment]
+        self.held[slot] = _Occupant(fragment, visit)
+        self.where[fragment] = slot
 
     def choose(self, group: str, num_bytes: int, visit: int, needed: frozenset[FragmentId]) -> int | None:
         """A free slot, the smallest that fits; else the one whose fragment is used again last."""
@@ -101,7 +106,7 @@ def plan_residency(
     for v, fragments in enumerate(visits):
         needed = frozenset(fragments)
         for fragment in fragments:
-            slot = simulation.find(fragment)
+            slot = simulation.where.get(fragment)
             if slot is None:
                 slot = simulation.choose(fragment_group[fragment], fragment_bytes[fragment], v, needed)
                 if slot is None:
@@ -111,8 +116,8 @@ def plan_residency(
                     )
                 before = simulation.held.get(slot)
                 loads.append(Load(fragment, slot, v, before.last_visit if before else -1))
-            simulation.held[slot] = _Occupant(fragment, v)
-        during.append({f: slot for slot, o in simulation.held.items() if (f := o.fragment) in needed})
+            simulation.hold(slot, fragment, v)
+        during.append({fragment: simulation.where[fragment] for fragment in fragments})
     return Residency(tuple(loads), tuple(during), _frees(loads, during))
 
 
