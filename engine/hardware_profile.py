@@ -103,7 +103,7 @@ def _cubes(rates: Mapping[int, float]) -> tuple[RatePoint, ...]:
 # it, the small ones are guesses.
 TYPICAL_GPU = HardwareProfile(
     version=1,
-    machine=MachineName("NVIDIA H200", "", "2.11", "built-in rates", 16),
+    machine=MachineName("NVIDIA H200", "", "2.11", "server core", 16),
     h2d_bytes_per_s=55e9,
     d2h_bytes_per_s=55e9,
     both_bytes_per_s=50.8e9,
@@ -124,7 +124,7 @@ TYPICAL_GPU = HardwareProfile(
 # A guess of a desktop: the CPU device is there for tests and small models.
 TYPICAL_CPU = HardwareProfile(
     version=1,
-    machine=MachineName("", "", "", "built-in rates", 8),
+    machine=MachineName("", "", "", "desktop core", 8),
     h2d_bytes_per_s=8e9,
     d2h_bytes_per_s=8e9,
     both_bytes_per_s=6e9,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier, UpdateOrder
+from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_NAMED = 4  # layers
@@ -34,8 +35,25 @@ def describe(plan: Plan) -> str:
         *_muon_lines(plan),
         f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}{_left_out(plan)}",
         f"recover   {plan.recovery.value} when an optimizer shard dies, from the last save otherwise",
+        *(_predicted(plan.prediction) if plan.prediction else ()),
     ]
     return "\n".join(lines)
+
+
+def _predicted(prediction: Prediction) -> Iterator[str]:
+    total_s = prediction.step_s
+    waits = ", ".join(
+        f"{cause.replace('_', ' ')} {waited_s / total_s:.0%}"
+        for cause, waited_s in sorted(prediction.exposed_s.items(), key=lambda item: -item[1])
+        if waited_s > total_s / 200
+    )
+    moved = f"{format_bytes(prediction.h2d_bytes)} up, {format_bytes(prediction.d2h_bytes)} down"
+    yield (
+        f"predicted {total_s:.3g} s a step, {prediction.model_tflops:.3g} model TFLOPS, bound by "
+        f"{prediction.bottleneck}; waits: {waits or 'none'}; {moved}"
+    )
+    source = "rates of" if prediction.is_measured else "nobody measured this machine: built-in rates of a"
+    yield f"          {source} {prediction.rates}"
 
 
 def _frozen_lines(plan: Plan) -> list[str]:

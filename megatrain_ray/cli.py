@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     doctor = commands.add_parser("doctor", help="what of this machine would stop a run or slow it down")
     doctor.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="where runs will be")
+    doctor.add_argument("--measure", action="store_true", help="measure the rates that plans are made with, once more")
     _add_tokenizer(commands.add_parser("tokenizer", help="train a tokenizer on a corpus of your own"))
     _add_convert(commands.add_parser("convert-config", help="a YAML of LLaMA-Factory or Axolotl as one of ours"))
     for name in LATER_COMMANDS:
@@ -117,7 +118,7 @@ def _run(options: argparse.Namespace) -> int:
         "plan": lambda: _plan(load_config(options.config, options.overrides), as_json=options.json),
         "export": lambda: _export(options.run_dir, options.out_dir, options.dtype, merge=options.merge),
         "inspect": lambda: _inspect(options.run_dir),
-        "doctor": lambda: _doctor(options.folder),
+        "doctor": lambda: _doctor(options.folder, measure=options.measure),
         "tokenizer": lambda: _train_tokenizer(options),
         "convert-config": lambda: _convert(options),
     }
@@ -179,11 +180,15 @@ def _inspect(run_dir: Path) -> int:
     return 0 if good else MegatrainError.exit_code
 
 
-def _doctor(folder: Path) -> int:
+def _doctor(folder: Path, *, measure: bool) -> int:
     from megatrain_ray.doctor import State, examine
+    from megatrain_ray.machine import probe_machine
+    from megatrain_ray.profiles import measure_here
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder: name the one where runs will be")
+    if measure:
+        measure_here(probe_machine("auto", None, None).device)
     states = set()
     for finding in examine(folder):
         print(finding, flush=True)

@@ -134,7 +134,7 @@ class OptimizationConfig(Group):
     """Sequences of an update = batch_size, or micro_batch_size × accumulate; null: what the others say, 1 where
     none does."""
     micro_batch_size: Count | None = None
-    """Sequences of one forward; with batch_size alone 1."""
+    """Sequences of one forward; with batch_size alone the plan chooses it."""
     accumulate: Count | None = None
     """Micro-batches of an update."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
@@ -211,6 +211,8 @@ class HardwareConfig(Group):
     """Bytes of host memory that the plan may use; null: what is there."""
     num_shards: Count | None = None
     """Optimizer processes; null: one per NUMA node."""
+    profile: Text = "auto"
+    """File with the rates that plans are chosen by; auto: measured once on a GPU, built-in ones elsewhere."""
 
 
 class LogConfig(Group):
@@ -275,22 +277,26 @@ class TrainConfig(Group):
         return name
 
     def split(self) -> tuple[int, int]:
-        """(micro_batch_size, accumulate) of one GPU. Micro-batches of 1 where batch_size alone is given."""
+        """(micro_batch_size, accumulate) of one GPU. Micro-batches of 1 where the plan is to choose them."""
         train = self.train
         if train.split_is_free:
             return 1, (train.batch_size or 1) // self.hardware.num_gpus
         return train.micro_batch_size or 1, train.accumulate or 1
 
-    def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
-        """The same with split and tokenizer filled in; a split that is left open stays that of the `earlier` run."""
-        micro_batch_size, accumulate = self.split()
+    def with_split(self, micro_batch_size: int, accumulate: int) -> TrainConfig:
+        """The same with the split that a plan has chosen."""
         batch_size = micro_batch_size * accumulate * self.hardware.num_gpus
-        if earlier and self.train.split_is_free and earlier.resolve().train.batch_size == batch_size:
-            micro_batch_size, accumulate = earlier.split()
         split = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "accumulate": accumulate}
-        return self.model_copy(
-            update={
-                "train": self.train.model_copy(update=split),
-                "data": self.data.model_copy(update={"tokenizer": self.tokenizer}),
-            }
-        )
+        return self.model_copy(update={"train": self.train.model_copy(update=split)})
+
+    def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
+        """The same with split and tokenizer filled in. A split that is left open stays that of the `earlier` run, or
+        open for the plan to choose."""
+        split, data = self.split(), self.data.model_copy(update={"tokenizer": self.tokenizer})
+        whole = self.with_split(*split).model_copy(update={"data": data})
+        batch_size = whole.train.batch_size
+        if batch_size == 1 or not self.train.split_is_free:
+            return whole
+        if earlier and not earlier.train.split_is_free and earlier.resolve().train.batch_size == batch_size:
+            return whole.with_split(*earlier.split())
+        return whole.model_copy(update={"train": self.train.model_copy(update={"batch_size": batch_size})})

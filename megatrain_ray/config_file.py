@@ -17,6 +17,8 @@ SAVE_KEYS = ("save_every", "save_keep", "save_compress")
 EVAL_KEYS = ("eval_every", "data.eval_path", "data.eval_dataset")
 FREE_ON_RESUME = ("train.steps", "run_dir", "resume", *SAVE_KEYS, *EVAL_KEYS, "max_failures", "hardware", "log")
 
+SPLIT_KEYS = ("train.micro_batch_size", "train.accumulate")
+
 MERGE_TAG = "tag:yaml.org,2002:merge"
 FLOAT_TAG = "tag:yaml.org,2002:float"
 # YAML 1.2: 1e-4 and 1E5 are numbers. PyYAML speaks 1.1, which wants a dot and a signed exponent.
@@ -100,6 +102,8 @@ def resume_diff(old: TrainConfig, new: TrainConfig) -> list[str]:
     """Keys that differ and may not on a resume: `train.lr: 0.001 -> 0.002`. A split that `new` leaves to the plan is
     no difference."""
     before, after = dict(leaves(old.resolve().model_dump())), dict(leaves(new.resolve(old).model_dump()))
+    if new.train.split_is_free:
+        after |= {key: before.get(key) for key in SPLIT_KEYS if after[key] is None}
     return [
         f"{key}: {_shown(before.get(key))} -> {_shown(after.get(key))}"
         for key in dict.fromkeys([*before, *after])

@@ -50,6 +50,7 @@ def examine(folder: Path, root: Path = Path("/")) -> Iterator[Finding]:
     """Every check, as it is made. `folder`: where runs would be saved. `root`: of /proc and /sys."""
     yield Finding("versions", State.GOOD, _versions())
     yield _gpu()
+    yield _rates()
     yield _kernel()
     yield _attaching()
     for check in (_memory, _overcommit, _swap, _cores, _numa_balancing, _huge_pages):
@@ -73,6 +74,19 @@ def _gpu() -> Finding:
     if total is None:
         return Finding("GPU", State.NOTE, "torch sees none: training runs on the CPU, for tests and small models")
     return Finding("GPU", State.GOOD, f"{device_name()}, {format_bytes(total)}")
+
+
+def _rates() -> Finding:
+    from megatrain_ray.engine.cuda_device import total_memory_bytes
+    from megatrain_ray.profiles import cached, describe_profile, profile_file, this_machine
+
+    machine = this_machine("cpu" if total_memory_bytes() is None else "cuda")
+    profile = cached(machine)
+    if profile is None:
+        text = "not measured here, plans are made with built-in ones"
+        first = "the first training on this GPU does it, or " if machine.gpu else ""
+        return Finding("rates", State.NOTE, text, f"{first}megatrain doctor --measure")
+    return Finding("rates", State.GOOD, f"{describe_profile(profile)} ({profile_file(machine)})")
 
 
 def _kernel() -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -36,11 +37,28 @@ def probe_machine(
         hbm_bytes = None
     return Machine(
         device="cpu" if hbm is None else "cuda",
-        num_cpus=len(os.sched_getaffinity(0)),
+        num_cpus=allowed_cpus(),
         num_nodes=num_nodes(root),
         ram_bytes=ram_limit or ram_bytes(root),
         hbm_bytes=hbm_bytes,
     )
+
+
+def allowed_cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    """As its maker calls it; empty where the kernel does not say."""
+    lines = read_text(root / "proc/cpuinfo").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """Of NVIDIA's kernel module; empty without one."""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", read_text(root / "proc/driver/nvidia/version"))
+    return found[0] if found else ""
 
 
 def ram_bytes(root: Path = Path("/")) -> int:

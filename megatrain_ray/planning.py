@@ -19,15 +19,18 @@ from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.machine import probe_machine
 from megatrain_ray.model_source import ModelSource, open_model
+from megatrain_ray.profiles import with_profile
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before the first process starts. Picklable: actors get it whole."""
+    """Everything that is known before the first process starts. Picklable: actors get it whole. `config`: with the
+    split of the plan."""
 
     config: TrainConfig
     source: ModelSource
@@ -42,11 +45,11 @@ def plan_config(config: TrainConfig) -> Plan:
     """
     hardware = config.hardware
     machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit, imagined=True)
-    return prepare(config, machine).plan
+    return prepare(config, with_profile(machine, hardware.profile)).plan
 
 
 def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
-    """`machine`: another one than this."""
+    """`machine`: with its rates; None: this one, as far as it was measured."""
     source = open_model(config.model).with_lora(config.lora)
     positions = source.max_positions
     if positions is not None and config.data.seq_len > positions:
@@ -55,7 +58,8 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
             "(max_position_embeddings); lower it"
         )
     hardware = config.hardware
-    machine = machine or probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit)
+    if machine is None:
+        machine = with_profile(probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit), hardware.profile)
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision(config.train.precision)
     structure, activations, attention, packed_attention = _discover(config, source, machine.device)
@@ -72,8 +76,12 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
         saves_frozen=config.lora is None,
         attention=attention,
         packed_attention=packed_attention,
+        free_split=config.train.split_is_free,
+        active_experts=active_experts(source),
+        windows=windows(source, len(structure.attention_widths)),
     )
-    return Prepared(config, source, structure, make_plan(structure, activations, machine, request))
+    plan = make_plan(structure, activations, machine, request)
+    return Prepared(config.with_split(plan.micro_batch_size, plan.num_micro_batches), source, structure, plan)
 
 
 def _rules(config: TrainConfig) -> ParameterRules:

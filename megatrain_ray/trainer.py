@@ -6,7 +6,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +23,12 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.logs import log_to, say
+from megatrain_ray.machine import probe_machine
 from megatrain_ray.metric_sinks import check_packages, open_sinks
 from megatrain_ray.objects import Objects
 from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.prediction_check import tell
+from megatrain_ray.profiles import measured
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
@@ -111,8 +114,8 @@ class Trainer:
             if manifest is not None and _is_done(run, manifest.step):
                 return TrainSummary(manifest.step, None, run.path)
             with self._objects.written(run):
-                with startup.phase("reading the model's configuration"):
-                    prepared = prepare(run.config)
+                prepared = _prepare(run.config, startup)
+                run = replace(run, config=prepared.config)
                 if run.has_begun:
                     check_model(run.path, prepared.source.config, prepared.structure)
                 if manifest is not None:
@@ -120,6 +123,14 @@ class Trainer:
                 inputs = _check_inputs(prepared, run.path, manifest, startup)
                 with held(inputs.folders):
                     return _run(prepared, inputs, run, manifest, interrupts, startup)
+
+
+def _prepare(config: TrainConfig, startup: Startup) -> Prepared:
+    hardware = config.hardware
+    machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit)
+    machine = measured(machine, hardware.profile, startup)
+    with startup.phase("reading the model's configuration"):
+        return prepare(config, machine)
 
 
 def _tell_of_resume(run: RunDir, step: int) -> None:
@@ -219,6 +230,7 @@ def _train(job: Job, manifest: Manifest | None) -> TrainSummary:
             with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
                 completed, loss = Session(job, manifest, sinks).train()
             rows = [row for row in run.rows() if row["step"] > step]
+            tell(plan.prediction, rows)
             return TrainSummary(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)

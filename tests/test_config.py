@@ -67,7 +67,14 @@ def test_defaults_are_those_of_the_table() -> None:
             "grad_dtype": "fp32",
             "deterministic": False,
         },
-        "hardware": {"device": "auto", "num_gpus": 1, "hbm_limit": None, "ram_limit": None, "num_shards": None},
+        "hardware": {
+            "device": "auto",
+            "num_gpus": 1,
+            "hbm_limit": None,
+            "ram_limit": None,
+            "num_shards": None,
+            "profile": "auto",
+        },
         "run_dir": "run",
         "resume": True,
         "save_every": 0,
@@ -152,7 +159,7 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"trian": {}}, "trian: unknown key; did you mean train?"),
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
-                                "hardware.hbm_limit, hardware.ram_limit, hardware.num_shards"),
+                                "hardware.hbm_limit, hardware.ram_limit, hardware.num_shards, hardware.profile"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str) -> None:
@@ -244,7 +251,9 @@ def test_the_split_of_a_step(
     asked = config(train__batch_size=batch_size, train__micro_batch_size=micro_batch_size, train__accumulate=accumulate)
     assert asked.split() == split
     train = asked.resolve().train
-    assert (train.batch_size, train.micro_batch_size, train.accumulate) == (split[0] * split[1], *split)
+    left_open = (None, None) if batch_size == 6 else split
+    assert (train.batch_size, train.micro_batch_size, train.accumulate) == (split[0] * split[1], *left_open)
+    assert asked.with_split(3, 5).split() == (3, 5)
     TrainConfig.model_validate(asked.resolve().model_dump())
 
 

@@ -161,7 +161,8 @@ def test_a_resume_may_change(changes: dict[str, Any]) -> None:
         ({"train__betas": [0.9, 0.99]}, ["train.betas: [0.9, 0.95] -> [0.9, 0.99]"]),
         ({"train__warmup_steps": 1, "data__seed": 1}, ["data.seed: 0 -> 1", "train.warmup_steps: 0 -> 1"]),
         ({"data__path": ["a", "b"]}, ["data.path: text.txt -> [a, b]"]),
-        ({"train__batch_size": 2}, ["train.batch_size: 1 -> 2", "train.accumulate: 1 -> 2"]),
+        ({"train__batch_size": 2}, ["train.batch_size: 1 -> 2"]),
+        ({"train__accumulate": 2}, ["train.batch_size: 1 -> 2", "train.accumulate: 1 -> 2"]),
     ],
 )
 def test_a_resume_may_not_change(changes: dict[str, Any], diff: list[str]) -> None:

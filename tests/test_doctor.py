@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.doctor import Finding, State, examine
+from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.machine import ram_bytes
+from megatrain_ray.profiles import this_machine
 from tests.runs import cli
 
 HEALTHY = {
@@ -30,16 +32,22 @@ def found(root: Path, topic: str) -> Finding:
     return next(finding for finding in examine(root, root) if finding.topic == topic)
 
 
-def test_this_machine_is_examined_and_nothing_stays_behind(tmp_path: Path) -> None:
-    done = cli("doctor", str(tmp_path))
+def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    done = cli("doctor", str(tmp_path), "--measure", XDG_CACHE_HOME=str(cache))
     assert done.returncode == 0, done.stdout
     topics = [line[6:21].strip() for line in done.stdout.splitlines()]
     assert topics == [
-        "versions", "GPU", "AdamW", "shared memory", "RAM", "overcommit", "swap", "cores", "NUMA balancing",
+        "versions", "GPU", "rates", "AdamW", "shared memory", "RAM", "overcommit", "swap", "cores", "NUMA balancing",
         "huge pages", "open files", "Ray", "/tmp", "token cache", "disk",
     ]  # fmt: skip
     assert "GB/s" in done.stdout.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+    [file] = (cache / "megatrain-ray" / "profiles").iterdir()
+    assert HardwareProfile.from_json(file.read_text()).machine == this_machine("cpu")
+    assert f"({file})" in done.stdout.splitlines()[2]
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

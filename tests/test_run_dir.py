@@ -20,10 +20,10 @@ from tests.run_folders import begin, content, in_folder, refusal, row, train
 
 def test_a_run_is_its_resolved_configuration_and_its_plan(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
-    begin(folder, train__batch_size=6)
+    begin(folder, train__micro_batch_size=2, train__accumulate=3)
     assert sorted(content(folder)) == ["config.yaml", "lock", "logs", "plan.json", "saves"]
     stored = RunFiles(folder).read_config()
-    assert (stored.train.batch_size, stored.train.micro_batch_size, stored.train.accumulate) == (6, 1, 6)
+    assert (stored.train.batch_size, stored.train.micro_batch_size, stored.train.accumulate) == (6, 2, 3)
     assert stored.data.tokenizer == "model"
     assert content(folder)["plan.json"] == "{}\n"
 

@@ -1,0 +1,138 @@
+"""Where a run gets its hardware profile: a file of the user's, the cache, or a measurement that fills the cache.
+
+A measurement runs in a process of its own, which owns the device while it lasts: the driver never makes a context on
+the GPU. On the CPU device nothing is measured unless `megatrain doctor --measure` asks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from megatrain_ray.atomic_file import write_atomically
+from megatrain_ray.engine.cuda_device import device_name, total_memory_bytes
+from megatrain_ray.engine.hardware_profile import HardwareProfile, MachineName
+from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.cache_folder import cache_folder
+from megatrain_ray.machine import allowed_cpus, cpu_name, driver_version
+from megatrain_ray.startup import Startup
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+MEASURE_S = 300.0  # after which a measurement is given up
+
+
+def this_machine(device: str) -> MachineName:
+    """`device`: cpu or cuda."""
+    gpu = device == "cuda"
+    return MachineName(
+        gpu=device_name() if gpu else "",
+        driver=driver_version() if gpu else "",
+        torch=torch.__version__,
+        cpu=cpu_name(),
+        num_cpus=allowed_cpus(),
+    )
+
+
+def profile_file(machine: MachineName) -> Path:
+    """Where the profile of a machine is kept. Raises RuntimeError where there is no cache."""
+    key = hashlib.sha256(TypeAdapter(MachineName).dump_json(machine)).hexdigest()[:12]
+    return cache_folder() / "profiles" / f"{key}.json"
+
+
+def with_profile(machine: Machine, setting: str) -> Machine:
+    """The machine with the rates of `hardware.profile`: of that file, or with auto those that were measured here.
+
+    Raises ConfigError for a file that is missing or is none.
+    """
+    if setting != AUTO:
+        return replace(machine, profile=read_profile(Path(setting)))
+    if machine.device == "cuda" and total_memory_bytes() is None:
+        return machine  # a GPU that is not here
+    return replace(machine, profile=cached(this_machine(machine.device)))
+
+
+def measured(machine: Machine, setting: str, startup: Startup) -> Machine:
+    """The same for a run, which measures a GPU that nobody has measured yet. One that cannot be measured is no reason
+    not to train."""
+    machine = with_profile(machine, setting)
+    if machine.profile is not None or machine.device != "cuda":
+        return machine
+    try:
+        with startup.phase("measuring this machine, which is done once"):
+            return replace(machine, profile=measure_here(machine.device))
+    except MegatrainError as error:
+        log.warning("plans are made with built-in rates: %s", error)
+        return machine
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """Raises ConfigError."""
+    try:
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hardware.profile: cannot read {path}: {error}; give auto, or a profile's file") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"hardware.profile: {path} is no profile: {where}: {first['msg']}") from None
+
+
+def cached(machine: MachineName) -> HardwareProfile | None:
+    """None where nothing was measured, or what is kept is damaged."""
+    try:
+        file = profile_file(machine)
+        return read_profile(file) if file.exists() else None
+    except (RuntimeError, ConfigError) as error:
+        log.warning("measured rates are left out: %s", error)
+        return None
+
+
+def measure_here(device: str) -> HardwareProfile:
+    """Measures this machine in a process of its own, and keeps the result. Raises MegatrainError."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from megatrain_ray.measuring import main; main()"
+    command = [sys.executable, "-c", code, device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MEASURE_S)
+    except subprocess.TimeoutExpired:
+        raise MegatrainError(f"this machine was not measured within {MEASURE_S:.0f} s") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise MegatrainError(f"this machine could not be measured: exit code {done.returncode}: {last}")
+    profile = HardwareProfile.from_json(done.stdout)
+    try:
+        file = profile_file(profile.machine)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, profile.to_json())
+    except (OSError, RuntimeError, MegatrainError) as error:
+        log.warning("what was measured is not kept: %s", error)
+    return profile
+
+
+def describe_profile(profile: HardwareProfile) -> str:
+    """The rates that matter most, in a line."""
+    products = max(point.per_s for point in profile.matmul.get("bf16", next(iter(profile.matmul.values()))))
+    h2d, d2h, both, triad, adamw, busy = (
+        f"{rate / 1e9:.3g}"
+        for rate in (
+            profile.h2d_bytes_per_s,
+            profile.d2h_bytes_per_s,
+            profile.both_bytes_per_s,
+            profile.triad_bytes_per_s,
+            profile.adamw_per_s,
+            profile.adamw_busy_per_s,
+        )
+    )
+    return (
+        f"copies {h2d} GB/s up, {d2h} down, {both} each way at once; host memory {triad} GB/s; AdamW {adamw} Gparam/s, "
+        f"{busy} beside copies; products {products / 1e12:.3g} TFLOPS"
+    )
