@@ -290,13 +290,11 @@ class TrainConfig(Group):
         return self.model_copy(update={"train": self.train.model_copy(update=split)})
 
     def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
-        """The same with split and tokenizer filled in. A split that is left open stays that of the `earlier` run, or
-        open for the plan to choose."""
+        """With tokenizer and split filled in: where it is open that of the `earlier` run, or none until there is a plan."""
         split, data = self.split(), self.data.model_copy(update={"tokenizer": self.tokenizer})
         whole = self.with_split(*split).model_copy(update={"data": data})
-        batch_size = whole.train.batch_size
-        if batch_size == 1 or not self.train.split_is_free:
+        if whole.train.batch_size == 1 or not self.train.split_is_free:
             return whole
-        if earlier and not earlier.train.split_is_free and earlier.resolve().train.batch_size == batch_size:
+        if earlier and not earlier.train.split_is_free and earlier.train.batch_size == whole.train.batch_size:
             return whole.with_split(*earlier.split())
-        return whole.model_copy(update={"train": self.train.model_copy(update={"batch_size": batch_size})})
+        return whole.model_copy(update={"train": self.train.model_copy(update={"batch_size": whole.train.batch_size})})
