@@ -290,7 +290,7 @@ class TrainConfig(Group):
         return self.model_copy(update={"train": self.train.model_copy(update=split)})
 
     def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
-        """With tokenizer and split filled in: where it is open that of the `earlier` run, or none until there is a plan."""
+        """With tokenizer and split filled in: where it is open that of the `earlier` run, or none before a plan."""
         split, data = self.split(), self.data.model_copy(update={"tokenizer": self.tokenizer})
         whole = self.with_split(*split).model_copy(update={"data": data})
         if whole.train.batch_size == 1 or not self.train.split_is_free:
