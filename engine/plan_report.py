@@ -52,7 +52,7 @@ def _predicted(prediction: Prediction) -> Iterator[str]:
         f"predicted {total_s:.3g} s a step, {prediction.model_tflops:.3g} model TFLOPS, bound by "
         f"{prediction.bottleneck}; waits: {waits or 'none'}; {moved}"
     )
-    source = "rates of" if prediction.is_measured else "nobody measured this machine: built-in rates of a"
+    source = "rates of" if prediction.is_measured else "built-in rates, as nobody measured this machine:"
     yield f"          {source} {prediction.rates}"
 
 

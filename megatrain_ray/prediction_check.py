@@ -61,6 +61,7 @@ def tell(prediction: Prediction | None, rows: Sequence[Mapping[str, Any]]) -> No
     found = compare(prediction, rows) if prediction else None
     if prediction is None or found is None:
         return
-    log.info("%s", found)
     if prediction.is_measured and abs(found.error) > TOLERANCE:
         say(f"warning: {found}; if the machine was busy while it was measured: megatrain doctor --measure")
+    else:
+        log.info("%s", found)

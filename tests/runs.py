@@ -25,7 +25,8 @@ TIMEOUT_S = 240
 
 
 def config(run_dir: Path, model: Path | Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """A configuration of ten steps of 4 × 32 bytes; `changes` are dotted keys with __ for dots."""
+    """A configuration of ten steps of 4 × 32 bytes; `changes` are dotted keys with __ for dots. Four micro-batches,
+    unless they say otherwise: what plans choose would depend on rates."""
     tree: dict[str, Any] = {
         "model": {"path": str(model)} if isinstance(model, Path) else {"config": dict(model)},
         "data": {"path": str(TEXT), "tokenizer": "bytes", "seq_len": 32},
@@ -39,6 +40,8 @@ def config(run_dir: Path, model: Path | Mapping[str, Any], **changes: Any) -> di
         for group in groups:
             node = node.setdefault(group, {})
         node[name] = value
+    if not {"train__batch_size", "train__micro_batch_size", "train__accumulate"} & changes.keys():
+        tree["train"] |= {"micro_batch_size": 1, "accumulate": 4}
     return tree
 
 

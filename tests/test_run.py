@@ -35,7 +35,7 @@ Row = dict[str, Any]
 PARITY_ROWS: dict[str, tuple[Row, bool, tuple[LoopOrder, ActivationPolicy, int, int]]] = {
     # name: (settings, tied with dropout, what the plan must say: order, activations, micro-batches, shards)
     "one-micro-batch": (
-        {"train__batch_size": None, "train__micro_batch_size": 4},
+        {"train__batch_size": 4},  # the plan chooses
         False,
         (LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 1, 1),
     ),
