@@ -84,6 +84,14 @@ def test_near_the_feasibility_probe(
     assert prediction.bottleneck == ("optimizer" if updates and sequences < 64 else "compute")
 
 
+def test_near_a_run_of_the_engine() -> None:
+    """benchmarks/results/2026-11-21_h200_7b_train.json: 16 × 1024 tokens, kept, clipping, one micro-batch."""
+    prediction = predicted(replace(REQUEST, num_micro_batches=1), Candidate(OUTER, KEEP, 3, 2))
+    assert prediction.step_s == pytest.approx(2.278, rel=0.05)
+    assert prediction.model_tflops == pytest.approx(309.5, rel=0.05)
+    assert prediction.bottleneck == "optimizer"
+
+
 def test_one_eager_layer() -> None:
     """595 model TFLOPS at 16 × 1024 tokens, forward and backward."""
     structure, activations = shape()
