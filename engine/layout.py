@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -235,6 +235,18 @@ class ModelLayout:
     @property
     def size(self) -> int:
         return sum(layer.size for layer in self.layers)
+
+    def starts_among(self, layers: Set[int] | None) -> tuple[int, ...]:
+        """First element of each layer in an arena that holds the whole flats of these alone (None: of all), one after
+        the other."""
+        return starts_of(self._sizes_among(layers))
+
+    def size_among(self, layers: Set[int] | None) -> int:
+        """Elements of that arena."""
+        return sum(self._sizes_among(layers))
+
+    def _sizes_among(self, layers: Set[int] | None) -> list[int]:
+        return [layer.size if layers is None or i in layers else 0 for i, layer in enumerate(self.layers)]
 
     @property
     def trained_size(self) -> int:

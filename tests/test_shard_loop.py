@@ -133,7 +133,7 @@ def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
 
 def tear(shard: AdamShard, journal: Journal, serial: int) -> None:
     """The last unit of layer 1, which is Muon's, as a kill can leave it: saved, half overwritten."""
-    last = shard._parts(1)[-1]
+    last = shard.parts(1, shard.hyper)[-1]
     assert last.by_muon
     unit = Span(last.units.stop - 1, last.units.stop)
     elements = last.elements(unit)
