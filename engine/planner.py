@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,21 +26,56 @@ from megatrain_ray.engine.plan_rows import hbm_rows, host_rows, logits_bytes
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
-from megatrain_ray.errors import CapacityError
+from megatrain_ray.errors import CapacityError, ConfigError
 
 # A chunk of logits in the working type, in FP32, and their gradient in both stay under this together.
 LOGITS_BYTES = 1 << 30
+# Of the device's memory, filled with layers that need not be there: what a plan counts is an estimate.
+FILLED_SHARE = 0.95
 
 
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
     """The first candidate that fits every limit. Raises CapacityError with the arithmetic of the smallest one."""
     plan = None
+    layers = _device_layers(structure, request)
     for candidate in candidates(structure, request):
-        plan = build_plan(structure, activations, machine, request, candidate)
+
+        def plan_with(count: int, candidate: Candidate = candidate) -> Plan:
+            chosen = replace(candidate, hbm_layers=frozenset(layers[:count]))
+            return build_plan(structure, activations, machine, request, chosen)
+
+        plan = plan_with(request.hbm_layers or 0)
         if fits(plan):
-            return plan
+            automatic = request.hbm_layers is None and machine.device == "cuda"
+            return _filled(plan_with, len(layers)) if automatic else plan
     assert plan is not None
     raise CapacityError(explain_misfit(plan))
+
+
+def _device_layers(structure: ModelStructure, request: Request) -> list[int]:
+    """The layers that can live on the device, in the order of a forward: the first ones gain most there, because those
+    of the CPU are then updated under their forward. Not those that Muon trains, whose momenta are the shards'.
+
+    Raises ConfigError where there are fewer than the request wants.
+    """
+    able = [i for i, layer in enumerate(structure.layout(request.num_fragments).layers) if not layer.num_muon]
+    if request.hbm_layers is not None and request.hbm_layers > len(able):
+        raise ConfigError(
+            f"hardware.hbm_layers: {request.hbm_layers} layers cannot live on the device, only {len(able)} of "
+            f"{len(structure.layers)} (embedding and head are layers, too; what Muon trains stays on the host)"
+        )
+    return able
+
+
+def _filled(plan_with: Callable[[int], Plan], most: int) -> Plan:
+    """The plan with as many layers on the device as fit, by bisection: each takes room that none gives back."""
+    fewest, more = 0, most + 1
+    while more - fewest > 1:
+        middle = (fewest + more) // 2
+        plan = plan_with(middle)
+        roomy = plan.hbm_limit_bytes is None or plan.total_bytes(Tier.HBM) <= FILLED_SHARE * plan.hbm_limit_bytes
+        fewest, more = (middle, more) if fits(plan) and roomy else (fewest, middle)
+    return plan_with(fewest)
 
 
 def build_plan(
@@ -84,7 +119,7 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
 
 def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: ModelLayout, plan: Plan) -> Residency:
     """What is in the plan's slots during these visits."""
-    return _residency(visits, structure, layout, plan.precision, plan.slots)
+    return _residency(visits, structure, layout, plan.precision, plan.slots, plan.hbm_layers)
 
 
 def _residency(
@@ -93,6 +128,7 @@ def _residency(
     layout: ModelLayout,
     precision: Precision,
     slots: Sequence[SlotSpec],
+    hbm_layers: Set[int],
 ) -> Residency:
     item = precision.working_dtype.itemsize
     num_bytes: dict[FragmentId, int] = {}
@@ -101,7 +137,7 @@ def _residency(
         for f, span in enumerate(layer.fragments):
             num_bytes[FragmentId(i, f)] = span.size * item
             groups[FragmentId(i, f)] = group_of(structure.layers[i].kind, f)
-    needs = [needed_fragments(layout, visit.layer) for visit in visits]
+    needs = [streamed(needed_fragments(layout, visit.layer), hbm_layers) for visit in visits]
     return plan_residency(needs, num_bytes, groups, slots)
 
 
@@ -116,9 +152,14 @@ def needed_fragments(layout: ModelLayout, layer: int) -> tuple[FragmentId, ...]:
     return tuple(FragmentId(i, f) for i in owners for f in range(len(layout.layers[i].fragments)))
 
 
-def _blocks_together(structure: ModelStructure, layout: ModelLayout, layer: int) -> int:
-    """Blocks that must be on the device at once for a visit to the layer: itself and those it shares weights with."""
-    needed = {fragment.layer for fragment in needed_fragments(layout, layer)}
+def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[FragmentId, ...]:
+    """Those that do not live on the device."""
+    return tuple(fragment for fragment in fragments if fragment.layer not in hbm_layers)
+
+
+def _blocks_together(structure: ModelStructure, layout: ModelLayout, layer: int, hbm_layers: Set[int]) -> int:
+    """Blocks that must be in slots at once for a visit to the layer: itself and those it shares weights with."""
+    needed = {fragment.layer for fragment in streamed(needed_fragments(layout, layer), hbm_layers)}
     return sum(structure.layers[i].kind is LayerKind.BLOCK for i in needed)
 
 
@@ -138,7 +179,7 @@ class _Builder:
         num_shards = r.num_shards or m.num_nodes
         slots = self._slots()
         of_step = visits(len(self.layout.layers), r.num_micro_batches, c.order, self.layout.lowest_trained)
-        residency = _residency(of_step, self.structure, self.layout, r.precision, slots)
+        residency = _residency(of_step, self.structure, self.layout, r.precision, slots, c.hbm_layers)
         plan = Plan(
             version=1,
             device=m.device,
@@ -170,6 +211,7 @@ class _Builder:
             uploads_per_step=len(residency.loads),
             saves_frozen=r.saves_frozen,
             save_copy_bytes=0,
+            device_copy_bytes=0,
             hbm_limit_bytes=m.hbm_bytes,
             ram_limit_bytes=m.ram_bytes,
             rows=(),
@@ -182,7 +224,9 @@ class _Builder:
         """Half of the RAM that the plan leaves may hold copies for saves."""
         num_bytes = max(0, min(plan.updated_bytes, spare_ram(plan) // 2))
         row = ByteCount(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
-        return replace(plan, save_copy_bytes=num_bytes, rows=(*plan.rows, row))
+        on_device = sum(layer.num_trained for layer in plan.layers if layer.updated_by == "gpu")
+        of_device = num_bytes * on_device // plan.num_trained
+        return replace(plan, save_copy_bytes=num_bytes, device_copy_bytes=of_device, rows=(*plan.rows, row))
 
     @property
     def _sums(self) -> torch.dtype:
@@ -194,47 +238,54 @@ class _Builder:
 
     def _layers(self) -> tuple[LayerPlan, ...]:
         # The embedding keeps only indices, the head's loss runs at once: there is nothing to recompute.
-        return tuple(
-            LayerPlan(
-                name=layer.name,
-                num_parameters=layer.logical_size,
-                num_trained=layer.num_trained,
-                num_muon=layer.num_muon,
-                num_fragments=len(layer.fragments),
-                weights=Tier.HOST,
-                state=Tier.HOST,
-                gradients=Tier.HOST,
-                activations=self.candidate.activations if spec.kind is LayerKind.BLOCK else ActivationPolicy.KEEP,
-                updated_by="cpu" if layer.num_trained else "nobody",
-            )
-            for layer, spec in zip(self.layout.layers, self.structure.layers, strict=True)
+        return tuple(map(self._layer, range(len(self.layout.layers))))
+
+    def _layer(self, index: int) -> LayerPlan:
+        layer, kind = self.layout.layers[index], self.structure.layers[index].kind
+        tier = Tier.HBM if index in self.candidate.hbm_layers else Tier.HOST
+        return LayerPlan(
+            name=layer.name,
+            num_parameters=layer.logical_size,
+            num_trained=layer.num_trained,
+            num_muon=layer.num_muon,
+            num_fragments=len(layer.fragments),
+            weights=tier,
+            state=tier,
+            gradients=tier,
+            activations=self.candidate.activations if kind is LayerKind.BLOCK else ActivationPolicy.KEEP,
+            updated_by=("gpu" if tier is Tier.HBM else "cpu") if layer.num_trained else "nobody",
         )
 
     def _slots(self) -> tuple[SlotSpec, ...]:
         item = self.request.precision.working_dtype.itemsize
         kinds = [spec.kind for spec in self.structure.layers]
         largest: dict[int, int] = {}
-        for layer, kind in zip(self.layout.layers, kinds, strict=True):
-            for f, span in enumerate(layer.fragments if kind is LayerKind.BLOCK else ()):
+        resident = self.candidate.hbm_layers
+        for i, (layer, kind) in enumerate(zip(self.layout.layers, kinds, strict=True)):
+            for f, span in enumerate(layer.fragments if kind is LayerKind.BLOCK and i not in resident else ()):
                 largest[f] = max(largest.get(f, 0), span.size * item)
-        together = max(_blocks_together(self.structure, self.layout, i) for i in range(len(kinds)))
+        together = max(_blocks_together(self.structure, self.layout, i, resident) for i in range(len(kinds)))
         blocks = [
             SlotSpec(group_of(LayerKind.BLOCK, f), num_bytes)
             for _ in range(self.candidate.num_block_slots + together - 1)
             for f, num_bytes in largest.items()
         ]
-        edges = [self.layout.layers[0].size * item, self.layout.layers[-1].size * item]
+        ends = {0, len(kinds) - 1} - resident
+        edges = [self.layout.layers[i].size * item for i in sorted(ends)]
         tied = any(s.tied_to for s in self.layout.layers[-1].segments)
         if self.candidate.num_edge_slots == 1 and not tied:
-            edges = [max(edges)]
+            edges = [max(edges)] if edges else []
         return (*blocks, *(SlotSpec("edge", num_bytes) for num_bytes in edges))
 
     def _gradient_sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of the gradients of layers that have one, in the order of a forward."""
-        return [self.layout.layers[i].trained.size * dtype.itemsize for i in self.layout.updated]
+        """Bytes of the gradients that leave the device, in the order of a forward."""
+        leaving = [i for i in self.layout.updated if i not in self.candidate.hbm_layers]
+        return [self.layout.layers[i].trained.size * dtype.itemsize for i in leaving]
 
     def _gradient_slots(self) -> tuple[int, ...]:
         sizes = self._gradient_sizes(self._sums)
+        if not sizes:
+            return ()
         if self.candidate.sums is Tier.HOST:
             return (max(sizes),) * 3  # one arrives, one is added to, one leaves
         if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
@@ -242,13 +293,14 @@ class _Builder:
         return (max(sizes),) * 2
 
     def _leaving_slots(self) -> tuple[int, ...]:
-        if self._wire is self._sums:
+        sizes = self._gradient_sizes(self._wire)
+        if self._wire is self._sums or not sizes:
             return ()
-        return (max(self._gradient_sizes(self._wire)),) * 2
+        return (max(sizes),) * 2
 
     def _slab_bytes(self) -> int:
         if self.candidate.sums is Tier.HOST:
-            return self.layout.trained_size * self._sums.itemsize
+            return sum(self._gradient_sizes(self._sums))
         sizes = self._gradient_sizes(self._wire)
         return sum(sizes) if self.request.clip else _in_flight(sizes)
 
@@ -265,7 +317,7 @@ class _Builder:
 
 def _in_flight(sizes: Sequence[int]) -> int:
     """Room for four layers, or for all where that is less."""
-    return min(sum(sizes), 4 * max(sizes))
+    return min(sum(sizes), 4 * max(sizes, default=0))
 
 
 def _name(dtype: torch.dtype) -> str:

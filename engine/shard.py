@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +11,11 @@ from torch import Tensor
 from megatrain_ray.engine.adamw import Hyper, Rates
 from megatrain_ray.engine.journal import Journal, Transaction
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
-from megatrain_ray.engine.layout import round_up
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.engine.shard_state import COPY_ALIGN, ShardState
+from megatrain_ray.engine.shard_state import ShardState
 from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -110,21 +109,8 @@ class AdamShard(ShardState):
         """Undoes what a shard that died in transaction `serial` left half written; `update` then does the rest."""
         self._journal.roll_back(self.parts(layer, self.hyper), serial)
 
-    def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
-        """The pieces of a layer, what an update changes over `memory` (1-D uint8, at least `copy_bytes`) with what the
-        state holds now; what is frozen is not copied."""
-        pieces: list[Piece] = []
-        pairs: list[tuple[Tensor, Tensor]] = []
-        start = 0
-        for kind, tensors in self._kinds(layer).items():
-            copies = []
-            for tensor in tensors:
-                copies.append(memory[start : start + tensor.nbytes])
-                start += round_up(tensor.nbytes, COPY_ALIGN)
-            pairs += zip(copies, tensors, strict=True)
-            pieces.append(self._piece(layer, kind, self._span(layer, kind), copies))
+    def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._kernel.copy(pairs)
-        return [*pieces, *self._frozen_pieces(layer)]
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -16,13 +17,13 @@ from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.pieces import Piece
+from megatrain_ray.io.pieces import Buffer, Piece
 
 COPY_ALIGN = 64  # bytes: a cache line
 LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
 
 
-class ShardState:
+class ShardState(ABC):
     """Owns span `layout.spans[i]` of every layer i, and loads and saves `layout.frozen_spans[i]`. Padding is neither
     read nor written."""
 
@@ -77,24 +78,54 @@ class ShardState:
         The buffers are the state itself: read to save it, written to restore it.
         """
         for kind, tensors in self._kinds(layer).items():
-            yield self._piece(layer, kind, self._span(layer, kind), tensors)
+            yield self._piece(layer, kind, self._span(layer, kind), [*map(self._buffer, tensors)])
         yield from self._frozen_pieces(layer)
 
     def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
-        frozen = [self._working_of(layer, run).view(torch.uint8) for run in self._frozen_runs(layer)]
+        frozen = [self._buffer(self._working_of(layer, run).view(torch.uint8)) for run in self._frozen_runs(layer)]
         if frozen and self._saves_frozen:
             yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
 
     def _span(self, layer: int, kind: str) -> Span:
         return (self.layout.v_spans if kind == "v" else self.layout.spans)[layer]
 
-    def _piece(self, layer: int, kind: str, span: Span, tensors: Sequence[Tensor]) -> Piece:
+    def _piece(self, layer: int, kind: str, span: Span, buffers: list[Buffer]) -> Piece:
         flat = self.layout.model.layers[layer]
-        return Piece(flat.name, kind, *flat.logical(span), [tensor.numpy().data for tensor in tensors])
+        return Piece(flat.name, kind, *flat.logical(span), buffers)
 
     def copy_bytes(self, layer: int) -> int:
-        """Room that `copy_layer` needs."""
+        """Room that `copy_layer` needs; 0 where no update changes anything."""
         return sum(round_up(t.nbytes, COPY_ALIGN) for tensors in self._kinds(layer).values() for t in tensors)
+
+    def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
+        """The pieces of a layer, what an update changes over `memory` (1-D uint8, at least `copy_bytes`) with what the
+        state holds now; what is frozen is not copied."""
+        pieces: list[Piece] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        start = 0
+        for kind, tensors in self._kinds(layer).items():
+            copies = []
+            for tensor in tensors:
+                copies.append(memory[start : start + tensor.nbytes])
+                start += round_up(tensor.nbytes, COPY_ALIGN)
+            pairs += zip(copies, tensors, strict=True)
+            span = self._span(layer, kind)
+            pieces.append(self._piece(layer, kind, span, [copy.numpy().data for copy in copies]))
+        self._copy(layer, pairs)
+        return [*pieces, *self._frozen_pieces(layer)]
+
+    @abstractmethod
+    def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copies each second tensor (uint8, 1-D) over the first, which is on the host."""
+
+    def _buffer(self, tensor: Tensor) -> Buffer:
+        """Of a piece: state (1-D uint8) where it is."""
+        return tensor.numpy().data
+
+    def fetch(self, part: Piece) -> Piece:
+        """A part of a piece as something to write: its bytes on the host. They may change when the state does, until
+        the part is written."""
+        return part
 
     def parts(self, layer: int, hyper: Hyper) -> list[Part]:
         """What an update of the layer works on."""

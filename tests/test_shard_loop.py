@@ -54,7 +54,7 @@ def wait_generation(words: HostWords, layer: int, generation: int, num_shards: i
 
 
 def gate_of(shard: AdamShard, words: HostWords, order: tuple[int, ...]) -> SaveGate:
-    return SaveGate(shard, words, order, SpareMemory([], 0), timeout_s=WAIT_S)
+    return SaveGate(shard, words, shard.layout.index, order, SpareMemory([], 0), timeout_s=WAIT_S)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def test_processes_share_words_working_copies_and_slab_only() -> None:
     context = multiprocessing.get_context("spawn")
     with memfds(sizes) as paths:
         words = HostWords(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
-        words.reset(0)
+        words.reset(0, [range(3)] * num_shards)
         children = [context.Process(target=serve_in_a_process, args=(paths, k, num_shards)) for k in range(num_shards)]
         for child in children:
             child.start()
