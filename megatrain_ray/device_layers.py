@@ -31,11 +31,15 @@ class DeviceLayers:
         self.gate = DeviceGate(self.shard, words, self._index, self._gate)
 
     def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """From a save, or where there is none from the model's source. Raises what either raises."""
+        """From a save, and with what that leaves out from where the run began; without a save from the model's source.
+        Raises what either raises."""
+        source = self._prepared.source
         if save_folder is None or manifest is None:
-            self.shard.load(self._prepared.source.weights())
-        else:
-            self.shard.restore(save_folder, manifest)
+            self.shard.load(source.weights())
+            return
+        self.shard.restore(save_folder, manifest)
+        if not self._prepared.plan.saves_frozen:
+            self.shard.load_frozen(source.base_weights())
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """As a shard's."""
