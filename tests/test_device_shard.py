@@ -47,3 +47,14 @@ def test_same_bits_in_other_orders(tmp_path: Path, mode: Mode, grad_dtype: str) 
     build_tiny(tmp_path, tied=True)
     recipe = Recipe(STEPS, precision="bf16", micro_batch_size=2, grad_dtype=grad_dtype)
     assert_equal(tmp_path, recipe, Mode(**{**vars(mode), "hbm_layers": SOME}))
+
+
+@pytest.mark.parametrize("hbm_layers", [SOME, ALL], ids=["some", "all"])
+def test_frozen_layers(tmp_path: Path, hbm_layers: frozenset[int]) -> None:
+    """What is frozen has a working copy alone there, too."""
+    build_tiny(tmp_path, tied=False)
+    recipe = Recipe(
+        STEPS, precision="bf16", micro_batch_size=2, freeze=("embed_tokens", r"layers\.0\.mlp", "layers.1.")
+    )
+    ours = assert_equal(tmp_path, recipe, Mode(hbm_layers=hbm_layers))
+    assert ours.frozen.keys() & {"model.embed_tokens.weight"}
