@@ -6,6 +6,7 @@ vector, so blocks are cut at multiples of 64 elements from a parameter's first o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,6 +48,33 @@ class Weighting(NamedTuple):
     lr_scale: float
     weight_decay: float
     lr_ratio: float = 1.0
+
+
+class Coefficients(NamedTuple):
+    """Of an update, for all parameters: torch's, in double; a kernel rounds them to FP32."""
+
+    m_weight: float
+    v_keep: float
+    v_weight: float
+    root: float  # of v's bias correction
+
+    @classmethod
+    def of(cls, hyper: Hyper, rates: Rates) -> Coefficients:
+        root = math.sqrt(1 - hyper.beta2 ** rates.step.item())
+        return cls(1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, root)
+
+
+class Move(NamedTuple):
+    """How an update moves one parameter: decayed, then along m over v's root. In double, as above."""
+
+    decay: float
+    step_size: float
+
+    @classmethod
+    def of(cls, hyper: Hyper, rates: Rates, weighting: Weighting) -> Move:
+        lr = rates.lr * weighting.lr_scale
+        correction = float(1 - hyper.beta1 ** rates.step.item())
+        return cls(1 - lr * weighting.weight_decay, -(lr / correction))
 
 
 class AdamState(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
@@ -19,16 +19,18 @@ from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry
 CHUNK_BYTES = 1 << 20  # stays in a core's cache
 
 
-def frozen_checksums(layout: ModelLayout, working: Tensor, num_threads: int) -> tuple[int | None, ...]:
+def frozen_checksums(
+    layout: ModelLayout, working_of: Callable[[int], Tensor], num_threads: int
+) -> tuple[int | None, ...]:
     """Layer by layer, of what is in memory; None where nothing of a layer is frozen.
 
-    `working`: 1-D, the whole model's working copies at ModelLayout.starts. The sums depend neither on padding nor on
-    the number of shards.
+    `working_of`: a layer's working copy on the host, 1-D, padded. The sums depend neither on padding nor on the number
+    of shards.
     """
 
     def of(index: int) -> int | None:
-        layer, start = layout.layers[index], layout.starts[index]
-        return _crc32(layer, working[start : start + layer.size]) if layer.num_trained < layer.logical_size else None
+        layer = layout.layers[index]
+        return _crc32(layer, working_of(index)) if layer.num_trained < layer.logical_size else None
 
     with ThreadPoolExecutor(num_threads) as pool:
         return tuple(pool.map(of, range(len(layout.layers))))

@@ -16,8 +16,11 @@ from contextlib import contextmanager
 
 import torch
 
+from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, Event, MemoryStatistics
+from megatrain_ray.engine.kernel_choice import open_kernel
+from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.trace import Stage, Timeline
 
@@ -100,6 +103,9 @@ class CpuDevice(Device):
         event = CpuEvent(self.timeline.now(Stage.COMPUTE), "compute")
         event.run(lambda: None)  # the compute thread is its own stage: what was submitted is done
         return event
+
+    def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
+        return open_kernel(self._num_threads, hyper)
 
     @contextmanager
     def activate(self) -> Iterator[None]:

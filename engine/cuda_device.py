@@ -10,8 +10,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, Event, MemoryStatistics
+from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.trace import Stage, Timeline
 
@@ -95,6 +97,11 @@ class CudaDevice(Device):
             SDPBackend.EFFICIENT_ATTENTION,
             SDPBackend.MATH,
         ]
+
+    def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
+        from megatrain_ray.engine.triton_adamw import open_triton  # torch without CUDA comes without Triton
+
+        return open_triton(hyper, self.torch_device)
 
     def seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)

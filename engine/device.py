@@ -15,7 +15,9 @@ from typing import Protocol
 
 import torch
 
+from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.trace import Op, Stage, Timeline
 
 
@@ -99,6 +101,10 @@ class Device(ABC):
     @abstractmethod
     def activate(self) -> AbstractContextManager[None]:
         """Makes the calling thread the compute thread for the block (current stream, SDPA selection)."""
+
+    @abstractmethod
+    def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
+        """What updates state in the device's own memory; it takes no transactions."""
 
     @abstractmethod
     def seed(self, seed: int) -> None:

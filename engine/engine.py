@@ -18,6 +18,7 @@ import torch
 from megatrain_ray.engine.bound_modules import BoundModules
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, MemoryStatistics
+from megatrain_ray.engine.device_shard import DeviceShard, UpdateGate
 from megatrain_ray.engine.evaluator import Evaluator
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import ModelLayout
@@ -76,9 +77,11 @@ class Engine:
 
     def __init__(
         self, factory: ModelFactory, structure: ModelStructure, plan: Plan, device: Device, host: Host, *,
-        muon: Muon | None = None, poison: bool = False,
+        muon: Muon | None = None, device_shard: DeviceShard | None = None, gate: UpdateGate | None = None,
+        poison: bool = False,
     ) -> None:  # fmt: skip
-        """`muon`: its constants, where it trains something. `poison` fills released device memory with NaN: a use after
+        """`muon`: its constants, where it trains something. `device_shard`: the layers that live on the device, where
+        there are any; `gate`: where these are saved. `poison` fills released device memory with NaN: a use after
         release becomes a wrong loss."""
         self.device = device
         self._plan = plan
@@ -96,6 +99,8 @@ class Engine:
         model = build_empty(factory, plan.precision.working_dtype)
         self._skeleton = Skeleton(model, structure, device.torch_device)
         self._residents = Residents(self._layout, plan.precision.working_dtype, memory)
+        if device_shard:
+            self._residents.settle(device_shard.memory, device_shard.regions())
         modules = BoundModules(structure, self._layout, self._skeleton, self._residents)
         self._evaluator = Evaluator(
             structure, device, self._skeleton, self.streamer, self._residents, modules, plan.loss_chunk_tokens
@@ -116,7 +121,11 @@ class Engine:
             store=store,
             orthogonalizer=orthogonalizer,
             transfer=self._transfer,
+            device_shard=device_shard,
+            gate=gate,
         )
+        self._device_shard = device_shard
+        self._gate = gate
 
     def _transfer(self, transfer: Transfer) -> None:
         self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
@@ -133,10 +142,12 @@ class Engine:
         Raises MegatrainError when a gradient is not finite and there is no clipping to skip the step by.
         """
         start = time.perf_counter()
+        header = None
         if settings.clip is None:
-            await self._host.commit(_header(step.step, settings, 1.0, skip=False), 0.0)
+            header = _header(step.step, settings, 1.0, skip=False)
+            await self._host.commit(header, 0.0)
         offloading = self._offloader.run(step.step)
-        output = await self._stream(self._residency, step.step - 1, self._compute(step, settings), offloading)
+        output = await self._stream(self._residency, step.step - 1, self._compute(step, settings, header), offloading)
         self._end_on_timeline()
         skip = output.bad_parameter is not None
         if settings.clip is None and skip:
@@ -204,15 +215,17 @@ class Engine:
         packed = any(micro_batch.positions is not None for micro_batch in micro_batches)
         self._skeleton.attention.set(self._plan.packed_attention if packed else self._plan.attention)
 
-    async def _compute(self, step: StepInput, settings: UpdateSettings) -> StepOutput:
+    async def _compute(self, step: StepInput, settings: UpdateSettings, header: UpdateHeader | None) -> StepOutput:
         def run() -> StepOutput:
             self._choose_attention(step.micro_batches)
-            return self.runner.run(step, self._visits)
+            return self.runner.run(step, self._visits, header)
 
         try:
             output = await self.on_compute_thread(run)
             if settings.clip is not None:
                 await self._clip(step.step, output, settings, settings.clip)
+            if self._gate:
+                self._gate.finish(step.step, self.device.record())
             return output
         finally:
             self._offloader.submit_nowait(None)
@@ -223,8 +236,14 @@ class Engine:
         self.device.timeline.host_waits(at_s)
         scale = clip_scale(output.grad_norm, clip)
         # Before the directions: those of later layers wait for room until earlier layers are updated.
-        await self._host.commit(_header(update, settings, scale, skip=output.bad_parameter is not None), at_s)
-        await self.on_compute_thread(lambda: self.runner.orthogonalize(scale))
+        header = _header(update, settings, scale, skip=output.bad_parameter is not None)
+        await self._host.commit(header, at_s)
+
+        def run() -> None:
+            self.runner.update_residents(header)
+            self.runner.orthogonalize(scale)
+
+        await self.on_compute_thread(run)
 
     @property
     def whereabouts(self) -> str:

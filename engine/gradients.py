@@ -77,8 +77,10 @@ class GradientStore:
         # The transfer's own bound, which names what is stuck, comes first.
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
+        leaving = [layer for layer in layout.updated if layer not in plan.hbm_layers]
+
         def slots(sizes: Sequence[int]) -> GradientSlots:
-            return GradientSlots(device, sizes, layout.updated, self._timeout_s, poison=poison)
+            return GradientSlots(device, sizes, leaving, self._timeout_s, poison=poison)
 
         self._layout = layout
         self._device = device
@@ -87,6 +89,10 @@ class GradientStore:
         self._leaving = slots(plan.leaving_slot_bytes) if plan.leaving_slot_bytes else None
         self._wire_dtype = plan.wire_dtype
         self.waits_on_host = plan.sums is Tier.HOST
+        self._own: dict[int, torch.Tensor] = {
+            layer: device.allocate(self._num_bytes(layer)) for layer in layout.updated if layer in plan.hbm_layers
+        }
+        self._poison = poison
         self._open: dict[int, torch.Tensor] = {}
         self._fetched: dict[int, Fetch] = {}
         self.norms: dict[str, torch.Tensor] = {}
@@ -127,14 +133,37 @@ class GradientStore:
         flat = self._open.pop(layer)
         return Departure(layer, flat, self._device.record(), self._sums.leave(layer), final=False)
 
-    def finish(self, layer: int) -> Departure:
-        """Rounds where asked, measures each parameter's norm (of what the optimizer receives, in FP32), lets go."""
+    def stays(self, layer: int) -> bool:
+        """Whether the layer's gradient never leaves the device."""
+        return layer in self._own
+
+    def finish(self, layer: int) -> Departure | None:
+        """Rounds where asked, measures each parameter's norm (of what the optimizer receives, in FP32), lets go. None
+        for one that stays: `complete` has it."""
+        if self.stays(layer):
+            self._round_in_place(layer)
+            self._measure(layer, self._open[layer])
+            return None
         flat, done = self._rounded(layer)
+        self._measure(layer, flat)
+        return Departure(layer, flat, self._device.record(), done, final=not self._layout.layers[layer].num_muon)
+
+    def complete(self, layer: int) -> torch.Tensor:
+        """The gradient of a layer whose gradient stays, 1-D, padded, from `finish` to the end of the step."""
+        return self._open[layer]
+
+    def _measure(self, layer: int, flat: torch.Tensor) -> None:
         flat_layout = self._layout.layers[layer]
         for segment in flat_layout.trained_segments:
             view = flat_layout.view(flat, segment.name)
             self.norms[segment.name] = torch.linalg.vector_norm(view, dtype=torch.float32)
-        return Departure(layer, flat, self._device.record(), done, final=not flat_layout.num_muon)
+
+    def _round_in_place(self, layer: int) -> None:
+        """To values of the type of what leaves, in that of the sum: an update makes the same of both."""
+        if self._wire_dtype is not self._sum_dtype:
+            for segment in self._layout.layers[layer].trained_segments:
+                view = self._layout.layers[layer].view(self._open[layer], segment.name)
+                view.copy_(view.to(self._wire_dtype))
 
     def recall(self, layer: int) -> Fetch:
         """Asks for the layer's complete gradient, which waits on the host, when no sum is on the device any more."""
@@ -160,6 +189,10 @@ class GradientStore:
 
     def _flat(self, layer: int) -> torch.Tensor:
         """Where the layer's sum is, or begins to be."""
+        if layer in self._own and layer not in self._open:
+            if self._poison:
+                self._own[layer].fill_(0xFF)
+            self._open[layer] = self._own[layer].view(self._sum_dtype)
         if layer not in self._open:
             fetch = self._fetched.pop(layer, None)
             if fetch is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -63,16 +63,16 @@ class HostWords:
     def num_words(num_layers: int, num_shards: int) -> int:
         return _FIRST_LANDED + num_layers * (_LANDED_WORDS + 2 * num_shards)
 
-    def reset(self, generation: int, fixed: Collection[int] = ()) -> None:
-        """Before any shard runs: every layer has `generation`, nothing has landed since. `fixed`: layers that no update
-        changes, which have every generation."""
+    def reset(self, generation: int, updated: Sequence[Collection[int]]) -> None:
+        """Before any shard runs: every layer has `generation`, nothing has landed since. `updated`: the layers that
+        each shard updates; of the others it has every generation."""
         for word in range(self.num_words(self._num_layers, self._num_shards)):
             self._words.store(word, 0)
         self._words.store(_Word.COMMITTED, generation)
         for layer in range(self._num_layers):
-            own = EVERY_GENERATION if layer in fixed else generation
-            self._words.store(self._landed(layer), own)
-            for shard in range(self._num_shards):
+            self._words.store(self._landed(layer), generation)
+            for shard, of_shard in enumerate(updated):
+                own = generation if layer in of_shard else EVERY_GENERATION
                 self._words.store(self._begun(shard, layer), own)
                 self._words.store(self._generation(shard, layer), own)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -236,6 +236,18 @@ class ModelLayout:
     def size(self) -> int:
         return sum(layer.size for layer in self.layers)
 
+    def starts_among(self, layers: Set[int] | None) -> tuple[int, ...]:
+        """First element of each layer in an arena that holds the whole flats of these alone (None: of all), one after
+        the other."""
+        return starts_of(self._sizes_among(layers))
+
+    def size_among(self, layers: Set[int] | None) -> int:
+        """Elements of that arena."""
+        return sum(self._sizes_among(layers))
+
+    def _sizes_among(self, layers: Set[int] | None) -> list[int]:
+        return [layer.size if layers is None or i in layers else 0 for i, layer in enumerate(self.layers)]
+
     @property
     def trained_size(self) -> int:
         """Padded elements that have gradients and optimizer state."""
@@ -256,19 +268,15 @@ class ModelLayout:
         """The layers that no update changes."""
         return tuple(i for i, layer in enumerate(self.layers) if not layer.trained.size)
 
-    def gradient_bytes(self, itemsize: int) -> tuple[int, ...]:
-        """Of each layer's gradient, padded; 0 where nothing is trained. `itemsize`: bytes of an element."""
-        return tuple(layer.trained.size * itemsize for layer in self.layers)
+    def gradient_bytes(self, itemsize: int, staying: Set[int] = frozenset()) -> tuple[int, ...]:
+        """Of each layer's gradient, padded; 0 where nothing is trained, or it stays where it was made. `itemsize`:
+        bytes of an element."""
+        return tuple(layer.trained.size * itemsize if i not in staying else 0 for i, layer in enumerate(self.layers))
 
     @property
     def direction_bytes(self) -> tuple[int, ...]:
         """Of each layer's directions: bf16, at the coordinates of its gradient."""
         return tuple(layer.trained.size * DIRECTION_BYTES if layer.num_muon else 0 for layer in self.layers)
-
-    @property
-    def adamw_size(self) -> int:
-        """Padded elements that have a second moment."""
-        return sum(layer.adamw.size for layer in self.layers)
 
     @property
     def lowest_trained(self) -> int:

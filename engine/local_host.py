@@ -37,18 +37,20 @@ class LocalHost:
         timeline: Timeline,
         generation: int = 0,
     ) -> None:
-        """`working`: 1-D, every layer's working copy at `layout.starts`. `generation`: updates already in it."""
+        """`working`: 1-D, the working copies of the layers on the host, one after the other. `generation`: updates
+        already in it."""
         self._layout = layout
+        self._starts = layout.starts_among(plan.host_layers)
         self._working = working
         self._shards = shards
         self._timeline = timeline
         self._order = plan.layer_order
         slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
-        self._slab = SlabPool(slab, layout.gradient_bytes(plan.slab_itemsize))
+        self._slab = SlabPool(slab, layout.gradient_bytes(plan.slab_itemsize, plan.hbm_layers))
         directions = torch.empty(plan.direction_slab_bytes, dtype=torch.uint8)
         self._directions = SlabPool(directions, layout.direction_bytes)
         self._wire_dtype = plan.wire_dtype
-        self._generations = [generation if layer.trained.size else EVERY_GENERATION for layer in layout.layers]
+        self._generations = [generation if i in self._order else EVERY_GENERATION for i in range(len(layout.layers))]
         self._ready_at_s = [0.0] * len(layout.layers)
         self._headers: dict[int, tuple[UpdateHeader, float]] = {}
         self._landed: dict[tuple[int, int], _Landing] = {}
@@ -63,7 +65,7 @@ class LocalHost:
             await self._changed.wait_for(lambda: self._error or self._generations[layer] >= generation)
         if self._error:
             raise self._error
-        start = self._layout.starts[layer]
+        start = self._starts[layer]
         flat = self._working[start : start + self._layout.layers[layer].size]
         return HostWeights(flat, self._ready_at_s[layer])
 
@@ -84,6 +86,8 @@ class LocalHost:
             self._changed.notify_all()
 
     async def commit(self, header: UpdateHeader, at_s: float) -> None:
+        if not self._order:
+            return
         async with self._changed:
             self._headers[header.update] = (header, at_s)
             self._changed.notify_all()
@@ -100,7 +104,7 @@ class LocalHost:
 
     async def _serve(self) -> None:
         try:
-            while True:
+            while self._order:  # or everything lives on the device
                 await self._update(self._next)
                 self._next += 1
         except Exception as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import Hyper, Rates
+from megatrain_ray.engine.adamw import Coefficients, Hyper, Move, Rates
 from megatrain_ray.engine.journal import Part, Transaction
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.compiled import declare, load_compiled
@@ -132,8 +131,9 @@ class NativeAdamW:
         self._close()
 
     def _part(self, part: Part, gradient: Tensor, rates: Rates, directions: Tensor | None) -> _Part:
-        """In double until here, as torch has it; so below."""
-        state, lr = part.state, rates.lr * part.weighting.lr_scale
+        state, move = part.state, Move.of(self._hyper, rates, part.weighting)
+        if part.by_muon:
+            move = move._replace(step_size=-(rates.lr * part.weighting.lr_scale * part.weighting.lr_ratio))
         moved = directions if part.by_muon else None
         return _Part(
             gradient.data_ptr() + part.gradient_start * gradient.element_size(),
@@ -144,23 +144,16 @@ class NativeAdamW:
             None if moved is None else moved.data_ptr() + part.gradient_start * moved.element_size(),
             part.length,
             part.first_unit,
-            decay=1 - lr * part.weighting.weight_decay,
-            step_size=-(lr * part.weighting.lr_ratio if part.by_muon else lr / self._correction(rates)),
+            **move._asdict(),
         )
 
-    def _correction(self, rates: Rates) -> float:
-        return float(1 - self._hyper.beta1 ** rates.step.item())
-
     def _rates(self, rates: Rates, gradient_dtype: torch.dtype) -> _Rates:
-        hyper, step = self._hyper, rates.step.item()
+        muon = self._hyper.muon
         return _Rates(
             scale=rates.scale,
-            m_weight=1 - hyper.beta1,
-            v_keep=hyper.beta2,
-            v_weight=1 - hyper.beta2,
-            root=math.sqrt(1 - hyper.beta2**step),
-            eps=hyper.eps,
-            muon_weight=1 - hyper.muon.momentum if hyper.muon else 0.0,
+            **Coefficients.of(self._hyper, rates)._asdict(),
+            eps=self._hyper.eps,
+            muon_weight=1 - muon.momentum if muon else 0.0,
             bf16_gradient=gradient_dtype == torch.bfloat16,
             vector=self._vector,
         )

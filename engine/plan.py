@@ -89,7 +89,7 @@ class LayerPlan:
     state: Tier
     gradients: Tier
     activations: ActivationPolicy
-    updated_by: str  # cpu, or nobody where nothing is trained
+    updated_by: str  # cpu, gpu, or nobody where nothing is trained
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ class Plan:
     uploads_per_step: int
     saves_frozen: bool  # false: a save leaves out what is frozen
     save_copy_bytes: int  # spare RAM into which a save copies layers that are updated before they are written
+    device_copy_bytes: int  # of these, for layers that live on the device
     hbm_limit_bytes: int | None
     ram_limit_bytes: int
     rows: tuple[ByteCount, ...]
@@ -162,9 +163,25 @@ class Plan:
 
     @property
     def layer_order(self) -> tuple[int, ...]:
-        """The order in which an update visits layers: those of which something is trained."""
-        updated = [i for i, layer in enumerate(self.layers) if layer.num_trained]
+        """The order in which an update by the shards visits layers: those on the host of which something is trained."""
+        updated = [i for i, layer in enumerate(self.layers) if layer.updated_by == "cpu"]
         return tuple(updated if self.update_order is UpdateOrder.FORWARD else reversed(updated))
+
+    @property
+    def updated_layers(self) -> tuple[frozenset[int], ...]:
+        """By each of those who signal what they have updated: the shards, and the device where layers live there."""
+        by = {who: frozenset(i for i, x in enumerate(self.layers) if x.updated_by == who) for who in ("cpu", "gpu")}
+        return (*[by["cpu"]] * self.num_shards, *([by["gpu"]] if self.hbm_layers else []))
+
+    @property
+    def hbm_layers(self) -> frozenset[int]:
+        """Those that live on the device: working copy, state and gradient."""
+        return frozenset(i for i, layer in enumerate(self.layers) if layer.weights is Tier.HBM)
+
+    @property
+    def host_layers(self) -> frozenset[int]:
+        """The others."""
+        return frozenset(range(len(self.layers))) - self.hbm_layers
 
     @property
     def num_parameters(self) -> int:

@@ -37,6 +37,7 @@ class Request:
     num_micro_batches: int
     seq_len: int
     num_shards: int | None = None
+    hbm_layers: int | None = None  # that live on the device, from the first on; None: as many as fit
     num_fragments: int = 1
     saves: bool = True  # while training goes on
     saves_frozen: bool = True  # false: a save leaves out what is frozen, which comes from where the run began
@@ -57,3 +58,4 @@ class Candidate:
     num_block_slots: int
     num_edge_slots: int
     sums: Tier = Tier.HBM
+    hbm_layers: frozenset[int] = frozenset()  # whose working copies, state and gradients live on the device

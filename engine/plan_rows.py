@@ -43,6 +43,7 @@ def hbm_rows(
             sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes),
             f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving",
         ),
+        **_resident_rows(plan, layout),
         "boundary activations": (live * boundary, f"{live} micro-batches × {format_bytes(boundary)}"),
         "kept activations": (live * kept, f"{live} micro-batches × {format_bytes(kept)}"),
         "attention masks": (
@@ -67,13 +68,14 @@ def hbm_rows(
 
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
-    working = layout.size * plan.precision.working_dtype.itemsize
+    size = layout.size_among(plan.host_layers)
+    working = size * plan.precision.working_dtype.itemsize
     threads = plan.num_shards * plan.num_shard_threads
     units = max(sum(num_units(segment.numel) for segment in layer.trained_segments) for layer in layout.layers)
     marks = WORD_BYTES * (units + plan.num_shards)
     processes = 4 + plan.num_shards
     rows: dict[str, tuple[int, str]] = {
-        "working copy": (working, f"{layout.size} padded elements"),
+        "working copy": (working, f"{size} padded elements"),
         "optimizer state": _of_state(plan, layout),
         "gradients in waiting": (plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"),
         "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
@@ -93,9 +95,26 @@ def _of_muon(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
     return slots + work, f"{count} momenta + {count} directions + {format_bytes(work)} for a matrix"
 
 
+def _resident_rows(plan: Plan, layout: ModelLayout) -> dict[str, tuple[int, str]]:
+    """Of the layers that live on the device, where there are any."""
+    layers = [layout.layers[i] for i in sorted(plan.hbm_layers)]
+    if not layers:
+        return {}
+    size, trained = (sum(sizes) for sizes in zip(*((x.size, x.trained.size) for x in layers), strict=True))
+    sums = plan.accumulation_dtype.itemsize
+    return {
+        "layers in HBM": (
+            size * plan.precision.working_dtype.itemsize + trained * plan.precision.state_bytes,
+            f"{len(layers)} layers: working copy, and {plan.precision.state_bytes} bytes of state × {trained}",
+        ),
+        "their gradients": (trained * sums, f"{sums} bytes × {trained}"),
+    }
+
+
 def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
-    per_element, size = plan.precision.state_bytes, layout.trained_size
-    without_v = size - layout.adamw_size
+    on_host = [layout.layers[i] for i in plan.host_layers]
+    per_element, size = plan.precision.state_bytes, sum(layer.trained.size for layer in on_host)
+    without_v = size - sum(layer.adamw.size for layer in on_host)
     less = f" - {SECOND_MOMENT_BYTES} × {without_v}" if without_v else ""
     return size * per_element - without_v * SECOND_MOMENT_BYTES, f"{per_element} bytes × {size}{less}"
 

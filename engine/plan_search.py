@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from megatrain_ray.engine.cost_model import Setting, least_s, predict
 from megatrain_ray.engine.layer_work import work_of
@@ -17,8 +17,10 @@ from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.planner import draft_plan, fits, with_uploads
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
-from megatrain_ray.errors import CapacityError
+from megatrain_ray.errors import CapacityError, ConfigError
 
+# Of the device's memory, filled with layers that need not be there: what a plan counts is an estimate.
+FILLED_SHARE = 0.95
 TIE = 0.01  # what is faster by less than this is not: the simpler of two plans is taken
 
 
@@ -42,27 +44,46 @@ class _Search:
     def __init__(self, setting: Setting, machine: Machine) -> None:
         self._setting = setting
         self._machine = machine
+        self._able = [i for i, layer in enumerate(setting.layout.layers) if not layer.num_muon]
         self._found: list[tuple[float, Plan]] = []
         self._best_s = math.inf
         self._smallest: Plan | None = None
 
     def try_split(self, request: Request, activations: ActivationBytes) -> None:
-        def draft(candidate: Candidate) -> Plan:
-            setting = self._setting
-            return draft_plan(setting.structure, setting.layout, activations, self._machine, request, candidate)
+        def draft(candidate: Candidate, count: int) -> Plan:
+            """With so many layers on the device, the first ones of the forward: those of the CPU are then updated under
+            their forward. Not those that Muon trains, whose momenta are the shards'."""
+            setting, placed = self._setting, replace(candidate, hbm_layers=frozenset(self._able[:count]))
+            return draft_plan(setting.structure, setting.layout, activations, self._machine, request, placed)
 
         @cache
         def least_of_kind(kind: Candidate) -> float:
             """Seconds; infinity where it does not fit."""
-            self._smallest = draft(kind)
+            self._smallest = draft(kind, wanted)
             return least_s(self._smallest, self._setting, activations) if fits(self._smallest) else math.inf
 
+        wanted = self._wanted(request)
+        fills = request.hbm_layers is None and self._machine.device == "cuda"
         *_, last = all_of_them = list(candidates(self._setting.structure, request))
         for candidate in all_of_them:
             # Slots are what candidates of a kind differ in: if two do not fit, three do not either.
             kind = replace(candidate, num_block_slots=last.num_block_slots, num_edge_slots=last.num_edge_slots)
-            if self._may_win(least_of_kind(kind)) and fits(plan := draft(candidate)):
-                self._add(replace(plan, prediction=predict(plan, self._setting, activations)))
+            if not self._may_win(least_of_kind(kind)) or not fits(plan := draft(candidate, wanted)):
+                continue
+            if fills:
+                plan = _filled(partial(draft, candidate), len(self._able))
+            self._add(replace(plan, prediction=predict(plan, self._setting, activations)))
+
+    def _wanted(self, request: Request) -> int:
+        """How many layers must live on the device. Raises ConfigError where that many cannot."""
+        count = request.hbm_layers or 0
+        if count > len(self._able):
+            raise ConfigError(
+                f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._able)} of "
+                f"{len(self._setting.layout.layers)} (embedding and head are layers, too; what Muon trains stays on "
+                "the host)"
+            )
+        return count
 
     def _may_win(self, least: float) -> bool:
         """What could only be a little faster than a simpler one would not be taken."""
@@ -78,6 +99,17 @@ class _Search:
             assert self._smallest is not None
             raise CapacityError(explain_misfit(self._smallest))
         return next(plan for step_s, plan in self._found if step_s <= self._best_s * (1 + TIE))
+
+
+def _filled(plan_with: Callable[[int], Plan], most: int) -> Plan:
+    """The plan with as many layers on the device as fit, by bisection: each takes room that none gives back."""
+    fewest, more = 0, most + 1
+    while more - fewest > 1:
+        middle = (fewest + more) // 2
+        plan = plan_with(middle)
+        roomy = plan.hbm_limit_bytes is None or plan.total_bytes(Tier.HBM) <= FILLED_SHARE * plan.hbm_limit_bytes
+        fewest, more = (middle, more) if fits(plan) and roomy else (fewest, middle)
+    return plan_with(fewest)
 
 
 def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidate]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,7 +77,7 @@ def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: Mod
         for f, span in enumerate(layer.fragments):
             num_bytes[FragmentId(i, f)] = span.size * item
             groups[FragmentId(i, f)] = group_of(structure.layers[i].kind, f)
-    needs = [needed_fragments(layout, visit.layer) for visit in visits]
+    needs = [streamed(needed_fragments(layout, visit.layer), plan.hbm_layers) for visit in visits]
     return plan_residency(needs, num_bytes, groups, plan.slots)
 
 
@@ -92,9 +92,14 @@ def needed_fragments(layout: ModelLayout, layer: int) -> tuple[FragmentId, ...]:
     return tuple(FragmentId(i, f) for i in owners for f in range(len(layout.layers[i].fragments)))
 
 
-def _blocks_together(structure: ModelStructure, layout: ModelLayout, layer: int) -> int:
-    """Blocks that must be on the device at once for a visit to the layer: itself and those it shares weights with."""
-    needed = {fragment.layer for fragment in needed_fragments(layout, layer)}
+def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[FragmentId, ...]:
+    """Those that do not live on the device."""
+    return tuple(fragment for fragment in fragments if fragment.layer not in hbm_layers)
+
+
+def _blocks_together(structure: ModelStructure, layout: ModelLayout, layer: int, hbm_layers: Set[int]) -> int:
+    """Blocks that must be in slots at once for a visit to the layer: itself and those it shares weights with."""
+    needed = {fragment.layer for fragment in streamed(needed_fragments(layout, layer), hbm_layers)}
     return sum(structure.layers[i].kind is LayerKind.BLOCK for i in needed)
 
 
@@ -144,6 +149,7 @@ class _Builder:
             uploads_per_step=0,
             saves_frozen=r.saves_frozen,
             save_copy_bytes=0,
+            device_copy_bytes=0,
             hbm_limit_bytes=m.hbm_bytes,
             ram_limit_bytes=m.ram_bytes,
             rows=(),
@@ -156,7 +162,9 @@ class _Builder:
         """Half of the RAM that the plan leaves may hold copies for saves."""
         num_bytes = max(0, min(plan.updated_bytes, spare_ram(plan) // 2))
         row = ByteCount(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
-        return replace(plan, save_copy_bytes=num_bytes, rows=(*plan.rows, row))
+        on_device = sum(layer.num_trained for layer in plan.layers if layer.updated_by == "gpu")
+        of_device = num_bytes * on_device // plan.num_trained
+        return replace(plan, save_copy_bytes=num_bytes, device_copy_bytes=of_device, rows=(*plan.rows, row))
 
     @property
     def _sums(self) -> torch.dtype:
@@ -168,47 +176,54 @@ class _Builder:
 
     def _layers(self) -> tuple[LayerPlan, ...]:
         # The embedding keeps only indices, the head's loss runs at once: there is nothing to recompute.
-        return tuple(
-            LayerPlan(
-                name=layer.name,
-                num_parameters=layer.logical_size,
-                num_trained=layer.num_trained,
-                num_muon=layer.num_muon,
-                num_fragments=len(layer.fragments),
-                weights=Tier.HOST,
-                state=Tier.HOST,
-                gradients=Tier.HOST,
-                activations=self.candidate.activations if spec.kind is LayerKind.BLOCK else ActivationPolicy.KEEP,
-                updated_by="cpu" if layer.num_trained else "nobody",
-            )
-            for layer, spec in zip(self.layout.layers, self.structure.layers, strict=True)
+        return tuple(map(self._layer, range(len(self.layout.layers))))
+
+    def _layer(self, index: int) -> LayerPlan:
+        layer, kind = self.layout.layers[index], self.structure.layers[index].kind
+        tier = Tier.HBM if index in self.candidate.hbm_layers else Tier.HOST
+        return LayerPlan(
+            name=layer.name,
+            num_parameters=layer.logical_size,
+            num_trained=layer.num_trained,
+            num_muon=layer.num_muon,
+            num_fragments=len(layer.fragments),
+            weights=tier,
+            state=tier,
+            gradients=tier,
+            activations=self.candidate.activations if kind is LayerKind.BLOCK else ActivationPolicy.KEEP,
+            updated_by=("gpu" if tier is Tier.HBM else "cpu") if layer.num_trained else "nobody",
         )
 
     def _slots(self) -> tuple[SlotSpec, ...]:
         item = self.request.precision.working_dtype.itemsize
         kinds = [spec.kind for spec in self.structure.layers]
         largest: dict[int, int] = {}
-        for layer, kind in zip(self.layout.layers, kinds, strict=True):
-            for f, span in enumerate(layer.fragments if kind is LayerKind.BLOCK else ()):
+        resident = self.candidate.hbm_layers
+        for i, (layer, kind) in enumerate(zip(self.layout.layers, kinds, strict=True)):
+            for f, span in enumerate(layer.fragments if kind is LayerKind.BLOCK and i not in resident else ()):
                 largest[f] = max(largest.get(f, 0), span.size * item)
-        together = max(_blocks_together(self.structure, self.layout, i) for i in range(len(kinds)))
+        together = max(_blocks_together(self.structure, self.layout, i, resident) for i in range(len(kinds)))
         blocks = [
             SlotSpec(group_of(LayerKind.BLOCK, f), num_bytes)
             for _ in range(self.candidate.num_block_slots + together - 1)
             for f, num_bytes in largest.items()
         ]
-        edges = [self.layout.layers[0].size * item, self.layout.layers[-1].size * item]
+        ends = {0, len(kinds) - 1} - resident
+        edges = [self.layout.layers[i].size * item for i in sorted(ends)]
         tied = any(s.tied_to for s in self.layout.layers[-1].segments)
         if self.candidate.num_edge_slots == 1 and not tied:
-            edges = [max(edges)]
+            edges = [max(edges)] if edges else []
         return (*blocks, *(SlotSpec("edge", num_bytes) for num_bytes in edges))
 
     def _gradient_sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of the gradients of layers that have one, in the order of a forward."""
-        return [self.layout.layers[i].trained.size * dtype.itemsize for i in self.layout.updated]
+        """Bytes of the gradients that leave the device, in the order of a forward."""
+        leaving = [i for i in self.layout.updated if i not in self.candidate.hbm_layers]
+        return [self.layout.layers[i].trained.size * dtype.itemsize for i in leaving]
 
     def _gradient_slots(self) -> tuple[int, ...]:
         sizes = self._gradient_sizes(self._sums)
+        if not sizes:
+            return ()
         if self.candidate.sums is Tier.HOST:
             return (max(sizes),) * 3  # one arrives, one is added to, one leaves
         if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
@@ -216,13 +231,14 @@ class _Builder:
         return (max(sizes),) * 2
 
     def _leaving_slots(self) -> tuple[int, ...]:
-        if self._wire is self._sums:
+        sizes = self._gradient_sizes(self._wire)
+        if self._wire is self._sums or not sizes:
             return ()
-        return (max(self._gradient_sizes(self._wire)),) * 2
+        return (max(sizes),) * 2
 
     def _slab_bytes(self) -> int:
         if self.candidate.sums is Tier.HOST:
-            return self.layout.trained_size * self._sums.itemsize
+            return sum(self._gradient_sizes(self._sums))
         sizes = self._gradient_sizes(self._wire)
         return sum(sizes) if self.request.clip else _in_flight(sizes)
 
@@ -239,7 +255,7 @@ class _Builder:
 
 def _in_flight(sizes: Sequence[int]) -> int:
     """Room for four layers, or for all where that is less."""
-    return min(sum(sizes), 4 * max(sizes))
+    return min(sum(sizes), 4 * max(sizes, default=0))
 
 
 def _name(dtype: torch.dtype) -> str:

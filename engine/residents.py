@@ -37,8 +37,13 @@ class Residents:
         """`memory`: the allocation that all slots were cut from."""
         self._layout = layout
         self._dtype = dtype
-        self._storage = memory.untyped_storage().data_ptr()
+        self._storages = {memory.untyped_storage().data_ptr()}
         self._regions: dict[FragmentId, torch.Tensor] = {}
+
+    def settle(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
+        """Fragments that live on the device, in an allocation of their own, are bound from now on."""
+        self._storages.add(memory.untyped_storage().data_ptr())
+        self._regions.update(regions)
 
     @contextmanager
     def bound(self, regions: Mapping[FragmentId, torch.Tensor]) -> Iterator[None]:
@@ -76,7 +81,7 @@ class Residents:
         return region
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
-        if isinstance(tensor, FakeTensor) or tensor.untyped_storage().data_ptr() != self._storage:
+        if isinstance(tensor, FakeTensor) or tensor.untyped_storage().data_ptr() not in self._storages:
             return tensor  # a fake one is seen by a compiler, which makes nothing of a slot
         address = tensor.data_ptr()
         for fragment, region in self._regions.items():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard_state import ShardState
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.pieces import STORED_BYTES, Piece
@@ -77,12 +77,19 @@ class SaveGate:
     """
 
     def __init__(
-        self, shard: AdamShard, words: HostWords, order: Sequence[int], spare: SpareMemory, timeout_s: float
+        self,
+        shard: ShardState,
+        words: HostWords,
+        index: int,
+        order: Sequence[int],
+        spare: SpareMemory,
+        timeout_s: float,
     ) -> None:
-        """`order`: in which updates visit layers; those that none visits are written while nothing else is ready.
-        `spare`: RAM for copies. `timeout_s`: of any wait."""
+        """`index`: of the shard's words. `order`: in which updates visit layers; those that none visits are written
+        while nothing else is ready. `spare`: RAM for copies. `timeout_s`: of any wait."""
         self._shard = shard
         self._words = words
+        self._index = index
         self._order = (*shard.layout.model.fixed, *order)
         self._spare = spare
         self._timeout_s = timeout_s
@@ -139,9 +146,9 @@ class SaveGate:
         """The layer that an update waits for; else, before those that no update changes, the one whose next update
         comes last. In the order of updates the writer would always be reading just the layer that is to be updated, and
         nothing would be copied ahead of it."""
-        index, generation = self._shard.layout.index, save.attempt.step
+        generation = save.attempt.step
         self._await_generation(save, left[0])
-        there = [layer for layer in left if self._words.shard_generation(index, layer) >= generation]
+        there = [layer for layer in left if self._words.shard_generation(self._index, layer) >= generation]
         with self._changed:
             waiting = [layer for layer in there if save.states[layer] is LayerState.WAITING]
             if save.wanted in waiting:
@@ -156,7 +163,7 @@ class SaveGate:
             if save.abandoned:
                 raise _abandoned(save.attempt)
             try:
-                self._words.wait_shard_generation(self._shard.layout.index, layer, save.attempt.step, WATCH_S)
+                self._words.wait_shard_generation(self._index, layer, save.attempt.step, WATCH_S)
             except DeadlineError:
                 if time.monotonic() > deadline_s:
                     raise
@@ -249,7 +256,7 @@ class SaveGate:
                     self._set(save, layer, LayerState.READING)
                 save.to_come[layer] -= 1
                 save.in_hand[layer] += 1
-            yield part if copy is None else copy.parts[index]
+            yield self._shard.fetch(part) if copy is None else copy.parts[index]
 
     def _set(self, save: GatedSave, layer: int, state: LayerState) -> None:
         save.states[layer] = state
@@ -261,9 +268,7 @@ class SaveGate:
         while not self._changed.wait_for(ready, WATCH_S):
             self._words.check()
             if time.monotonic() > deadline_s:
-                raise DeadlineError(
-                    f"optimizer shard {self._shard.layout.index} waited {self._timeout_s:.0f} s for {what}"
-                )
+                raise DeadlineError(f"optimizer shard {self._index} waited {self._timeout_s:.0f} s for {what}")
 
 
 def _cut(pieces: Iterable[Piece]) -> list[Piece]:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
-from megatrain_ray.engine.journal import Journal, Part, Transaction
+from megatrain_ray.engine.adamw import Hyper, Rates
+from megatrain_ray.engine.journal import Journal, Transaction
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
-from megatrain_ray.engine.layout import Run, Segment, Span, round_up
-from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.shard_state import ShardState
 from megatrain_ray.engine.update_kernel import Build
-from megatrain_ray.engine.working_copy import to_working
-from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.save import Piece
-
-COPY_ALIGN = 64  # bytes: a cache line
-LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
+from megatrain_ray.errors import MegatrainError
 
 
 @dataclass(frozen=True)
@@ -38,10 +31,13 @@ class UpdateHeader:
     skip: bool
     save: bool = False
 
+    @property
+    def rates(self) -> Rates:
+        return Rates(torch.tensor(float(self.adam_step)), self.lr, self.scale)
 
-class AdamShard:
-    """Owns span `layout.spans[i]` of every layer i, and loads and saves `layout.frozen_spans[i]`. One caller at a time;
-    padding is neither read nor written."""
+
+class AdamShard(ShardState):
+    """In host memory, updated by the CPU. One caller at a time."""
 
     def __init__(
         self,
@@ -58,20 +54,17 @@ class AdamShard:
         saves_frozen: bool = True,
         kernels: tuple[Build, ...] = NATIVE,
     ) -> None:
-        """`working`: 1-D, the whole model's working copies at ModelLayout.starts. The others are the shard's own, 1-D
-        of ShardLayout.size_of: `residual` int16 for bf16, else None; `m` and `v` fp32. `journal`: at least
-        Journal.num_bytes, zeroed, or what a shard that died left. `saves_frozen`: whether what is frozen is among the
-        pieces of a save. `kernels`: candidates, the best first.
+        """The state as ShardState has it: `residual` int16 for bf16, else None; `m` and `v` fp32. `journal`: at least
+        Journal.num_bytes, zeroed, or what a shard that died left. `kernels`: candidates, the best first.
 
         Raises MegatrainError for a tensor of another type or size, a journal made for less, or Muon's matrices without
         its constants.
         """
-        _check(precision, layout, hyper, {"working": working, "residual": residual, "m": m, "v": v})
-        self.layout = layout
-        self._working = working
-        self._own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
-        self._hyper = hyper
-        self._saves_frozen = saves_frozen
+        own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
+        super().__init__(layout, precision, working=working, own=own, saves_frozen=saves_frozen)
+        if layout.model.with_muon and hyper.muon is None:
+            raise MegatrainError(f"optimizer shard {layout.index}: Muon trains some of the model and has no constants")
+        self.hyper = hyper
         self._journal = Journal(journal, layout, precision, num_threads)
         self._kernel = open_kernel(num_threads, hyper, kernels)
 
@@ -99,8 +92,8 @@ class AdamShard:
             self._check_incoming(layer, "directions", directions, (torch.bfloat16,))
         if header.skip:
             return
-        rates = Rates(torch.tensor(float(header.adam_step)), header.lr, header.scale)
-        self._kernel.update(self._parts(layer), gradient, rates, Transaction(self._journal, serial), directions)
+        transaction = Transaction(self._journal, serial)
+        self._kernel.update(self.parts(layer, self.hyper), gradient, header.rates, transaction, directions)
 
     def _check_incoming(self, layer: int, name: str, got: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
         size = self.layout.model.layers[layer].trained.size
@@ -114,150 +107,11 @@ class AdamShard:
 
     def roll_back(self, layer: int, serial: int) -> None:
         """Undoes what a shard that died in transaction `serial` left half written; `update` then does the rest."""
-        self._journal.roll_back(self._parts(layer), serial)
+        self._journal.roll_back(self.parts(layer, self.hyper), serial)
 
-    def load(self, source: WeightSource) -> None:
-        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v.
-
-        Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
-        """
-        self.load_frozen(source)
-        for layer in range(len(self.layout.spans)):
-            for run in self._runs(layer):
-                state = self._state(layer, run)
-                state.m.zero_()
-                if state.v is not None:
-                    state.v.zero_()
-                for span in _blocks(run):
-                    state.cut(span).store(_read(source, run, span))
-
-    def load_frozen(self, source: WeightSource) -> None:
-        """The same of what is frozen, which is the working copy alone."""
-        for layer in range(len(self.layout.spans)):
-            for run in self._frozen_runs(layer):
-                working = self._working_of(layer, run)
-                for span in _blocks(run):
-                    master = _read(source, run, span)
-                    working[slice(*span)] = master if working.dtype == torch.float32 else to_working(master)
-
-    def pieces(self, layer: int) -> Iterator[Piece]:
-        """This shard's part of a layer, kind by kind, in logical coordinates; none where it owns nothing. At last what
-        is frozen, if that is saved.
-
-        The buffers are the state itself: read to save it, written to restore it.
-        """
-        for kind, tensors in self._kinds(layer).items():
-            yield self._piece(layer, kind, self._span(layer, kind), tensors)
-        yield from self._frozen_pieces(layer)
-
-    def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
-        frozen = [self._working_of(layer, run).view(torch.uint8) for run in self._frozen_runs(layer)]
-        if frozen and self._saves_frozen:
-            yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
-
-    def _span(self, layer: int, kind: str) -> Span:
-        return (self.layout.v_spans if kind == "v" else self.layout.spans)[layer]
-
-    def _piece(self, layer: int, kind: str, span: Span, tensors: Sequence[Tensor]) -> Piece:
-        flat = self.layout.model.layers[layer]
-        return Piece(flat.name, kind, *flat.logical(span), [tensor.numpy().data for tensor in tensors])
-
-    def copy_bytes(self, layer: int) -> int:
-        """Room that `copy_layer` needs."""
-        return sum(round_up(t.nbytes, COPY_ALIGN) for tensors in self._kinds(layer).values() for t in tensors)
-
-    def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
-        """The same pieces, what an update changes over `memory` (1-D uint8, at least `copy_bytes`) with what the state
-        holds now; what is frozen is not copied."""
-        pieces: list[Piece] = []
-        pairs: list[tuple[Tensor, Tensor]] = []
-        start = 0
-        for kind, tensors in self._kinds(layer).items():
-            copies = []
-            for tensor in tensors:
-                copies.append(memory[start : start + tensor.nbytes])
-                start += round_up(tensor.nbytes, COPY_ALIGN)
-            pairs += zip(copies, tensors, strict=True)
-            pieces.append(self._piece(layer, kind, self._span(layer, kind), copies))
+    def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._kernel.copy(pairs)
-        return [*pieces, *self._frozen_pieces(layer)]
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""
         self._kernel.close()
-
-    def _runs(self, layer: int) -> Iterator[Run]:
-        return self.layout.model.layers[layer].runs(self.layout.spans[layer])
-
-    def _frozen_runs(self, layer: int) -> Iterator[Run]:
-        return self.layout.model.layers[layer].runs(self.layout.frozen_spans[layer])
-
-    def _working_of(self, layer: int, run: Run) -> Tensor:
-        start = self.layout.model.starts[layer] + run.padded
-        return self._working[start : start + run.length]
-
-    def _state(self, layer: int, run: Run) -> AdamState:
-        in_span = run.padded - self.layout.spans[layer].start  # what has a second moment comes first
-        starts = {kind: self.layout.v_starts if kind == "v" else self.layout.starts for kind in self._own}
-        firsts = {kind: of_layers[layer] + in_span for kind, of_layers in starts.items()}
-        own = {kind: tensor[firsts[kind] : firsts[kind] + run.length] for kind, tensor in self._own.items()}
-        v = None if run.segment.muon else own["v"]
-        return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], v)
-
-    def _parts(self, layer: int) -> list[Part]:
-        parts, unit = [], 0
-        for run in self._runs(layer):
-            part = Part(self._state(layer, run), run.padded, self._weighting(run.segment), unit)
-            parts.append(part)
-            unit = part.units.stop
-        return parts
-
-    def _weighting(self, segment: Segment) -> Weighting:
-        group = segment.group
-        common = self._hyper.weight_decay if segment.decay else 0.0
-        muon = self._hyper.muon
-        ratio = muon.adjust_lr.ratio(segment.shape) if muon and segment.muon else 1.0
-        return Weighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay, ratio)
-
-    @property
-    def _working_kind(self) -> str:
-        return "working" if "residual" in self._own else "master"
-
-    def _kinds(self, layer: int) -> dict[str, list[Tensor]]:
-        """The bytes of each kind of state of what is trained, run after run."""
-        states = [self._state(layer, run) for run in self._runs(layer)]
-        named = {self._working_kind: [state.working for state in states]}
-        named |= {kind: [t for state in states if (t := getattr(state, kind)) is not None] for kind in self._own}
-        return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items() if tensors}
-
-
-def _check(precision: Precision, layout: ShardLayout, hyper: Hyper, tensors: dict[str, Tensor | None]) -> None:
-    if layout.model.with_muon and hyper.muon is None:
-        raise MegatrainError(f"optimizer shard {layout.index}: Muon trains some of the model and has no constants")
-    expected = {kind: (dtype, layout.size_of(kind)) for kind, dtype in precision.state_kinds}
-    expected["working"] = (precision.working_dtype, layout.model.size)
-    for name, tensor in tensors.items():
-        got = None if tensor is None else (tensor.dtype, tensor.numel())
-        if got != expected.get(name):
-            raise MegatrainError(
-                f"optimizer shard {layout.index}: {name} must be {expected.get(name)} for precision "
-                f"{precision.value}, got {got} (type, elements)"
-            )
-
-
-def _blocks(run: Run) -> Iterator[Span]:
-    for start in range(0, run.length, LOAD_ELEMENTS):
-        yield Span(start, min(start + LOAD_ELEMENTS, run.length))
-
-
-def _read(source: WeightSource, run: Run, span: Span) -> Tensor:
-    master = source.read(run.segment.name, run.in_segment + span.start, run.in_segment + span.stop)
-    if not math.isfinite(master.sum().item()):  # or finite values overflow: then no bad one is found
-        bad = (~master.isfinite()).nonzero()
-        if len(bad):
-            at = int(bad[0])
-            raise ConfigError(
-                f"{run.segment.name} holds {master[at].item()} at element {run.in_segment + span.start + at}: its "
-                "source is damaged; start from other weights"
-            )
-    return master

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from megatrain_ray.engine.layout import CUT_ELEMENTS, FlatLayout, ModelLayout, Span, starts_of
+from megatrain_ray.engine.layout import CUT_ELEMENTS, ModelLayout, Span, starts_of
 
 
 @dataclass(frozen=True)
 class ShardLayout:
     """What one shard owns: a contiguous span of every layer's trained part, stored one after the other in its state
-    arenas; and of every frozen part."""
+    arenas; and of every frozen part. `layers`: those that are cut among these shards; of others they own nothing."""
 
     model: ModelLayout
     index: int
     num_shards: int
     granularity: int = CUT_ELEMENTS
+    layers: Set[int] | None = None  # None: all
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Per layer, of what is trained, in padded coordinates of that layer."""
-        return tuple(self._cut(layer, layer.trained) for layer in self.model.layers)
+        return tuple(self._cut(i, layer.trained) for i, layer in enumerate(self.model.layers))
 
     @cached_property
     def frozen_spans(self) -> tuple[Span, ...]:
         """Per layer, of what is frozen: the shard loads and saves it, and has no state for it."""
-        return tuple(self._cut(layer, layer.frozen) for layer in self.model.layers)
+        return tuple(self._cut(i, layer.frozen) for i, layer in enumerate(self.model.layers))
 
-    def _cut(self, layer: FlatLayout, part: Span) -> Span:
-        return layer.cuts(part, self.num_shards, self.granularity)[self.index]
+    def _cut(self, layer: int, part: Span) -> Span:
+        if self.layers is not None and layer not in self.layers:
+            return Span(part.start, part.start)
+        return self.model.layers[layer].cuts(part, self.num_shards, self.granularity)[self.index]
+
+    @cached_property
+    def working_starts(self) -> tuple[int, ...]:
+        """First element of each layer in the working copies that these shards write."""
+        return self.model.starts_among(self.layers)
+
+    @property
+    def working_size(self) -> int:
+        """Elements of those working copies."""
+        return self.model.size_among(self.layers)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

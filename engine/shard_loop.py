@@ -59,12 +59,22 @@ class ShardLoop:
         try:
             if torn := self._words.torn(self._index):
                 self._shard.roll_back(torn.layer, self._serial(*torn))
-            update = 1 + min(self._words.shard_generation(self._index, layer) for layer in self._order)
-            while self._serve(update):
-                update += 1
+            if self._order:
+                self._serve_all()
+            else:  # everything lives on the device
+                self._wait_stopped()
         except BaseException as error:
             self._error = error
             self._words.fail(self._index)
+
+    def _serve_all(self) -> None:
+        update = 1 + min(self._words.shard_generation(self._index, layer) for layer in self._order)
+        while self._serve(update):
+            update += 1
+
+    def _wait_stopped(self) -> None:
+        while not self._words.stopped:
+            self._words.wait_generation_bell(self._words.generation_bell(), IDLE_S)
 
     def _serve(self, update: int) -> bool:
         """One update of every layer that has not had it; False when told to stop."""

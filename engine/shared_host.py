@@ -36,14 +36,17 @@ class SharedHost:
         words: HostWords,
         momenta: Momenta,
     ) -> None:
-        """`working`: 1-D, every layer's working copy at `layout.starts`. `slab`: 1-D uint8, gradients and then Muon's
-        directions."""
+        """`working`: 1-D, the working copies of the layers on the host, one after the other. `slab`: 1-D uint8,
+        gradients and then Muon's directions."""
         self._layout = layout
+        self._starts = layout.starts_among(plan.host_layers)
         self._working = working
         self._words = words
         self._deadline_s = plan.update_deadline_s
         self._momenta = momenta
-        self._slab = SlabPool(slab[: plan.slab_bytes], layout.gradient_bytes(plan.slab_itemsize), self._check)
+        self._slab = SlabPool(
+            slab[: plan.slab_bytes], layout.gradient_bytes(plan.slab_itemsize, plan.hbm_layers), self._check
+        )
         self._directions = SlabPool(slab[plan.slab_bytes :], layout.direction_bytes, self._check, start=plan.slab_bytes)
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()
@@ -56,7 +59,7 @@ class SharedHost:
         """Raises DeadlineError when the generation does not come, MegatrainError when a shard failed."""
         if self._words.generation(layer) < generation:
             await self._wait(layer, generation)
-        start = self._layout.starts[layer]
+        start = self._starts[layer]
         return HostWeights(self._working[start : start + self._layout.layers[layer].size], 0.0)
 
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:

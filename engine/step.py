@@ -14,6 +14,7 @@ import torch
 
 from megatrain_ray.engine.bound_modules import BoundModules
 from megatrain_ray.engine.device import Device
+from megatrain_ray.engine.device_shard import DeviceShard, UpdateGate
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.gradients import GradientStore
@@ -26,6 +27,7 @@ from megatrain_ray.engine.offload import Transfer
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.residents import Residents
+from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.streamer import LayerStreamer
 from megatrain_ray.engine.visits import Phase, Visit
@@ -77,8 +79,11 @@ class StepRunner:
         store: GradientStore,
         orthogonalizer: Orthogonalizer | None,
         transfer: Callable[[Transfer], None],
+        device_shard: DeviceShard | None,
+        gate: UpdateGate | None,
     ) -> None:
-        """`orthogonalizer`: where Muon trains something."""
+        """`orthogonalizer`: where Muon trains something. `device_shard`: where layers live on the device; `gate`: where
+        these are saved."""
         self._plan = plan
         self._structure = structure
         self._layout = layout
@@ -90,16 +95,19 @@ class StepRunner:
         self._orthogonalizer = orthogonalizer
         self._transfer = transfer
         self._modules = modules
+        self._device_shard = device_shard
+        self._gate = gate
         self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
         self.whereabouts = "between steps"  # read by other threads
 
-    def run(self, step: StepInput, visits: tuple[Visit, ...]) -> StepOutput:
-        """All visits; returns when the loss and the norm are known on the host."""
+    def run(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateHeader | None) -> StepOutput:
+        """All visits; returns when the loss and the norm are known on the host. `header`: of the update where it does
+        not wait for the norm; layers on the device have it then as soon as their gradient is complete."""
         self._store.begin()
         if self._orthogonalizer:
             self._orthogonalizer.begin()
         state = _StepState(
-            step, [ForwardPass(self._skeleton.forward_of(mb)) for mb in step.micro_batches], self._targets(step)
+            step, [ForwardPass(self._skeleton.forward_of(mb)) for mb in step.micro_batches], self._targets(step), header
         )
         for visit in visits:
             if self._store.waits_on_host:
@@ -113,8 +121,8 @@ class StepRunner:
                 if not self._has_gradient(visit):
                     continue
                 if visit.last:
-                    self._finish(visit.layer)
-                elif self._store.waits_on_host:
+                    self._finish(visit.layer, state.header)
+                elif self._waits_on_host(visit.layer):
                     self._transfer(self._store.suspend(visit.layer))
         output = self._output(state)
         self.whereabouts = f"after the backward of step {step.step}"
@@ -125,9 +133,23 @@ class StepRunner:
         if self._orthogonalizer:
             self._orthogonalizer.run(scale)
 
-    def _finish(self, layer: int) -> None:
+    def update_residents(self, header: UpdateHeader) -> None:
+        """After the backward of a clipped step: submits the update of the layers that live on the device."""
+        for layer in self._device_shard.updated if self._device_shard else ():
+            self._update_resident(layer, header)
+
+    def _update_resident(self, layer: int, header: UpdateHeader) -> None:
+        assert self._device_shard is not None  # the layer lives on the device
+        if self._gate:
+            self._gate.enter(layer, header.update)
+        self._device_shard.update(layer, self._store.complete(layer), header)
+
+    def _finish(self, layer: int, header: UpdateHeader | None) -> None:
         departure = self._store.finish(layer)
-        if self._orthogonalizer:
+        if departure is None:
+            if header is not None:
+                self._update_resident(layer, header)
+        elif self._orthogonalizer:
             self._orthogonalizer.complete(departure)
         else:
             self._transfer(departure)
@@ -135,8 +157,11 @@ class StepRunner:
     def _fetch_ahead(self, coming: tuple[Visit, ...]) -> None:
         """Asks for the sum that the next visit will add to."""
         for visit in coming:
-            if self._has_gradient(visit) and visit.micro_batches[0] > 0:
+            if self._has_gradient(visit) and visit.micro_batches[0] > 0 and self._waits_on_host(visit.layer):
                 self._transfer(self._store.fetch(visit.layer))
+
+    def _waits_on_host(self, layer: int) -> bool:
+        return self._store.waits_on_host and not self._store.stays(layer)
 
     def _has_gradient(self, visit: Visit) -> bool:
         return visit.phase is not Phase.FORWARD and self._layout.layers[visit.layer].trained.size > 0
@@ -273,8 +298,11 @@ class StepRunner:
 class _StepState:
     """What a step remembers between visits."""
 
-    def __init__(self, step: StepInput, passes: list[ForwardPass], targets: list[torch.Tensor]) -> None:
+    def __init__(
+        self, step: StepInput, passes: list[ForwardPass], targets: list[torch.Tensor], header: UpdateHeader | None
+    ) -> None:
         self.step = step
+        self.header = header
         self.passes = passes
         self.targets = targets
         self.losses: list[torch.Tensor] = []  # one a chunk, then that of side outputs, for each micro-batch

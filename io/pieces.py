@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.errors import MegatrainError
@@ -21,6 +21,14 @@ STORED_BYTES = 8 << 20  # under one checksum: a reader with other cuts reads at 
 WRITES_AT_ONCE: dict[SaveCompression, int] = {"none": 4, "zstd": 8}
 
 
+class Buffer(Protocol):
+    """Bytes: a memoryview, or something that can be cut like one and becomes one before it is written or read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+
 class Piece(NamedTuple):
     """Elements [start, stop) of one kind of a layer, logical; `buffers`: their bytes, laid end to end."""
 
@@ -28,7 +36,7 @@ class Piece(NamedTuple):
     kind: str
     start: int
     stop: int
-    buffers: Sequence[memoryview]
+    buffers: Sequence[Buffer]
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +67,7 @@ class Piece(NamedTuple):
             for start in range(0, len(view), CHUNK_BYTES):
                 yield view[start : start + CHUNK_BYTES]
 
-    def _views(self, first: int, last: int) -> Iterator[memoryview]:
+    def _views(self, first: int, last: int) -> Iterator[Any]:
         position = 0
         for buffer in self.buffers:
             start, stop = max(0, first - position), min(last - position, len(buffer))

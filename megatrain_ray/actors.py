@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -10,13 +11,17 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatrain_ray.arena_owner import ArenaOwner, arena_sizes
+from megatrain_ray.config import SaveCompression
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.gpu_worker import GpuWorker, HeldOutLoss, Progress, StepResult
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.batches import Batch
+from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared
 from megatrain_ray.shard_worker import ShardWorker
 
@@ -40,6 +45,15 @@ class GpuActor:
 
     async def handles(self) -> dict[str, ArenaHandle]:
         return self._worker.handles()
+
+    async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
+        await self._worker.fill(save_folder, manifest)
+
+    async def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
+        return await self._worker.write_part(save_folder, attempt, compression)
+
+    async def abandon_save(self, attempt: SaveAttempt) -> None:
+        await self._worker.abandon_save(attempt)
 
     async def base_checksums(self) -> tuple[int | None, ...]:
         return await self._worker.base_checksums()

@@ -32,15 +32,20 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     """Bytes of every arena of a run: three that all map, and two for each shard that only this one does, but for its
     momenta, which the GPU worker reads where Muon trains."""
     sizes = {
-        WORKING: layout.size * plan.precision.working_dtype.itemsize,
-        SLAB: plan.slab_bytes + plan.direction_slab_bytes,
-        WORDS: 8 * HostWords.num_words(len(layout.layers), plan.num_shards),
+        WORKING: max(1, layout.size_among(plan.host_layers)) * plan.precision.working_dtype.itemsize,
+        SLAB: max(1, plan.slab_bytes + plan.direction_slab_bytes),  # none where everything lives on the device
+        WORDS: 8 * HostWords.num_words(len(layout.layers), len(plan.updated_layers)),
     }
     for k in range(plan.num_shards):
-        part = ShardLayout(layout, k, plan.num_shards, plan.shard_cut_elements)
+        part = shard_layout(plan, layout, k)
         sizes[state_arena(k)] = max(1, part.num_bytes(plan.precision.state_kinds))  # none where little is trained
         sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.num_shard_threads)
     return sizes
+
+
+def shard_layout(plan: Plan, layout: ModelLayout, index: int) -> ShardLayout:
+    """Of a shard of the CPU: of the layers on the host."""
+    return ShardLayout(layout, index, plan.num_shards, plan.shard_cut_elements, plan.host_layers)
 
 
 def state_views(arena: torch.Tensor, part: ShardLayout, precision: Precision) -> dict[str, torch.Tensor]:

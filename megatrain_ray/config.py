@@ -209,6 +209,9 @@ class HardwareConfig(Group):
     """Bytes of GPU memory that the plan may use; null: what is there."""
     ram_limit: Size | None = None
     """Bytes of host memory that the plan may use; null: what is there."""
+    hbm_layers: Annotated[int, Field(ge=0)] | None = None
+    """Layers, from the embedding on, whose weights, gradients and optimizer state live in GPU memory; null: as many as
+    there is room for (none on the CPU)."""
     num_shards: Count | None = None
     """Optimizer processes; null: one per NUMA node."""
     profile: Text = "auto"

@@ -94,14 +94,15 @@ class Crew:
         return self._pids | {post.name: post.pid for post in self._posts if post.pid is not None}
 
     def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """Fills every shard: from a save, or from the model's source. Raises what a shard raised, and ConfigError where
-        a save leaves out what is frozen and that has changed."""
+        """Fills all state: from a save, or from the model's source. Raises what its holders raised, and ConfigError
+        where a save leaves out what is frozen and that has changed."""
 
         def task(actor: Any) -> Any:
             return actor.initialize.remote() if save_folder is None else actor.restore.remote(save_folder, manifest)
 
         for post in self._shards:
             self._assign(post, task, serves=False)
+        filling = self.gpu.fill.remote(save_folder, manifest)
         plan = self._prepared.plan
         limit_s = transfer_deadline_s(plan.updated_bytes + plan.frozen_bytes)
         deadline_s = time.monotonic() + limit_s
@@ -109,6 +110,7 @@ class Crew:
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s; {AGAIN}")
             self.wait([], 1.0)
+        self._until(filling, "the layers on the device were not filled", limit_s)
         if not plan.saves_frozen:
             self.base_checksums = self._until(self.gpu.base_checksums.remote(), "the base was not read", limit_s)
             if manifest is not None:
@@ -143,12 +145,14 @@ class Crew:
         return [call for call in ended if call in calls]
 
     def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
-        """Calls of all shards, which write their parts of the save of a step while training goes on."""
+        """Calls of all who hold state, which write their parts of the save of a step while training goes on."""
         attempt = self._newest_save = SaveAttempt(step, self._newest_save.number + 1)
-        return [post.actor.write_part.remote(save_folder, attempt, compression) for post in self._shards]
+        writers = [post.actor for post in self._shards] + [self.gpu] * bool(self._prepared.plan.hbm_layers)
+        return [writer.write_part.remote(save_folder, attempt, compression) for writer in writers]
 
     def abandon_save(self) -> None:
-        """No shard waits for the newest save any more."""
+        """Nobody waits for the newest save any more."""
+        answer("a save could not be abandoned", self.gpu.abandon_save.remote(self._newest_save))
         for post in self._shards:
             try:
                 answer("a save could not be abandoned", post.actor.abandon_save.remote(self._newest_save))

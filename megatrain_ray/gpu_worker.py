@@ -7,11 +7,14 @@ import ctypes
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, state_arena, state_views
+from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
+from megatrain_ray.config import SaveCompression
+from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
@@ -25,7 +28,7 @@ from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.momenta import Momenta
 from megatrain_ray.engine.plan import Plan, Precision
-from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.errors import DeadlineError
@@ -33,6 +36,8 @@ from megatrain_ray.flop_count import FlopCount
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
+from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared, muon_of
 
 # With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
@@ -86,6 +91,12 @@ class GpuWorker:
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
         self._host_bytes = sum(handle.nbytes for handle in self._holder.handles.values())
+        plan = prepared.plan
+        self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
+        self._device = make_device(plan, deterministic=prepared.config.train.deterministic)
+        self._device_layers: DeviceLayers | None = None
+        if plan.hbm_layers:
+            self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._words)
         self._flops = FlopCount.of(prepared.structure, prepared.source)
         self._turn = asyncio.Condition()
         self._engine: Engine | None = None
@@ -95,15 +106,38 @@ class GpuWorker:
         """Of all arenas of the run: this process keeps them alive too."""
         return self._holder.handles
 
+    async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
+        """Fills the layers that live on the device, where there are any, from a save or the model's source."""
+        if self._device_layers is not None:
+            await asyncio.to_thread(self._device_layers.fill, save_folder, manifest)
+
+    async def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
+        """The part of a save that lives on the device."""
+        assert self._device_layers is not None  # or nobody asks
+        return await asyncio.to_thread(self._device_layers.write_part, save_folder, attempt, compression)
+
+    async def abandon_save(self, attempt: SaveAttempt) -> None:
+        """Updates on the device do not wait for this save any more."""
+        if self._device_layers is not None:
+            self._device_layers.abandon_save(attempt)
+
     async def base_checksums(self) -> tuple[int | None, ...]:
         """Of what is frozen of each layer, once weights are loaded."""
         return await asyncio.to_thread(
-            frozen_checksums, self._layout, self._working(), self._prepared.plan.num_compute_threads
+            frozen_checksums, self._layout, self._working_of, self._prepared.plan.num_compute_threads
         )
 
+    def _working_of(self, layer: int) -> torch.Tensor:
+        """The working copy of a layer, wherever it lives."""
+        if self._device_layers is not None and layer in self._device_layers.shard.layers:
+            return self._device_layers.shard.working_of(layer)
+        start = self._layout.starts_among(self._prepared.plan.host_layers)[layer]
+        return self._working()[start : start + self._layout.layers[layer].size]
+
     def _working(self) -> torch.Tensor:
-        """The working copies of all layers."""
-        num_bytes = self._layout.size * self._prepared.plan.precision.working_dtype.itemsize
+        """The working copies of all layers on the host."""
+        size = self._layout.size_among(self._prepared.plan.host_layers)
+        num_bytes = size * self._prepared.plan.precision.working_dtype.itemsize
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
         return working.view(self._prepared.plan.precision.working_dtype)
 
@@ -113,15 +147,19 @@ class GpuWorker:
         working = self._working()
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
         slab = slab[: plan.slab_bytes + plan.direction_slab_bytes]
-        device = make_device(plan, deterministic=self._prepared.config.train.deterministic)
+        device = self._device
         device.pin(working.view(torch.uint8))
         device.pin(slab)
         momenta = self._momenta(layout, device)
-        words = HostWords(self._arenas[WORDS].buffer, len(layout.layers), plan.num_shards)
-        words.reset(progress.step, layout.fixed)
-        self._host = SharedHost(plan, layout, working, slab, words, momenta)
-        muon = muon_of(self._prepared.config.train)
-        self._engine = Engine(self._prepared.source.factory, structure, plan, device, self._host, muon=muon)
+        self._words.reset(progress.step, plan.updated_layers)
+        self._host = SharedHost(plan, layout, working, slab, self._words, momenta)
+        layers = self._device_layers
+        self._engine = Engine(
+            self._prepared.source.factory, structure, plan, device, self._host,
+            muon=muon_of(self._prepared.config.train),
+            device_shard=layers.shard if layers else None,
+            gate=layers.gate if layers else None,
+        )  # fmt: skip
         await self._engine.rehearse()
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
@@ -132,7 +170,7 @@ class GpuWorker:
         plan = self._prepared.plan
         parts, tensors = [], []
         for k in range(plan.num_shards if plan.num_muon else 0):
-            part = ShardLayout(layout, k, plan.num_shards, plan.shard_cut_elements)
+            part = shard_layout(plan, layout, k)
             arena = torch.frombuffer(self._holder.map(state_arena(k)).buffer, dtype=torch.uint8)
             m = state_views(arena, part, plan.precision)["m"]
             device.pin(m)
@@ -193,6 +231,8 @@ class GpuWorker:
         self._next_batch.cancel()
         await self._host.drain(self._progress.step)
         await self._host.close()
+        if self._device_layers:
+            self._device_layers.close()
         if self._engine:
             await self._engine.close()
         self._holder.close()

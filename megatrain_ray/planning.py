@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain_ray.config import OptimizationConfig, TrainConfig
+from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.attention import Attention, flex_problem
 from megatrain_ray.engine.lora import LoraRules
 from megatrain_ray.engine.model import ModelStructure, build_empty
@@ -71,6 +72,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
         num_micro_batches=num_micro_batches,
         seq_len=config.data.seq_len,
         num_shards=hardware.num_shards,
+        hbm_layers=hardware.hbm_layers,
         saves=bool(config.save_every),
         z_loss=config.train.z_loss > 0,
         saves_frozen=config.lora is None,
@@ -109,6 +111,12 @@ def muon_of(train: OptimizationConfig) -> Muon | None:
         return None
     muon = train.muon
     return Muon(muon.momentum, muon.nesterov, muon.ns_steps, LrAdjustment(muon.adjust_lr))
+
+
+def hyper_of(prepared: Prepared) -> Hyper:
+    """The constants of every updater of the run."""
+    train = prepared.config.train
+    return Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train))
 
 
 def _discover(

@@ -32,8 +32,8 @@ from megatrain_ray.io.save import (
     save_room,
     write_part,
 )
+from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared
-from megatrain_ray.shard_worker import WrittenPart
 
 PROBE_VALUES = 4 << 20  # 16 MiB
 PROBE_BUFFERS = 16
@@ -54,7 +54,7 @@ def check_save_room(prepared: Prepared, saves: Path, step: int) -> None:
 
 def room_of_one(plan: Plan) -> int:
     """Bytes that a save takes on disk at most."""
-    return save_room(plan.save_bytes, len(plan.layers), plan.num_shards)
+    return save_room(plan.save_bytes, len(plan.layers), plan.num_shards + 1)
 
 
 def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:

@@ -7,31 +7,27 @@ import math
 import os
 import select
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, journal_arena, state_arena, state_views
+from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, journal_arena, shard_layout, state_arena, state_views
 from megatrain_ray.config import SaveCompression
-from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.save_cost import measure_copy
 from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import AdamShard
-from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
-from megatrain_ray.io.manifest import Manifest, PartManifest
-from megatrain_ray.io.save import Piece, read_pieces, write_part
-from megatrain_ray.planning import Prepared, muon_of
+from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.io.save import Piece, read_pieces
+from megatrain_ray.part_writer import WrittenPart, write_gated_part
+from megatrain_ray.planning import Prepared, hyper_of
 
 
 def wait_gone(pid: int, timeout_s: float) -> None:
@@ -45,15 +41,6 @@ def wait_gone(pid: int, timeout_s: float) -> None:
         poll.register(process, select.POLLIN)  # readable once the process has ended
         if not poll.poll(1000 * timeout_s):
             raise DeadlineError(f"process {pid}, which is to be replaced, did not end within {timeout_s:.0f} s")
-
-
-@dataclass(frozen=True)
-class WrittenPart:
-    """A shard's part of a save. `stall_s`: how long it held updates up; `write_s`: how long it took."""
-
-    part: PartManifest
-    stall_s: float
-    write_s: float
 
 
 class ShardWorker:
@@ -70,26 +57,24 @@ class ShardWorker:
         torch.set_num_threads(1)  # the shard has threads of its own, one block each
         self._prepared = prepared
         self._index = index
-        self._layout = ShardLayout(
-            prepared.structure.layout(plan.num_fragments), index, plan.num_shards, plan.shard_cut_elements
-        )
+        self._layout = shard_layout(plan, prepared.structure.layout(plan.num_fragments), index)
         self._holder = ArenaHolder.adopt(holders)
         names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
         self._arenas = {name: self._holder.map(name) for name in names}
         self._arenas[state_arena(index)].populate(plan.num_shard_threads)
-        self._words = HostWords(self._arenas[WORDS].buffer, len(self._layout.model.layers), plan.num_shards)
+        self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
         self._shard = self._make_shard()
         # A save with no step after it needs no copies.
-        budget = plan.save_copy_bytes // plan.num_shards
+        budget = (plan.save_copy_bytes - plan.device_copy_bytes) // plan.num_shards
         self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
         # No other than a save holds updates up, and no longer than the disk needs.
         self._copy_bytes_per_s = math.inf
-        self._gate = SaveGate(self._shard, self._words, plan.layer_order, self._spare, plan.update_deadline_s)
+        self._gate = SaveGate(self._shard, self._words, index, plan.layer_order, self._spare, plan.update_deadline_s)
 
     def _make_shard(self) -> AdamShard:
-        plan, train = self._prepared.plan, self._prepared.config.train
+        plan = self._prepared.plan
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
-        num_bytes = self._layout.model.size * plan.precision.working_dtype.itemsize
+        num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
         arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
         state = state_views(arena, self._layout, plan.precision)
         return AdamShard(
@@ -99,7 +84,7 @@ class ShardWorker:
             residual=state.get("residual"),
             m=state["m"],
             v=state["v"],
-            hyper=Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train)),
+            hyper=hyper_of(self._prepared),
             num_threads=plan.num_shard_threads,
             journal=self._arenas[journal_arena(self._index)].buffer,
             saves_frozen=plan.saves_frozen,
@@ -164,15 +149,7 @@ class ShardWorker:
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """Writes this shard's part of the save of a step, each layer when it has had that step's update."""
-        start_s = time.monotonic()
-        save = self._gate.begin(attempt)
-        pieces, done = self._gate.pieces(save), partial(self._gate.done, save)
-        try:
-            part = asyncio.run(write_part(save_folder, self._index, pieces, done=done, compression=compression))
-        except BaseException:
-            self._gate.leave(save)
-            raise
-        return WrittenPart(part, save.stall_s, time.monotonic() - start_s)
+        return write_gated_part(self._gate, self._index, save_folder, attempt, compression)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
         """Updates do not wait for this save any more."""

@@ -62,6 +62,9 @@ class FakeShard:
             buffer[:] = piece.buffers[0]
         return [piece._replace(buffers=[buffer]) for piece, buffer in zip(pieces, buffers, strict=True)]
 
+    def fetch(self, part: Piece) -> Piece:
+        return part
+
     def write(self, layer: int, generation: int) -> None:
         for kind in KINDS:
             self.state[layer, kind][:] = bytes([generation]) * PIECE_BYTES
@@ -99,11 +102,11 @@ class Run:
 @contextmanager
 def running(num_copies: int = 0, timeout_s: float = WAIT_S, fixed: Collection[int] = ()) -> Iterator[Run]:
     words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(NUM_LAYERS, 1))), NUM_LAYERS, 1)
-    words.reset(0, fixed)
+    words.reset(0, [set(range(NUM_LAYERS)) - set(fixed)])
     shard = FakeShard(layout(fixed))
     spare = SpareMemory([LAYER_BYTES] * NUM_LAYERS, num_copies * PAGE_BYTES)
     order = [i for i in range(NUM_LAYERS) if i not in fixed]
-    gate = SaveGate(shard, words, order, spare, timeout_s)  # type: ignore[arg-type]
+    gate = SaveGate(shard, words, 0, order, spare, timeout_s)  # type: ignore[arg-type]
     with ThreadPoolExecutor(4) as pool:
         try:
             yield Run(gate, shard, words, pool)

@@ -19,6 +19,7 @@ from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
+from megatrain_ray.engine.device_shard import DeviceShard
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout, Span
@@ -61,6 +62,7 @@ class Mode:
     num_edge_slots: int = 2
     sums: Tier = Tier.HBM
     packed_attention: Attention = Attention.SDPA
+    hbm_layers: frozenset[int] = frozenset()
     poison: bool = True
 
 
@@ -117,7 +119,9 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         num_fragments=mode.num_fragments,
         packed_attention=mode.packed_attention,
     )
-    candidate = Candidate(mode.order, mode.activations, mode.num_block_slots, mode.num_edge_slots, mode.sums)
+    candidate = Candidate(
+        mode.order, mode.activations, mode.num_block_slots, mode.num_edge_slots, mode.sums, mode.hbm_layers
+    )
     plan = build_plan(structure, activations, MACHINE, request, candidate)
     changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads}
     if recipe.loss_chunk_tokens:
@@ -179,8 +183,13 @@ def train_engine(
         timeline = Timeline(cost)
         device = make_device(timeline, recipe.num_threads)
         host = LocalHost(plan, state.layout, state.working, state.shards, timeline)
-        muon = muon_of(recipe)
-        engine = Engine(source.factory, structure, plan, device, host, muon=muon, poison=mode.poison)
+        if plan.hbm_layers:
+            state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
+            state.device_shard.load(source.weights())
+        engine = Engine(
+            source.factory, structure, plan, device, host,
+            muon=muon_of(recipe), device_shard=state.device_shard, poison=mode.poison,
+        )  # fmt: skip
         return await Training(engine, host, timeline, recipe, EngineResult(plan)).run(batches, held_out)
 
     result = asyncio.run(train())
@@ -251,13 +260,21 @@ def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:
     return UpdateSettings(lr, adam_step, recipe.clip)
 
 
+def hyper_of(recipe: Recipe) -> Hyper:
+    return Hyper(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe))
+
+
 class HostState:
     """Working copies and shards' state in ordinary memory; what nobody wrote is NaN."""
 
+    device_shard: DeviceShard | None = None  # of the layers that are not here
+
     def __init__(self, layout: ModelLayout, plan: Plan, recipe: Recipe, *, saves_frozen: bool = True) -> None:
         self.layout = layout
-        self.working = _poisoned(layout.size, plan.precision.working_dtype)
-        self.shard_layouts = [ShardLayout(layout, k, plan.num_shards) for k in range(plan.num_shards)]
+        self.working = _poisoned(layout.size_among(plan.host_layers), plan.precision.working_dtype)
+        self.shard_layouts = [
+            ShardLayout(layout, k, plan.num_shards, layers=plan.host_layers) for k in range(plan.num_shards)
+        ]
         self.tensors = [
             {kind: _poisoned(s.size_of(kind), dtype) for kind, dtype in plan.precision.state_kinds}
             for s in self.shard_layouts
@@ -270,7 +287,7 @@ class HostState:
                 residual=t.get("residual"),
                 m=t["m"],
                 v=t["v"],
-                hyper=Hyper(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe)),
+                hyper=hyper_of(recipe),
                 num_threads=1,
                 journal=memoryview(bytearray(Journal.num_bytes(s, plan.precision, 1))),
                 saves_frozen=saves_frozen,
@@ -289,12 +306,32 @@ class HostState:
             spans = s.v_spans if kind == "v" else s.spans
             for start, span, part in zip(self.layout.starts, spans, t[kind].split([*map(_size, spans)]), strict=True):
                 flat[start + span.start : start + span.stop] = part
+        if self.device_shard is not None:
+            of_device = self.device_shard.layout
+            for i in self.device_shard.layers:
+                starts, spans = (
+                    (of_device.v_starts, of_device.v_spans) if kind == "v" else (of_device.starts, of_device.spans)
+                )
+                part = self.device_shard._own[kind][starts[i] :][: spans[i].size]
+                flat[self.layout.starts[i] :][: spans[i].size] = part.cpu()
+        return flat
+
+    def whole_working(self) -> Tensor:
+        """Of all layers, wherever they live."""
+        flat = torch.zeros(self.layout.size, dtype=self.working.dtype)
+        of_device = None if self.device_shard is None else self.device_shard.layout
+        for i, layer in enumerate(self.layout.layers):
+            if of_device is not None and self.device_shard is not None and i in self.device_shard.layers:
+                part = self.device_shard.memory[of_device.working_starts[i] :][: layer.size].cpu()
+            else:
+                part = self.working[self.shard_layouts[0].working_starts[i] :][: layer.size]
+            flat[self.layout.starts[i] :][: layer.size] = part
         return flat
 
     def masters(self) -> Tensor:
         if self.working.dtype == torch.float32:
-            return self.working
-        return join(self.working, self.whole("residual"))
+            return self.whole_working()
+        return join(self.whole_working(), self.whole("residual"))
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         return {
@@ -309,8 +346,9 @@ class HostState:
         return {name: v for name, v in self.named(self.whole("v")).items() if name not in without}
 
     def frozen(self) -> dict[str, Tensor]:
+        working = self.whole_working()
         return {
-            s.name: layer.view(self.working[start : start + layer.size], s.name)
+            s.name: layer.view(working[start : start + layer.size], s.name)
             for layer, start in zip(self.layout.layers, self.layout.starts, strict=True)
             for s in layer.owned
             if not s.group.trained

@@ -259,7 +259,7 @@ def new_words(num_shards: int = 2, num_layers: int = 3, generation: int = 0) -> 
     words = HostWords(
         memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, num_shards))), num_layers, num_shards
     )
-    words.reset(generation)
+    words.reset(generation, [range(num_layers)] * num_shards)
     return words
 
 

@@ -49,7 +49,7 @@ def updated(precision: Precision) -> Memory:
 
 def parts_of(memory: Memory) -> list[Part]:
     with memory.shard(KERNELS["native"]) as shard:
-        return shard._parts(0)
+        return shard.parts(0, shard.hyper)
 
 
 class Crash:

@@ -36,13 +36,16 @@ def batches_with_bad_token(steps: int, bad: set[int]) -> list[Batch]:
     return batches
 
 
+@pytest.mark.parametrize("hbm_layers", [frozenset(), frozenset({0, 2})], ids=["on the host", "on the device"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_clipped_step_is_skipped_and_the_rest_goes_on(tmp_path: Path, precision: str) -> None:
+def test_a_clipped_step_is_skipped_and_the_rest_goes_on(
+    tmp_path: Path, precision: str, hbm_layers: frozenset[int]
+) -> None:
     """Weights, moments and AdamW's own count stay; step, schedule and data go on: as the reference, bit for bit."""
     folder = broken_model(tmp_path)
     batches = batches_with_bad_token(6, {0, 3})
     recipe = Recipe(6, precision=precision)
-    ours = train_engine(folder, batches, recipe, Mode(num_shards=2))
+    ours = train_engine(folder, batches, recipe, Mode(num_shards=2, hbm_layers=hbm_layers))
     theirs = train_reference(folder, batches, recipe)
     assert [report.skipped for report in ours.reports] == theirs.skipped == [True, False, False, True, False, False]
     for mine, reference in zip(ours.losses, theirs.losses, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -19,13 +20,13 @@ from megatrain_ray.engine.plan_search import candidates, make_plan
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.engine.visits import LoopOrder
-from megatrain_ray.errors import CapacityError
+from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.units import format_bytes
 
 HIDDEN, INNER, LAYERS, VOCAB, BATCH, SEQ = 128, 256, 4, 512, 2, 64
 BLOCK = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * 64 + 3 * HIDDEN * INNER + 2 * HIDDEN  # q, o, k and v of 64, MLP, norms
 MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
-REQUEST = Request(Precision.BF16, False, True, BATCH, 1, SEQ)
+REQUEST = Request(Precision.BF16, False, True, BATCH, 1, SEQ, hbm_layers=0)
 
 
 def model(*, tied: bool = False, rules: ParameterRules = ALL_ALIKE) -> tuple[ModelStructure, ActivationBytes]:
@@ -79,7 +80,7 @@ def test_eight_bytes_a_parameter_that_muon_trains(clip: bool) -> None:
     assert [layer.num_muon for layer in plan.layers] == [0, *[matrices] * LAYERS, 0]
     assert block - BLOCK < 2 * 2048
     host, hbm = rows(plan, Tier.HOST), rows(plan, Tier.HBM)
-    padded, of_adamw = structure.layout().size, structure.layout().adamw_size
+    padded, of_adamw = structure.layout().size, sum(x.adamw.size for x in structure.layout().layers)
     assert padded - of_adamw == LAYERS * (block - 2048)
     assert host["optimizer state"] == 6 * padded + 4 * of_adamw
     assert host["directions in waiting"] == plan.direction_slab_bytes == 4 * 2 * block
@@ -258,3 +259,49 @@ def test_a_plan_of_a_model_far_larger_than_this_machine_takes_no_memory() -> Non
     parameters = sum(layer.num_parameters for layer in plan.layers)
     assert 14.7e9 < parameters < 14.8e9
     assert rows(plan, Tier.HOST)["optimizer state"] == pytest.approx(10 * parameters, rel=1e-3)
+
+
+def test_layers_that_live_on_the_device() -> None:
+    """12 bytes a parameter and the gradient there, none of it on the host; what moves over the bus is the rest."""
+    structure, activations = model()
+    without = make_plan(structure, activations, MACHINE, REQUEST)
+    plan = make_plan(structure, activations, MACHINE, replace(REQUEST, hbm_layers=3))
+    sizes = [layer.size for layer in structure.layout().layers]
+    hbm, host = rows(plan, Tier.HBM), rows(plan, Tier.HOST)
+    assert plan.hbm_layers == {0, 1, 2}
+    assert [layer.updated_by for layer in plan.layers] == ["gpu"] * 3 + ["cpu"] * 3
+    assert hbm["layers in HBM"] == 12 * sum(sizes[:3])
+    assert hbm["their gradients"] == 2 * sum(sizes[:3])
+    assert host["working copy"] == 2 * sum(sizes[3:])
+    assert host["optimizer state"] == 10 * sum(sizes[3:])
+    assert host["gradients in waiting"] == plan.slab_bytes == 2 * sum(sizes[3:])
+    assert plan.layer_order == (3, 4, 5)
+    assert plan.uploads_per_step < without.uploads_per_step
+    assert plan.save_bytes == without.save_bytes
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_all_layers_on_the_device(clip: bool) -> None:
+    structure, activations = model(tied=True)
+    plan = make_plan(structure, activations, MACHINE, replace(REQUEST, hbm_layers=LAYERS + 2, clip=clip))
+    assert (plan.slots, plan.gradient_slot_bytes, plan.slab_bytes, plan.uploads_per_step) == ((), (), 0, 0)
+    with pytest.raises(ConfigError, match=r"hardware\.hbm_layers: 7 .* only 6 of 6"):
+        make_plan(structure, activations, MACHINE, replace(REQUEST, hbm_layers=LAYERS + 3))
+
+
+def test_the_device_is_filled_from_the_first_layer_on() -> None:
+    """As many as fit under 95 % of its memory; none on a CPU, none that Muon trains."""
+    structure, activations = model()
+    sizes = [
+        make_plan(structure, activations, MACHINE, replace(REQUEST, hbm_layers=count)).total_bytes(Tier.HBM)
+        for count in range(LAYERS + 3)
+    ]
+    assert sizes == sorted(sizes)
+    for count, num_bytes in enumerate(sizes):
+        machine = replace(MACHINE, hbm_bytes=math.ceil(num_bytes / 0.95))
+        plan = make_plan(structure, activations, machine, replace(REQUEST, hbm_layers=None))
+        assert plan.hbm_layers == set(range(count))
+    on_cpu = make_plan(structure, activations, replace(MACHINE, device="cpu"), replace(REQUEST, hbm_layers=None))
+    assert on_cpu.hbm_layers == frozenset()
+    muon = make_plan(*model(rules=ParameterRules(muon=True)), MACHINE, replace(REQUEST, hbm_layers=None))
+    assert muon.hbm_layers == {0, LAYERS + 1}

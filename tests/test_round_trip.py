@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine import shard as shard_module
+from megatrain_ray.engine import shard_state
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Precision
@@ -113,7 +113,7 @@ def test_the_same_bytes_come_out(
     num_files: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shard_module, "LOAD_ELEMENTS", 1000)
+    monkeypatch.setattr(shard_state, "LOAD_ELEMENTS", 1000)
     (tmp_path / "in").mkdir()
     weights = random_folder(tmp_path / "in", model_layout(), stored, num_files)
     with open_shards(precision, 3) as shards:
@@ -140,7 +140,7 @@ class _Noting:
 
 def test_an_import_reads_everything_once_and_little_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of a parameter; benchmarks/import_export.py measures memory at real sizes."""
-    monkeypatch.setattr(shard_module, "LOAD_ELEMENTS", 1000)
+    monkeypatch.setattr(shard_state, "LOAD_ELEMENTS", 1000)
     weights = random_folder(tmp_path, model_layout(), FP32, 2)
     source = _Noting(WeightFolder.open(tmp_path))
     with open_shards(Precision.BF16, 3) as shards:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.plan import Precision
-from megatrain_ray.engine.shard import LOAD_ELEMENTS, UpdateHeader
+from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.shard_state import LOAD_ELEMENTS
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
 from tests.shards import (
@@ -127,7 +128,7 @@ class _Counting(Dictionary):
 
 
 def test_load_reads_every_element_once_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain_ray.engine.shard.LOAD_ELEMENTS", 1000)
+    monkeypatch.setattr("megatrain_ray.engine.shard_state.LOAD_ELEMENTS", 1000)
     assert LOAD_ELEMENTS * 4 == 4 << 20
     with open_shards(Precision.BF16, 2) as shards:
         source = _Counting(random_masters(shards.layout))

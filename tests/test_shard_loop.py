@@ -54,7 +54,7 @@ def wait_generation(words: HostWords, layer: int, generation: int, num_shards: i
 
 
 def gate_of(shard: AdamShard, words: HostWords, order: tuple[int, ...]) -> SaveGate:
-    return SaveGate(shard, words, order, SpareMemory([], 0), timeout_s=WAIT_S)
+    return SaveGate(shard, words, shard.layout.index, order, SpareMemory([], 0), timeout_s=WAIT_S)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
 
 def tear(shard: AdamShard, journal: Journal, serial: int) -> None:
     """The last unit of layer 1, which is Muon's, as a kill can leave it: saved, half overwritten."""
-    last = shard._parts(1)[-1]
+    last = shard.parts(1, shard.hyper)[-1]
     assert last.by_muon
     unit = Span(last.units.stop - 1, last.units.stop)
     elements = last.elements(unit)
@@ -199,7 +199,7 @@ def test_processes_share_words_working_copies_and_slab_only() -> None:
     context = multiprocessing.get_context("spawn")
     with memfds(sizes) as paths:
         words = HostWords(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
-        words.reset(0)
+        words.reset(0, [range(3)] * num_shards)
         children = [context.Process(target=serve_in_a_process, args=(paths, k, num_shards)) for k in range(num_shards)]
         for child in children:
             child.start()

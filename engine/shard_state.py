@@ -1,0 +1,203 @@
+"""ShardState: where a shard's part of every layer lies in memory, how it begins, and what a save of it consists of."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.adamw import AdamState, Hyper, Weighting
+from megatrain_ray.engine.journal import Part
+from megatrain_ray.engine.layout import Run, Segment, Span, round_up
+from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.working_copy import to_working
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.pieces import Buffer, Piece
+
+COPY_ALIGN = 64  # bytes: a cache line
+LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
+
+
+class ShardState(ABC):
+    """Owns span `layout.spans[i]` of every layer i, and loads and saves `layout.frozen_spans[i]`. Padding is neither
+    read nor written."""
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        precision: Precision,
+        *,
+        working: Tensor,
+        own: Mapping[str, Tensor],
+        saves_frozen: bool = True,
+    ) -> None:
+        """`working`: 1-D, working copies at ShardLayout.working_starts. `own`: the shard's own, by kind as in
+        Precision.state_kinds, 1-D of ShardLayout.size_of. `saves_frozen`: whether what is frozen is among the pieces.
+
+        Raises MegatrainError for a tensor of another type or size.
+        """
+        _check(precision, layout, {"working": working, **own})
+        self.layout = layout
+        self._working = working
+        self._own = dict(own)
+        self._saves_frozen = saves_frozen
+
+    def load(self, source: WeightSource) -> None:
+        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v.
+
+        Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
+        """
+        self.load_frozen(source)
+        for layer in range(len(self.layout.spans)):
+            for run in self._runs(layer):
+                state = self._state(layer, run)
+                state.m.zero_()
+                if state.v is not None:
+                    state.v.zero_()
+                for span in _blocks(run):
+                    state.cut(span).store(_read(source, run, span))
+
+    def load_frozen(self, source: WeightSource) -> None:
+        """The same of what is frozen, which is the working copy alone."""
+        for layer in range(len(self.layout.spans)):
+            for run in self._frozen_runs(layer):
+                working = self._working_of(layer, run)
+                for span in _blocks(run):
+                    master = _read(source, run, span)
+                    working[slice(*span)] = master if working.dtype == torch.float32 else to_working(master)
+
+    def pieces(self, layer: int) -> Iterator[Piece]:
+        """This shard's part of a layer, kind by kind, in logical coordinates; none where it owns nothing. At last what
+        is frozen, if that is saved.
+
+        The buffers are the state itself: read to save it, written to restore it.
+        """
+        for kind, tensors in self._kinds(layer).items():
+            yield self._piece(layer, kind, self._span(layer, kind), [*map(self._buffer, tensors)])
+        yield from self._frozen_pieces(layer)
+
+    def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
+        frozen = [self._buffer(self._working_of(layer, run).view(torch.uint8)) for run in self._frozen_runs(layer)]
+        if frozen and self._saves_frozen:
+            yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
+
+    def _span(self, layer: int, kind: str) -> Span:
+        return (self.layout.v_spans if kind == "v" else self.layout.spans)[layer]
+
+    def _piece(self, layer: int, kind: str, span: Span, buffers: list[Buffer]) -> Piece:
+        flat = self.layout.model.layers[layer]
+        return Piece(flat.name, kind, *flat.logical(span), buffers)
+
+    def copy_bytes(self, layer: int) -> int:
+        """Room that `copy_layer` needs; 0 where no update changes anything."""
+        return sum(round_up(t.nbytes, COPY_ALIGN) for tensors in self._kinds(layer).values() for t in tensors)
+
+    def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
+        """The pieces of a layer, what an update changes over `memory` (1-D uint8, at least `copy_bytes`) with what the
+        state holds now; what is frozen is not copied."""
+        pieces: list[Piece] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        start = 0
+        for kind, tensors in self._kinds(layer).items():
+            copies = []
+            for tensor in tensors:
+                copies.append(memory[start : start + tensor.nbytes])
+                start += round_up(tensor.nbytes, COPY_ALIGN)
+            pairs += zip(copies, tensors, strict=True)
+            span = self._span(layer, kind)
+            pieces.append(self._piece(layer, kind, span, [copy.numpy().data for copy in copies]))
+        self._copy(layer, pairs)
+        return [*pieces, *self._frozen_pieces(layer)]
+
+    @abstractmethod
+    def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copies each second tensor (uint8, 1-D) over the first, which is on the host."""
+
+    def _buffer(self, tensor: Tensor) -> Buffer:
+        """Of a piece: state (1-D uint8) where it is."""
+        return tensor.numpy().data
+
+    def fetch(self, part: Piece) -> Piece:
+        """A part of a piece as something to write: its bytes on the host. They may change when the state does, until
+        the part is written."""
+        return part
+
+    def parts(self, layer: int, hyper: Hyper) -> list[Part]:
+        """What an update of the layer works on."""
+        parts, unit = [], 0
+        for run in self._runs(layer):
+            part = Part(self._state(layer, run), run.padded, _weighting(run.segment, hyper), unit)
+            parts.append(part)
+            unit = part.units.stop
+        return parts
+
+    def _runs(self, layer: int) -> Iterator[Run]:
+        return self.layout.model.layers[layer].runs(self.layout.spans[layer])
+
+    def _frozen_runs(self, layer: int) -> Iterator[Run]:
+        return self.layout.model.layers[layer].runs(self.layout.frozen_spans[layer])
+
+    def _working_of(self, layer: int, run: Run) -> Tensor:
+        start = self.layout.working_starts[layer] + run.padded
+        return self._working[start : start + run.length]
+
+    def _state(self, layer: int, run: Run) -> AdamState:
+        in_span = run.padded - self.layout.spans[layer].start  # what has a second moment comes first
+        starts = {kind: self.layout.v_starts if kind == "v" else self.layout.starts for kind in self._own}
+        firsts = {kind: of_layers[layer] + in_span for kind, of_layers in starts.items()}
+        own = {kind: tensor[firsts[kind] : firsts[kind] + run.length] for kind, tensor in self._own.items()}
+        v = None if run.segment.muon else own["v"]
+        return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], v)
+
+    @property
+    def _working_kind(self) -> str:
+        return "working" if "residual" in self._own else "master"
+
+    def _kinds(self, layer: int) -> dict[str, list[Tensor]]:
+        """The bytes of each kind of state of what is trained, run after run."""
+        states = [self._state(layer, run) for run in self._runs(layer)]
+        named = {self._working_kind: [state.working for state in states]}
+        named |= {kind: [t for state in states if (t := getattr(state, kind)) is not None] for kind in self._own}
+        return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items() if tensors}
+
+
+def _check(precision: Precision, layout: ShardLayout, tensors: Mapping[str, Tensor]) -> None:
+    expected = {kind: (dtype, layout.size_of(kind)) for kind, dtype in precision.state_kinds}
+    expected["working"] = (precision.working_dtype, layout.working_size)
+    for name in sorted(expected.keys() | tensors.keys()):
+        got = (tensors[name].dtype, tensors[name].numel()) if name in tensors else None
+        if got != expected.get(name):
+            raise MegatrainError(
+                f"optimizer shard {layout.index}: {name} must be {expected.get(name)} for precision "
+                f"{precision.value}, got {got} (type, elements)"
+            )
+
+
+def _weighting(segment: Segment, hyper: Hyper) -> Weighting:
+    group = segment.group
+    common = hyper.weight_decay if segment.decay else 0.0
+    ratio = hyper.muon.adjust_lr.ratio(segment.shape) if hyper.muon and segment.muon else 1.0
+    return Weighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay, ratio)
+
+
+def _blocks(run: Run) -> Iterator[Span]:
+    for start in range(0, run.length, LOAD_ELEMENTS):
+        yield Span(start, min(start + LOAD_ELEMENTS, run.length))
+
+
+def _read(source: WeightSource, run: Run, span: Span) -> Tensor:
+    master = source.read(run.segment.name, run.in_segment + span.start, run.in_segment + span.stop)
+    if not math.isfinite(master.sum().item()):  # or finite values overflow: then no bad one is found
+        bad = (~master.isfinite()).nonzero()
+        if len(bad):
+            at = int(bad[0])
+            raise ConfigError(
+                f"{run.segment.name} holds {master[at].item()} at element {run.in_segment + span.start + at}: its "
+                "source is damaged; start from other weights"
+            )
+    return master

@@ -1,0 +1,60 @@
+"""Layers that live on the device: the same bits as everywhere, and no byte of theirs over the bus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.visits import LoopOrder
+from tests.reference import Recipe, train_reference
+from tests.run_engine import EngineResult, Mode, train_engine
+from tests.tiny import build_tiny, tiny_batches
+
+STEPS = 4
+SOME, ALL = frozenset({0, 2}), frozenset(range(5))
+LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3)
+
+
+def assert_equal(folder: Path, recipe: Recipe, mode: Mode) -> EngineResult:
+    ours = train_engine(folder, tiny_batches(STEPS), recipe, mode)
+    theirs = train_reference(folder, tiny_batches(STEPS), recipe)
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
+        assert torch.equal(ours.exp_avg_sq[name], theirs.exp_avg_sq[name]), name
+    return ours
+
+
+@pytest.mark.parametrize("hbm_layers", [SOME, ALL], ids=["some", "all"])
+@pytest.mark.parametrize("clip", [1.0, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize(("precision", "tied"), [("fp32", True), ("bf16", False)])
+def test_same_bits(tmp_path: Path, precision: str, tied: bool, clip: float | None, hbm_layers: frozenset[int]) -> None:
+    build_tiny(tmp_path, tied=tied)
+    recipe = Recipe(STEPS, precision=precision, clip=clip, micro_batch_size=2)
+    ours = assert_equal(tmp_path, recipe, Mode(hbm_layers=hbm_layers))
+    on_host = [i for i in range(5) if i not in hbm_layers]
+    loaded = {r.op.layer for records in ours.records for r in records if r.op.name in ("load", "offload")}
+    assert loaded == set(on_host)
+    assert ours.count("update") == 5 * STEPS
+
+
+@pytest.mark.parametrize("mode", [LAYERS, Mode(sums=Tier.HOST)], ids=["layers outer", "sums on the host"])
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+def test_same_bits_in_other_orders(tmp_path: Path, mode: Mode, grad_dtype: str) -> None:
+    build_tiny(tmp_path, tied=True)
+    recipe = Recipe(STEPS, precision="bf16", micro_batch_size=2, grad_dtype=grad_dtype)
+    assert_equal(tmp_path, recipe, Mode(**{**vars(mode), "hbm_layers": SOME}))
+
+
+@pytest.mark.parametrize("hbm_layers", [SOME, ALL], ids=["some", "all"])
+def test_frozen_layers(tmp_path: Path, hbm_layers: frozenset[int]) -> None:
+    """What is frozen has a working copy alone there, too."""
+    build_tiny(tmp_path, tied=False)
+    recipe = Recipe(
+        STEPS, precision="bf16", micro_batch_size=2, freeze=("embed_tokens", r"layers\.0\.mlp", "layers.1.")
+    )
+    ours = assert_equal(tmp_path, recipe, Mode(hbm_layers=hbm_layers))
+    assert ours.frozen.keys() & {"model.embed_tokens.weight"}
