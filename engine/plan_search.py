@@ -56,10 +56,14 @@ class _Search:
             setting, placed = self._setting, replace(candidate, hbm_layers=frozenset(self._able[:count]))
             return draft_plan(setting.structure, setting.layout, activations, self._machine, request, placed)
 
+        def placed(candidate: Candidate) -> Plan:
+            with_count = partial(draft, candidate)
+            return _filled(with_count, len(self._able)) if fills else with_count(wanted)
+
         @cache
         def least_of_kind(kind: Candidate) -> float:
             """Seconds; infinity where it does not fit."""
-            self._smallest = draft(kind, wanted)
+            self._smallest = placed(kind)
             return least_s(self._smallest, self._setting, activations) if fits(self._smallest) else math.inf
 
         wanted = self._wanted(request)
@@ -68,11 +72,8 @@ class _Search:
         for candidate in all_of_them:
             # Slots are what candidates of a kind differ in: if two do not fit, three do not either.
             kind = replace(candidate, num_block_slots=last.num_block_slots, num_edge_slots=last.num_edge_slots)
-            if not self._may_win(least_of_kind(kind)) or not fits(plan := draft(candidate, wanted)):
-                continue
-            if fills:
-                plan = _filled(partial(draft, candidate), len(self._able))
-            self._add(replace(plan, prediction=predict(plan, self._setting, activations)))
+            if self._may_win(least_of_kind(kind)) and fits(plan := placed(candidate)):
+                self._add(replace(plan, prediction=predict(plan, self._setting, activations)))
 
     def _wanted(self, request: Request) -> int:
         """How many layers must live on the device. Raises ConfigError where that many cannot."""
@@ -102,13 +103,14 @@ class _Search:
 
 
 def _filled(plan_with: Callable[[int], Plan], most: int) -> Plan:
-    """The plan with as many layers on the device as fit, by bisection: each takes room that none gives back."""
+    """The plan with as many layers on the device as it has room for, by bisection: each takes room that none gives
+    back. It may fit the host only with them there."""
     fewest, more = 0, most + 1
     while more - fewest > 1:
         middle = (fewest + more) // 2
         plan = plan_with(middle)
         roomy = plan.hbm_limit_bytes is None or plan.total_bytes(Tier.HBM) <= FILLED_SHARE * plan.hbm_limit_bytes
-        fewest, more = (middle, more) if fits(plan) and roomy else (fewest, middle)
+        fewest, more = (middle, more) if roomy else (fewest, middle)
     return plan_with(fewest)
 
 
