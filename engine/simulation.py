@@ -72,7 +72,7 @@ class Simulation:
 
     def _begin(self) -> None:
         """A step begins when the one before has computed and its gradients have landed."""
-        backward = tuple(reversed(self._layout.updated))
+        backward = tuple(layer for layer in reversed(self._layout.updated) if layer not in self._by_gpu)
         muon = tuple(reversed(self._layout.with_muon))
         self._sums = _ring(backward, self._plan.gradient_slot_bytes)
         self._leaving = _ring(backward, self._plan.leaving_slot_bytes)
@@ -173,14 +173,14 @@ class Simulation:
         if self._plan.sums is not Tier.HOST or index == len(self._visits):
             return
         visit = self._visits[index]
-        if self._has_gradient(visit) and visit.micro_batches[0] > 0:
+        if self._has_gradient(visit) and visit.micro_batches[0] > 0 and visit.layer not in self._by_gpu:
             op = Op("fetch", visit.layer, num_bytes=self._gradient_bytes(visit.layer, self._plan.accumulation_dtype))
             after_s = self._stored_s[visit.layer], self._sums.empty(visit.layer)
             self._fetched_s[visit.layer] = self._run(Stage.H2D, op, *after_s)
 
     def _open_sum(self, visit: Visit) -> None:
-        """Where the sum is, or begins to be."""
-        if visit.layer in self._open:
+        """Where the sum is, or begins to be; of a layer that lives on the device at a place of its own."""
+        if visit.layer in self._open or visit.layer in self._by_gpu:
             return
         self._open.add(visit.layer)
         if visit.layer in self._fetched_s:
@@ -191,9 +191,8 @@ class Simulation:
     def _complete(self, visit: Visit) -> None:
         """What happens to the sum after the visit."""
         layer = visit.layer
-        if visit.last and layer in self._by_gpu:
-            self._open.discard(layer)
-            if self._plan.update_order is UpdateOrder.BACKWARD:
+        if layer in self._by_gpu:
+            if visit.last and self._plan.update_order is UpdateOrder.BACKWARD:
                 self._run(Stage.COMPUTE, Op("update", layer))
         elif visit.last:
             self._finish(layer)
