@@ -76,6 +76,22 @@ def test_steps_take_as_long_as_the_engines(tmp_path: Path, mode: Mode, recipe: R
             assert step.num_bytes.get(stage, 0) == moved
 
 
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+def test_a_gradient_that_is_slow_to_leave_holds_a_backward_up(tmp_path: Path, grad_dtype: str) -> None:
+    """The layer two before it needs its region; what is computed then is late, whatever moves meanwhile."""
+    folder = build_tiny(tmp_path, num_layers=6)
+    recipe = Recipe(NUM_STEPS, precision="bf16", grad_dtype=grad_dtype)
+
+    def cost(stage: Stage, op: Op) -> float:
+        return 40.0 if stage is Stage.D2H and op.layer == 5 else 1.0
+
+    result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, Mode(LAYERS), cost=cost)
+    steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
+    expected = simulated(folder, recipe, Mode(LAYERS), cost)
+    assert [step.step_s for step in expected] == pytest.approx(steps_s)
+    assert expected[1].exposed_s["d2h"] > 20
+
+
 @pytest.mark.parametrize(("clip", "micro_batch_size"), [(1.0, 2), (None, 2), (None, 4)])
 def test_with_muon(tmp_path: Path, clip: float | None, micro_batch_size: int) -> None:
     folder = build_tiny(tmp_path, num_layers=6)
