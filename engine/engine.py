@@ -39,6 +39,7 @@ from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.streamer import LayerStreamer
 from megatrain_ray.engine.visits import Visit, forward_visits, visits
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.spans import Row
 from megatrain_ray.trace import Stage
 
 T = TypeVar("T")
@@ -134,7 +135,7 @@ class Engine:
         """
         start = time.perf_counter()
         if settings.clip is None:
-            await self._host.commit(_header(step.step, settings, 1.0, skip=False), 0.0)
+            await self._commit(_header(step.step, settings, 1.0, skip=False), 0.0)
         offloading = self._offloader.run(step.step)
         output = await self._stream(self._residency, step.step - 1, self._compute(step, settings), offloading)
         self.device.timeline.host_waits(self.device.timeline.now(Stage.COMPUTE))
@@ -216,8 +217,12 @@ class Engine:
         self.device.timeline.host_waits(at_s)
         scale = clip_scale(output.grad_norm, clip)
         # Before the directions: those of later layers wait for room until earlier layers are updated.
-        await self._host.commit(_header(update, settings, scale, skip=output.bad_parameter is not None), at_s)
+        await self._commit(_header(update, settings, scale, skip=output.bad_parameter is not None), at_s)
         await self.on_compute_thread(lambda: self.runner.orthogonalize(scale))
+
+    async def _commit(self, header: UpdateHeader, at_s: float) -> None:
+        with self.device.spans.span(Row.STEPS, "commit"):
+            await self._host.commit(header, at_s)
 
     @property
     def whereabouts(self) -> str:

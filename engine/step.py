@@ -126,7 +126,8 @@ class StepRunner:
             self._orthogonalizer.run(scale)
 
     def _finish(self, layer: int) -> None:
-        departure = self._store.finish(layer)
+        with self._device.timed(Op("norms", layer)):
+            departure = self._store.finish(layer)
         if self._orthogonalizer:
             self._orthogonalizer.complete(departure)
         else:
@@ -158,7 +159,8 @@ class StepRunner:
         gradients |= self._backward(visit.layer, j, state)
         self._keep_tied(visit.layer, gradients, state.tied[j])
         if self._has_gradient(visit):
-            self._store.add(visit.layer, gradients, first=j == 0)
+            with self._device.timed(Op("accumulate", visit.layer, j)):
+                self._store.add(visit.layer, gradients, first=j == 0)
         if not forward_pass.calls:
             forward_pass.free()
 
@@ -175,7 +177,8 @@ class StepRunner:
                 saving = self._residents.saving() if keep else None
                 outcome = call.forward(function, parameters, saving)
             self._seed(state.step, j, layer, 1)
-            forward_pass.resume(outcome)
+            with self._device.timed(Op("between layers", layer, j)):
+                forward_pass.resume(outcome)
 
     def _loss(self, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Loss of one micro-batch; sends its gradient into the forward pass and returns that of the head."""
