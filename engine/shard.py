@@ -20,6 +20,7 @@ from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
+from megatrain_ray.spans import Row, SpanLog
 
 COPY_ALIGN = 64  # bytes: a cache line
 LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
@@ -69,6 +70,7 @@ class AdamShard:
         _check(precision, layout, hyper, {"working": working, "residual": residual, "m": m, "v": v})
         self.layout = layout
         self._working = working
+        self.spans = SpanLog()
         self._own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
         self._hyper = hyper
         self._saves_frozen = saves_frozen
@@ -100,7 +102,9 @@ class AdamShard:
         if header.skip:
             return
         rates = Rates(torch.tensor(float(header.adam_step)), header.lr, header.scale)
-        self._kernel.update(self._parts(layer), gradient, rates, Transaction(self._journal, serial), directions)
+        num_bytes = self._traffic(layer, gradient) if self.spans.on else 0
+        with self.spans.span(Row.UPDATES, "update", layer, num_bytes=num_bytes):
+            self._kernel.update(self._parts(layer), gradient, rates, Transaction(self._journal, serial), directions)
 
     def _check_incoming(self, layer: int, name: str, got: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
         size = self.layout.model.layers[layer].trained.size
@@ -111,6 +115,11 @@ class AdamShard:
                 f"optimizer shard {self.layout.index}: the {name} of layer {layer} must be {size} elements of "
                 f"{expected}, got {found}"
             )
+
+    def _traffic(self, layer: int, gradient: Tensor) -> int:
+        """Bytes that an update moves at least: state read and written, the gradient read."""
+        state = sum(tensor.nbytes for tensors in self._kinds(layer).values() for tensor in tensors)
+        return 2 * state + self.layout.spans[layer].size * gradient.itemsize
 
     def roll_back(self, layer: int, serial: int) -> None:
         """Undoes what a shard that died in transaction `serial` left half written; `update` then does the rest."""
