@@ -9,6 +9,7 @@ import select
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,13 @@ from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
-from megatrain_ray.errors import DeadlineError
+from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.manifest import Manifest, PartManifest
 from megatrain_ray.io.save import Piece, read_pieces, write_part
 from megatrain_ray.planning import Prepared, muon_of
+from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
 
 
 def wait_gone(pid: int, timeout_s: float) -> None:
@@ -144,6 +146,7 @@ class ShardWorker:
             self._prepared.plan.wire_dtype,
             self._prepared.plan.layer_order,
             self._gate,
+            traced_updates(traced_steps(self._prepared.config.log.trace)),
         )
         loop.start()
         try:
@@ -152,6 +155,14 @@ class ShardWorker:
             self._shard.close()
             self._holder.close()
             self._spare.close()
+
+    def spans(self, last: int) -> RecordedSpans:
+        """Those of the traced updates, once update `last` is done; what there is where the shards stop before."""
+        timeout_s = self._prepared.plan.update_deadline_s
+        with suppress(MegatrainError):
+            for layer in self._prepared.plan.layer_order:
+                self._words.wait_shard_generation(self._index, layer, last, timeout_s)
+        return self._shard.spans.take()
 
     def stop(self) -> None:
         self._words.stop()
@@ -168,7 +179,8 @@ class ShardWorker:
         save = self._gate.begin(attempt)
         pieces, done = self._gate.pieces(save), partial(self._gate.done, save)
         try:
-            part = asyncio.run(write_part(save_folder, self._index, pieces, done=done, compression=compression))
+            writing = write_part(save_folder, self._index, pieces, done, compression, self._shard.spans)
+            part = asyncio.run(writing)
         except BaseException:
             self._gate.leave(save)
             raise
