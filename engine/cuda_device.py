@@ -99,8 +99,12 @@ class CudaDevice(Device):
         behind.record(self._streams[stage])
 
     def _trace(self, span: Span, before: torch.cuda.Event, behind: torch.cuda.Event) -> None:
-        if self.spans.on and len(self._traced) < MAX_SPANS:
+        if not self.spans.on:
+            return
+        if len(self._traced) < MAX_SPANS:
             self._traced.append((span, before, behind))
+        else:
+            self.spans.num_dropped += 1
 
     def start_tracing(self) -> None:
         """Events are timed from one that the host sees as it happens."""

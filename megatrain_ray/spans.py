@@ -67,13 +67,14 @@ class RecordedSpans(NamedTuple):
 
 
 class SpanLog:
-    """The spans of one process. Thread-safe. `on` is set by whoever knows which steps are traced."""
+    """The spans of one process. Thread-safe. `on` is set by whoever knows which steps are traced, `num_dropped` counts
+    what there was no room for."""
 
     def __init__(self) -> None:
         self.on = False
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._num_dropped = 0
+        self.num_dropped = 0
 
     def span(
         self, row: Row, name: str, layer: int | str = -1, micro_batch: int = -1, num_bytes: int = 0, *,
@@ -90,13 +91,13 @@ class SpanLog:
             if len(self._spans) < MAX_SPANS:
                 self._spans.append(span)
             else:
-                self._num_dropped += 1
+                self.num_dropped += 1
 
     def take(self) -> RecordedSpans:
         """What was recorded since the last call."""
         with self._lock:
-            taken = RecordedSpans(os.getpid(), tuple(self._spans), self._num_dropped)
-            self._spans, self._num_dropped = [], 0
+            taken = RecordedSpans(os.getpid(), tuple(self._spans), self.num_dropped)
+            self._spans, self.num_dropped = [], 0
             return taken
 
 
