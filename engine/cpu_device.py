@@ -22,7 +22,8 @@ from megatrain_ray.engine.device import Device, Event, MemoryStatistics
 from megatrain_ray.engine.kernel_choice import open_kernel
 from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.errors import DeadlineError
-from megatrain_ray.trace import Stage, Timeline
+from megatrain_ray.spans import Row
+from megatrain_ray.trace import Op, Stage, Timeline
 
 
 class CpuEvent:
@@ -80,7 +81,7 @@ class CpuDevice(Device):
         self._threads = {stage: _TransferThread(stage.value) for stage in (Stage.H2D, Stage.D2H)}
 
     def _copy(
-        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], end_s: float
+        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event], end_s: float
     ) -> Event:
         if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
             raise ValueError(f"{stage.value}: cannot copy {source.nbytes} bytes into {target.nbytes}")
@@ -89,8 +90,9 @@ class CpuDevice(Device):
         def work() -> None:
             for earlier in after:
                 earlier.synchronize()
-            # Not a torch call: those belong to the compute thread, whose OpenMP threads this would compete with.
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+            with self.spans.span(Row(stage.value), op.name, op.layer, num_bytes=op.num_bytes):
+                # Not a torch call: those belong to the compute thread, whose OpenMP threads this would compete with.
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
         self._threads[stage].submit(event, work)
         return event

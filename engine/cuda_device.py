@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -15,7 +16,8 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, Event, MemoryStatistics
 from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.trace import Stage, Timeline
+from megatrain_ray.spans import MAX_SPANS, Row, Span
+from megatrain_ray.trace import Op, Stage, Timeline
 
 # cudaHostRegister takes pieces of at most this size: larger single ranges failed on some drivers.
 REGISTER_BYTES = 32 << 30
@@ -45,10 +47,12 @@ class CudaDevice(Device):
         self._streams = {stage: torch.cuda.Stream() for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H)}
         self._pinned: list[int] = []
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._traced: list[tuple[Span, torch.cuda.Event, torch.cuda.Event]] = []  # spans whose times are not known yet
+        self._base = (torch.cuda.Event(enable_timing=True), 0)
         _set_numerics(deterministic, tf32)
 
     def _copy(
-        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], end_s: float
+        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event], end_s: float
     ) -> Event:
         stream = self._streams[stage]
         with torch.cuda.stream(stream), torch.no_grad():
@@ -56,17 +60,70 @@ class CudaDevice(Device):
                 stream.wait_event(_cuda(earlier))
             # `.data` has a version counter of its own. All slots are views of one allocation and share another: a copy
             # into one must not look to autograd, at work on another, like a write to its weights.
-            for part in self._registered_parts(source if source.device.type == "cpu" else target):
-                target.data[part].copy_(source[part], non_blocking=True)
+            with self._traced_on(stage, op):
+                for part in self._registered_parts(source if source.device.type == "cpu" else target):
+                    target.data[part].copy_(source[part], non_blocking=True)
         return CudaEvent(stream, end_s)
 
     def _wait(self, event: Event, cause: str) -> None:
-        stream = self._streams[Stage.COMPUTE]
-        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record(stream)
-        stream.wait_event(_cuda(event))
-        behind.record(stream)
+        with self.exposed(cause):
+            self._streams[Stage.COMPUTE].wait_event(_cuda(event))
+
+    @contextmanager
+    def exposed(self, cause: str) -> Iterator[None]:
+        """By the stream's own time: while the host waits it may have work left that was submitted ahead."""
+        with self._between_events(Stage.COMPUTE) as (before, behind):
+            yield
         self._waits.append((cause, before, behind))
+        self._trace(Span(Row.COMPUTE, f"wait {cause}", 0, 0, waits=True), before, behind)
+
+    @contextmanager
+    def timed(self, op: Op) -> Iterator[None]:
+        """The block on the host, too: the time in which it submits."""
+        with self._traced_on(Stage.COMPUTE, op), self.spans.span(Row.SUBMIT, op.name, op.layer, op.micro_batch):
+            yield
+
+    @contextmanager
+    def _traced_on(self, stage: Stage, op: Op) -> Iterator[None]:
+        """What of the block runs on the stage's stream becomes a span."""
+        if not self.spans.on:
+            yield
+            return
+        with self._between_events(stage) as (before, behind):
+            yield
+        self._trace(Span(Row(stage.value), op.name, 0, 0, op.layer, op.micro_batch, op.num_bytes), before, behind)
+
+    @contextmanager
+    def _between_events(self, stage: Stage) -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(self._streams[stage])
+        yield before, behind
+        behind.record(self._streams[stage])
+
+    def _trace(self, span: Span, before: torch.cuda.Event, behind: torch.cuda.Event) -> None:
+        if not self.spans.on:
+            return
+        if len(self._traced) < MAX_SPANS:
+            self._traced.append((span, before, behind))
+        else:
+            self.spans.num_dropped += 1
+
+    def start_tracing(self) -> None:
+        """Events are timed from one that the host sees as it happens."""
+        base, _ = self._base
+        base.record(self._streams[Stage.COMPUTE])
+        base.synchronize()
+        self._base = (base, time.monotonic_ns())
+        super().start_tracing()
+
+    def stop_tracing(self) -> None:
+        super().stop_tracing()
+        base, base_ns = self._base
+        for span, before, behind in self._traced:
+            behind.synchronize()
+            start_ns, end_ns = (base_ns + round(1e6 * base.elapsed_time(event)) for event in (before, behind))
+            self.spans.add(span._replace(start_ns=start_ns, end_ns=end_ns))
+        self._traced.clear()
 
     def take_exposed(self) -> dict[str, float]:
         """Waits of the host and of the compute stream; the stream must have come to its end."""

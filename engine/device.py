@@ -18,6 +18,7 @@ import torch
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.update_kernel import UpdateKernel
+from megatrain_ray.spans import Row, Span, SpanLog
 from megatrain_ray.trace import Op, Stage, Timeline
 
 
@@ -44,6 +45,7 @@ class Device(ABC):
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline()
+        self.spans = SpanLog()
         self._reserved_bytes = 0
         self._exposed_s: dict[str, float] = {}
 
@@ -55,14 +57,20 @@ class Device(ABC):
     def copy(self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event]) -> Event:
         """Submits a copy to a transfer stage; it begins after the given events. Returns the event of its end."""
         end_s = self.timeline.account(stage, op, [e.at_s for e in after])
-        return self._copy(stage, target, source, after, end_s)
+        return self._copy(stage, target, source, op, after, end_s)
 
     @contextmanager
     def compute(self, op: Op) -> Iterator[None]:
         """Operations of the block belong to `op`. Compute thread only."""
         self.timeline.account(Stage.COMPUTE, op)
-        yield
+        with self.timed(op):
+            yield
         self.timeline.host_waits(self.timeline.now(Stage.COMPUTE))
+
+    def timed(self, op: Op) -> AbstractContextManager[None]:
+        """While traced, operations of the block are a span of the compute stage; the virtual clock knows nothing of it.
+        Compute thread only."""
+        return self.spans.span(Row.COMPUTE, op.name, op.layer, op.micro_batch, op.num_bytes)
 
     def wait(self, event: Event, cause: str) -> None:
         """The compute stage waits for the event; the time it stands still is exposed time of that cause."""
@@ -71,12 +79,16 @@ class Device(ABC):
 
     @contextmanager
     def exposed(self, cause: str) -> Iterator[None]:
-        """The compute thread waits on the host in this block."""
-        start = time.perf_counter()
+        """The compute thread waits on the host in this block; it is exposed time as far as the compute stage stands
+        still."""
+        start_ns = time.monotonic_ns()
         try:
             yield
         finally:
-            self.add_exposed(cause, time.perf_counter() - start)
+            end_ns = time.monotonic_ns()
+            self.add_exposed(cause, (end_ns - start_ns) / 1e9)
+            if self.spans.on:
+                self.spans.add(Span(Row.COMPUTE, f"wait {cause}", start_ns, end_ns, waits=True))
 
     def add_exposed(self, cause: str, seconds: float) -> None:
         self._exposed_s[cause] = self._exposed_s.get(cause, 0.0) + seconds
@@ -86,13 +98,21 @@ class Device(ABC):
         taken, self._exposed_s = self._exposed_s, {}
         return taken
 
+    def start_tracing(self) -> None:
+        """From here on `spans` are recorded. Compute thread only, between steps."""
+        self.spans.on = True
+
+    def stop_tracing(self) -> None:
+        """Spans of what was submitted are complete on return. Compute thread only, between steps."""
+        self.spans.on = False
+
     @abstractmethod
     def record(self) -> Event:
         """An event after everything submitted to the compute stage so far."""
 
     @abstractmethod
     def _copy(
-        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], end_s: float
+        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event], end_s: float
     ) -> Event: ...
 
     @abstractmethod

@@ -50,6 +50,7 @@ class DeviceShard(ShardState):
         self.layers = tuple(sorted(plan.hbm_layers))
         self.updated = tuple(i for i in self.layers if layout.layers[i].trained.size)
         self._device = device
+        self.spans = device.spans
         self._hyper = hyper
         self._kernel = device.open_update_kernel(hyper)
 

@@ -40,6 +40,7 @@ from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.streamer import LayerStreamer
 from megatrain_ray.engine.visits import Visit, forward_visits, visits
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.spans import Row
 from megatrain_ray.trace import Stage
 
 T = TypeVar("T")
@@ -145,7 +146,7 @@ class Engine:
         header = None
         if settings.clip is None:
             header = _header(step.step, settings, 1.0, skip=False)
-            await self._host.commit(header, 0.0)
+            await self._commit(header, 0.0)
         offloading = self._offloader.run(step.step)
         output = await self._stream(self._residency, step.step - 1, self._compute(step, settings, header), offloading)
         self._end_on_timeline()
@@ -237,13 +238,17 @@ class Engine:
         scale = clip_scale(output.grad_norm, clip)
         # Before the directions: those of later layers wait for room until earlier layers are updated.
         header = _header(update, settings, scale, skip=output.bad_parameter is not None)
-        await self._host.commit(header, at_s)
+        await self._commit(header, at_s)
 
         def run() -> None:
             self.runner.update_residents(header)
             self.runner.orthogonalize(scale)
 
         await self.on_compute_thread(run)
+
+    async def _commit(self, header: UpdateHeader, at_s: float) -> None:
+        with self.device.spans.span(Row.STEPS, "commit"):
+            await self._host.commit(header, at_s)
 
     @property
     def whereabouts(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from megatrain_ray.engine.device import Device, Event
 from megatrain_ray.engine.seams import Host, Lease
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.spans import Row
 from megatrain_ray.trace import Op, Stage
 
 
@@ -136,7 +138,11 @@ class GradientOffloader:
 
     async def _depart(self, departure: Departure) -> None:
         unfinished = self._unfinished.pop(departure.layer, None)
-        lease = unfinished.lease if unfinished else await self._host.lease(departure.layer)
+        if unfinished:
+            lease = unfinished.lease
+        else:
+            with self._waiting("room", departure.layer):
+                lease = await self._host.lease(departure.layer)
         op = Op("offload", departure.layer, num_bytes=departure.flat.nbytes)
         source = departure.flat.view(torch.uint8)
         done = self._device.copy(Stage.D2H, lease.region[: source.nbytes], source, op, [departure.after])
@@ -148,7 +154,8 @@ class GradientOffloader:
 
     async def _complete(self, completion: Completion) -> None:
         gradient = self._unfinished.pop(completion.layer)
-        lease = await self._host.lease_direction(completion.layer)
+        with self._waiting("room", completion.layer):
+            lease = await self._host.lease_direction(completion.layer)
         op = Op("complete", completion.layer, num_bytes=completion.flat.nbytes)
         source = completion.flat.view(torch.uint8)
         # A stage keeps the order of its copies, and fails with the first: the gradient is there before.
@@ -158,7 +165,9 @@ class GradientOffloader:
 
     async def _fetch_momentum(self, fetch: Fetch, generation: int) -> None:
         after = [] if fetch.after is None else [fetch.after.result()]
-        for start, values in await self._host.momentum(fetch.layer, generation):
+        with self._waiting("generation", fetch.layer):
+            momentum = await self._host.momentum(fetch.layer, generation)
+        for start, values in momentum:
             op = Op("momentum", fetch.layer, num_bytes=values.nbytes)
             region = fetch.region[values.itemsize * start :][: values.nbytes]
             after = [self._device.copy(Stage.H2D, region, values.view(torch.uint8), op, after)]
@@ -172,8 +181,12 @@ class GradientOffloader:
         source = lease.region[: fetch.region.nbytes]
         fetch.done.set_result(self._device.copy(Stage.H2D, fetch.region, source, op, after))
 
+    def _waiting(self, what: str, layer: int) -> AbstractContextManager[None]:
+        return self._device.spans.span(Row.GRADIENTS, f"wait {what}", layer, waits=True)
+
     async def _land(self, update: int) -> None:
         loop = asyncio.get_running_loop()
         while (flight := await self._in_flight.get()) is not None:
             await loop.run_in_executor(None, flight.done.synchronize)
-            await self._host.land(flight.lease, update, flight.done.at_s, flight.directions)
+            with self._device.spans.span(Row.LANDINGS, "land", flight.lease.layer):
+                await self._host.land(flight.lease, update, flight.done.at_s, flight.directions)

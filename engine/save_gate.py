@@ -24,6 +24,7 @@ from megatrain_ray.engine.shard_state import ShardState
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.pieces import STORED_BYTES, Piece
+from megatrain_ray.spans import Row
 
 WATCH_S = 1.0  # an update that waits looks at the stop word at least this often
 
@@ -195,9 +196,11 @@ class SaveGate:
             save = self._save
             if save.attempt.step != update - 1 or save.abandoned:
                 return
-            memory = self._let_go(save, layer)
+            with self._shard.spans.span(Row.UPDATES, "wait save", layer, waits=True):
+                memory = self._let_go(save, layer)
         if memory is not None:
-            self._copy(save, layer, memory)
+            with self._shard.spans.span(Row.UPDATES, "copy", layer, num_bytes=self._shard.copy_bytes(layer)):
+                self._copy(save, layer, memory)
         save.stall_s += time.monotonic() - start_s
 
     def _known(self) -> int:

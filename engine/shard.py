@@ -16,6 +16,7 @@ from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_state import ShardState
 from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.spans import Row
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,9 @@ class AdamShard(ShardState):
         if header.skip:
             return
         transaction = Transaction(self._journal, serial)
-        self._kernel.update(self.parts(layer, self.hyper), gradient, header.rates, transaction, directions)
+        num_bytes = self._traffic(layer, gradient) if self.spans.on else 0
+        with self.spans.span(Row.UPDATES, "update", layer, num_bytes=num_bytes):
+            self._kernel.update(self.parts(layer, self.hyper), gradient, header.rates, transaction, directions)
 
     def _check_incoming(self, layer: int, name: str, got: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
         size = self.layout.model.layers[layer].trained.size
@@ -104,6 +107,11 @@ class AdamShard(ShardState):
                 f"optimizer shard {self.layout.index}: the {name} of layer {layer} must be {size} elements of "
                 f"{expected}, got {found}"
             )
+
+    def _traffic(self, layer: int, gradient: Tensor) -> int:
+        """Bytes that an update moves at least: state read and written, the gradient read."""
+        state = sum(tensor.nbytes for tensors in self._kinds(layer).values() for tensor in tensors)
+        return 2 * state + self.layout.spans[layer].size * gradient.itemsize
 
     def roll_back(self, layer: int, serial: int) -> None:
         """Undoes what a shard that died in transaction `serial` left half written; `update` then does the rest."""

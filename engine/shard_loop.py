@@ -13,6 +13,7 @@ from megatrain_ray.engine.journal import serial_of
 from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.errors import DeadlineError
+from megatrain_ray.spans import Row
 
 IDLE_S = 1.0  # a shard looks at the stop word at least this often, should whoever rings the bell have died before
 
@@ -28,10 +29,11 @@ class ShardLoop:
         gradient_dtype: torch.dtype,
         order: Sequence[int],
         gate: SaveGate,
+        traced: range = range(0),
     ) -> None:
         """`order`: the layers of which something is trained. `slab`: 1-D uint8, shared, gradients of `gradient_dtype`
         at byte offsets. What the words say that the shard has done is not done again; a layer that a killed one left
-        torn is rolled back first."""
+        torn is rolled back first. `traced`: updates of which the shard's spans are recorded."""
         self._shard = shard
         self._index = shard.layout.index
         self._words = words
@@ -39,6 +41,7 @@ class ShardLoop:
         self._gradient_dtype = gradient_dtype
         self._order = order
         self._gate = gate
+        self._traced = traced
         self._error: BaseException | None = None
         # A daemon: a process whose parent forgot to stop it must still be able to exit.
         self._thread = threading.Thread(target=self._run, name=f"shard {self._index}", daemon=True)
@@ -78,18 +81,26 @@ class ShardLoop:
 
     def _serve(self, update: int) -> bool:
         """One update of every layer that has not had it; False when told to stop."""
+        self._shard.spans.on = update in self._traced
         for layer in self._order:
             if self._words.shard_generation(self._index, layer) >= update:
                 continue
-            while not self._words.wait_landed(layer, update, IDLE_S):
-                if self._words.stopped:
-                    return False
+            if not self._wait_landed(layer, update):
+                return False
             self._gate.enter(layer, update)
             self._words.begin(self._index, layer, update)
             header = self._words.header(update)
             gradient, directions = self._gradient(layer), self._directions(layer)
             self._shard.update(layer, gradient, header, self._serial(layer, update), directions)
             self._words.finish(self._index, layer, update)
+        return True
+
+    def _wait_landed(self, layer: int, update: int) -> bool:
+        """False when told to stop."""
+        with self._shard.spans.span(Row.UPDATES, "wait gradient", layer, waits=True):
+            while not self._words.wait_landed(layer, update, IDLE_S):
+                if self._words.stopped:
+                    return False
         return True
 
     def _serial(self, layer: int, update: int) -> int:

@@ -18,6 +18,7 @@ from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.pieces import Buffer, Piece
+from megatrain_ray.spans import SpanLog
 
 COPY_ALIGN = 64  # bytes: a cache line
 LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
@@ -46,6 +47,7 @@ class ShardState(ABC):
         self._working = working
         self._own = dict(own)
         self._saves_frozen = saves_frozen
+        self.spans = SpanLog()
 
     def load(self, source: WeightSource) -> None:
         """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v.

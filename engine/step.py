@@ -145,7 +145,8 @@ class StepRunner:
         self._device_shard.update(layer, self._store.complete(layer), header)
 
     def _finish(self, layer: int, header: UpdateHeader | None) -> None:
-        departure = self._store.finish(layer)
+        with self._device.timed(Op("norms", layer)):
+            departure = self._store.finish(layer)
         if departure is None:
             if header is not None:
                 self._update_resident(layer, header)
@@ -183,7 +184,8 @@ class StepRunner:
         gradients |= self._backward(visit.layer, j, state)
         self._keep_tied(visit.layer, gradients, state.tied[j])
         if self._has_gradient(visit):
-            self._store.add(visit.layer, gradients, first=j == 0)
+            with self._device.timed(Op("accumulate", visit.layer, j)):
+                self._store.add(visit.layer, gradients, first=j == 0)
         if not forward_pass.calls:
             forward_pass.free()
 
@@ -200,7 +202,8 @@ class StepRunner:
                 saving = self._residents.saving() if keep else None
                 outcome = call.forward(function, parameters, saving)
             self._seed(state.step, j, layer, 1)
-            forward_pass.resume(outcome)
+            with self._device.timed(Op("between layers", layer, j)):
+                forward_pass.resume(outcome)
 
     def _loss(self, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Loss of one micro-batch; sends its gradient into the forward pass and returns that of the head."""

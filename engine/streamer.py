@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from megatrain_ray.engine.residency import FragmentId, Load, Residency
 from megatrain_ray.engine.seams import ParamSource
 from megatrain_ray.engine.slots import SlotRing, SlotState
 from megatrain_ray.errors import DeadlineError
+from megatrain_ray.spans import Row
 from megatrain_ray.trace import Op, Stage
 
 
@@ -134,8 +135,10 @@ class LayerStreamer:
     async def _load(self, load: Load, generation: int) -> None:
         after = []
         if load.after_visit >= 0:
-            after.append(await asyncio.wrap_future(self._released[load.after_visit]))
-        weights = await self._source.fetch(load.fragment.layer, generation)
+            with self._waiting("slot", load):
+                after.append(await asyncio.wrap_future(self._released[load.after_visit]))
+        with self._waiting("generation", load):
+            weights = await self._source.fetch(load.fragment.layer, generation)
         span = self._layout.layers[load.fragment.layer].fragments[load.fragment.index]
         host = weights.flat[span.start : span.stop].view(torch.uint8)
         region = self._ring[load.slot].region[: host.nbytes]
@@ -145,6 +148,9 @@ class LayerStreamer:
         event = self._device.copy(Stage.H2D, region, host, op, after)
         self._ring.to(load.slot, SlotState.READY, self._name(load.fragment))
         self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
+
+    def _waiting(self, what: str, load: Load) -> AbstractContextManager[None]:
+        return self._device.spans.span(Row.UPLOADS, f"wait {what}", load.fragment.layer, waits=True)
 
     def _fail(self, error: BaseException) -> None:
         for future in self._arrivals.values():

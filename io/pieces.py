@@ -13,6 +13,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.blob_store import BlobStore, BlobWriter
 from megatrain_ray.io.manifest import BlobEntry, PartManifest, PieceEntry
 from megatrain_ray.io.piece_codec import PieceCodec
+from megatrain_ray.spans import Row, SpanLog
 
 CHUNK_BYTES = 1 << 20  # copied, and checksummed while they are in a core's cache
 STORED_BYTES = 8 << 20  # under one checksum: a reader with other cuts reads at most two of these in vain per piece
@@ -82,16 +83,17 @@ async def write_blobs(
     pieces: Iterable[Piece],
     done: Callable[[Piece], None] = lambda part: None,
     compression: SaveCompression = "none",
+    spans: SpanLog | None = None,
 ) -> PartManifest:
     """Writes one blob a kind, durable on return. Raises MegatrainError, and what `pieces` raises.
 
     `pieces` may block until there is a next one; it is iterated in worker threads, one call at a time and, after an
     error, no more. A piece's bytes must not change from when it is yielded until `done` was called for all of it, in
-    parts of at most STORED_BYTES, in any order.
+    parts of at most STORED_BYTES, in any order. `spans` gets what takes time, while it is on.
     """
     try:
         async with AsyncExitStack() as files, asyncio.TaskGroup() as group:
-            writer = _PartWriter(store, part, _parts(pieces), done, compression, files)
+            writer = _PartWriter(store, part, _parts(pieces), done, compression, files, spans or SpanLog())
             for _ in range(WRITES_AT_ONCE[compression]):
                 group.create_task(writer.work())
     except ExceptionGroup as failed:
@@ -128,6 +130,7 @@ class _PartWriter:
         done: Callable[[Piece], None],
         compression: SaveCompression,
         files: AsyncExitStack,
+        spans: SpanLog,
     ) -> None:
         self._store = store
         self._part = part
@@ -135,6 +138,7 @@ class _PartWriter:
         self._done = done
         self._compression = compression
         self._files = files
+        self._spans = spans
         self._taking = asyncio.Lock()
         self._blobs: dict[str, _Blob] = {}
 
@@ -143,7 +147,8 @@ class _PartWriter:
         codec = PieceCodec(STORED_BYTES)
         while job := await self._take():
             part = job.part
-            encoded = await asyncio.to_thread(codec.encode, part.chunks(), part.itemsize, self._compression)
+            with self._spans.span(Row.SAVE, f"read {part.kind}", part.layer, num_bytes=part.nbytes):
+                encoded = await asyncio.to_thread(codec.encode, part.chunks(), part.itemsize, self._compression)
             self._done(part)
             await job.before.wait()  # parts lie in a blob in the order in which they came
             offset = job.blob.nbytes
@@ -151,7 +156,8 @@ class _PartWriter:
             entry = PieceEntry(part.layer, part.start, part.stop, offset, encoded.nbytes, encoded.crc32)
             job.blob.entries.append(entry)
             job.after.set()
-            await job.blob.writer.write_at(offset, encoded.block)
+            with self._spans.span(Row.SAVE, f"write {part.kind}", part.layer, num_bytes=len(encoded.block)):
+                await job.blob.writer.write_at(offset, encoded.block)
 
     def blobs(self) -> tuple[BlobEntry, ...]:
         return tuple(

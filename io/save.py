@@ -25,6 +25,7 @@ from megatrain_ray.io.piece_codec import compressed_bound
 from megatrain_ray.io.pieces import STORED_BYTES, write_blobs
 from megatrain_ray.io.pieces import Piece as Piece
 from megatrain_ray.io.save_reader import SaveReader
+from megatrain_ray.spans import SpanLog
 
 NUM_PIECES = 5  # of a layer in a part at most: the four kinds of what is trained, the weights of what is frozen
 ENTRY_BYTES = 512  # of a stored piece in the manifest, at most
@@ -80,16 +81,17 @@ async def write_part(
     pieces: Iterable[Piece],
     done: Callable[[Piece], None] = lambda part: None,
     compression: SaveCompression = "none",
+    spans: SpanLog | None = None,
 ) -> PartManifest:
     """Writes one shard's pieces; durable on return. Raises MegatrainError, DiskFullError when there is no room.
 
     `pieces` may block until there is a next one; it is iterated in worker threads, one call at a time and, after an
     error, no more. A piece's bytes must not change from when it is yielded until `done` was called for all of it, in
-    parts of at most STORED_BYTES, in any order.
+    parts of at most STORED_BYTES, in any order. `spans` gets what takes time, while it is on.
     """
     # A writer that was given up may still be at work when its save is made again, in a new folder of the same name.
     with _abandoned_when_full(folder), FileStore.to_write(folder) as store:
-        return await write_blobs(store, part, pieces, done, compression)
+        return await write_blobs(store, part, pieces, done, compression, spans)
 
 
 def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:

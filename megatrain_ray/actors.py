@@ -24,6 +24,7 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared
 from megatrain_ray.shard_worker import ShardWorker
+from megatrain_ray.spans import RecordedSpans
 
 # Actors change state: a call that failed must not be repeated by Ray.
 ONCE: Mapping[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
@@ -67,6 +68,9 @@ class GpuActor:
     async def evaluate(self, step: int, index: int) -> HeldOutLoss:
         return await self._worker.evaluate(step, index)
 
+    async def spans(self, last: int) -> RecordedSpans:
+        return await self._worker.spans(last)
+
     async def whereabouts(self) -> str:
         return self._worker.whereabouts()
 
@@ -96,8 +100,8 @@ class Placement:
         return ray.remote(ArenaOwner).options(**ONCE, num_cpus=0, max_concurrency=3).remote(sizes, holders)
 
     def shard_maker(self, index: int) -> Callable[[Sequence[Handles], int | None], Any]:
-        # run, write_part, and what must be answered meanwhile
-        options = self._place(1 + index, max_concurrency=4)
+        # run, write_part, spans, and what must be answered meanwhile
+        options = self._place(1 + index, max_concurrency=5)
 
         def make(holders: Sequence[Handles], after_pid: int | None) -> Any:
             return ray.remote(ShardWorker).options(**options).remote(self._prepared, index, holders, after_pid)

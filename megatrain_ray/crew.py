@@ -41,8 +41,7 @@ class Crew:
         check_cluster: Callable[[], None] = lambda: None,
         record: Callable[[Mapping[str, int]], None] = lambda pids: None,
     ) -> None:
-        """`check_cluster` is called in every wait and raises when nothing can go on. `record` gets the processes of the
-        run by name, whenever they change."""
+        """`check_cluster` is called in every wait and raises when nothing can go on, `record` when processes change."""
         self._prepared = prepared
         self._check_cluster = check_cluster
         self._record = record
@@ -74,9 +73,8 @@ class Crew:
 
     def _start_others(self, place: Placement) -> None:
         """Shards and GPU worker, which attach the owner's arenas."""
-        self._shards = [
-            Post(f"optimizer shard {k}", place.shard_maker(k)) for k in range(self._prepared.plan.num_shards)
-        ]
+        numbers = range(self._prepared.plan.num_shards)
+        self._shards = [Post(f"optimizer shard {k}", place.shard_maker(k)) for k in numbers]
         holders = self._holders()
         for post in self._shards:  # all processes start at the same time
             post.actor = post.make(holders, None)
@@ -130,8 +128,7 @@ class Crew:
     def wait(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
         """Those of `calls` that have ended, once one has or `timeout_s` is over.
 
-        Replaces meanwhile who died. Raises what an actor's task raised, and MegatrainError when somebody who should
-        be serving ended or cannot be replaced.
+        Replaces meanwhile who died. Raises what a task raised, MegatrainError for a death that cannot be made good.
         """
         self._check_cluster()
         watched = {post.call: post for post in self._posts if post.call is not None}
@@ -206,6 +203,11 @@ class Crew:
                 ray.get(call)
             except Exception as error:
                 yield error
+
+    def spans(self, last: int) -> dict[str, Any]:
+        """Calls of all that record spans, by name: answered once step `last` and its update are over."""
+        shards = {post.name: post.actor.spans.remote(last) for post in self._shards}
+        return {"GPU worker": self.gpu.spans.remote(last), **shards, "data": self.data.spans.remote()}
 
     def position(self, step: int) -> dict[str, Any]:
         """Where the data stood after a step."""
@@ -284,8 +286,7 @@ class Crew:
         return answers
 
     def _introduce(self, post: Post) -> bool:
-        """Waits until the actor has started. Where it dies doing so another one takes its place, and the answer is
-        False."""
+        """Waits until the actor has started; False where it died doing so and another one has taken its place."""
         try:
             post.handles = answer(f"{post.name} did not start", post.actor.handles.remote())
         except RayActorError as error:
@@ -300,5 +301,4 @@ class Crew:
 
 
 def _id(actor: Any) -> str:
-    name: str = actor._actor_id.hex()
-    return name
+    return str(actor._actor_id.hex())

@@ -18,6 +18,7 @@ from megatrain_ray.io.corpus import open_corpus
 from megatrain_ray.io.held_out import HeldOut
 from megatrain_ray.io.mixture import MixedStream
 from megatrain_ray.io.windows import Windows, cut
+from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
 REMEMBERED_STEPS = 64  # positions kept: more than steps can be ahead of a save
 
@@ -98,15 +99,18 @@ class DataWorker:
 
     def __init__(
         self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
-        position: Mapping[str, Any] | None, held_out: HeldOutData | None = None,
+        position: Mapping[str, Any] | None, held_out: HeldOutData | None = None, traced: range = range(0),
     ) -> None:  # fmt: skip
-        """Continues after `step` updates at `position`; None: from the start. `tokens`: as for open_stream."""
+        """Continues after `step` updates at `position`; None: from the start. `tokens`: as for open_stream.
+        `traced`: steps of which spans are recorded."""
         self._stream = open_stream(data, tokens, vocab_size, batch_size)
         self._held_out = held_out.open() if held_out else None
         if position is not None:
             self._stream.seek(position)
         self._step = step
         self._positions = {step: self._stream.position}
+        self._traced = traced
+        self._spans = SpanLog()
 
     def pid(self) -> int:
         return os.getpid()
@@ -115,7 +119,9 @@ class DataWorker:
         """The batch of a step; steps must be asked for in order."""
         if step != self._step + 1:
             raise ValueError(f"step {step} asked for, the next is {self._step + 1}")
-        batch = self._stream.next_batch()
+        self._spans.on = step in self._traced or step - 1 in self._traced  # it is made in the step before
+        with self._spans.span(Row.BATCHES, f"batch {step}"):
+            batch = self._stream.next_batch()
         self._step = step
         self._positions[step] = self._stream.position
         self._positions.pop(step - REMEMBERED_STEPS, None)
@@ -124,7 +130,12 @@ class DataWorker:
     def held_out_batch(self, index: int) -> Batch:
         """Any of what is evaluated."""
         assert self._held_out is not None  # nobody asks where nothing is evaluated
-        return self._held_out.batch(index)
+        with self._spans.span(Row.BATCHES, f"held-out batch {index}"):
+            return self._held_out.batch(index)
+
+    def spans(self) -> RecordedSpans:
+        """Those of the traced steps."""
+        return self._spans.take()
 
     def position(self, step: int) -> dict[str, Any]:
         """Where the data stood after `step` updates; part of a save."""

@@ -43,7 +43,7 @@ class DeviceLayers:
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """As a shard's."""
-        return write_gated_part(self._gate, self._index, save_folder, attempt, compression)
+        return write_gated_part(self._gate, self._index, save_folder, attempt, compression, self.shard.spans)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
         """Updates do not wait for this save any more."""

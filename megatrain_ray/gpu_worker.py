@@ -39,6 +39,7 @@ from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared, muon_of
+from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 
 # With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -186,17 +187,37 @@ class GpuWorker:
         """
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step - 1)
-            start = time.perf_counter()
-            batch = await self._take_batch(self._next_batch, f"batch of step {step}")
-            data_s = time.perf_counter() - start
-            if step < self._prepared.config.train.steps:
-                self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
             assert self._engine is not None  # start came first
-            report = await self._engine.step(self._step_input(step, batch), self._settings(step, save))
-            self._engine.device.timeline.clear()  # nobody reads this step's records; kept, they were 8 KB a step
-            self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
+            await self._trace(self._engine, step in traced_steps(self._prepared.config.log.trace))
+            with self._engine.device.spans.span(Row.STEPS, f"step {step}"):
+                result = await self._step(self._engine, step, save)
             self._turn.notify_all()
-            return StepResult(self._row(report, batch, data_s), self._progress)
+            return result
+
+    async def _step(self, engine: Engine, step: int, save: bool) -> StepResult:
+        start = time.perf_counter()
+        batch = await self._take_batch(self._next_batch, f"batch of step {step}")
+        data_s = time.perf_counter() - start
+        if step < self._prepared.config.train.steps:
+            self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
+        report = await engine.step(self._step_input(step, batch), self._settings(step, save))
+        engine.device.timeline.clear()  # nobody reads this step's records; kept, they were 8 KB a step
+        self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
+        return StepResult(self._row(report, batch, data_s), self._progress)
+
+    async def _trace(self, engine: Engine, on: bool) -> None:
+        """Begins or ends to record spans, between two steps."""
+        device = engine.device
+        if on != device.spans.on:
+            await engine.on_compute_thread(device.start_tracing if on else device.stop_tracing)
+
+    async def spans(self, last: int) -> RecordedSpans:
+        """Those of the traced steps, once step `last` is over."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step >= last)
+            assert self._engine is not None  # start came first
+            await self._trace(self._engine, False)
+            return self._engine.device.spans.take()
 
     async def evaluate(self, step: int, index: int) -> HeldOutLoss:
         """Loss of one batch of the held-out data after the update of `step`, before the next. In any order."""
@@ -212,9 +233,11 @@ class GpuWorker:
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self._waits_for = name
+        assert self._engine is not None  # start came first
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return await fetching
+                with self._engine.device.spans.span(Row.STEPS, "wait data", waits=True):
+                    return await fetching
         except TimeoutError:
             raise DeadlineError(f"the data process did not make the {name} within {DEADLINE_S:.0f} s") from None
         finally:

@@ -7,12 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.busy_share import busy_share
 from megatrain_ray.charts import draw
 from megatrain_ray.config_file import dump_config
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.save import list_saves, list_set_aside, load_manifest, save_folder, verify
 from megatrain_ray.progress import describe_evaluation
 from megatrain_ray.run_dir import RunFiles
+from megatrain_ray.step_split import describe_split
+from megatrain_ray.trace_file import find_traces, read_trace
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
@@ -39,6 +42,8 @@ def inspect_run(path: Path) -> tuple[str, bool]:
         "curves": list(draw([*rows, *evaluations])) or ["none: fewer than two updates"],
         "saves": saves or ["none"],
         "last rows": [_row(row) for row in rows[-NUM_ROWS:]] or ["none"],
+        **({"mean step": [describe_split(rows[-NUM_ROWS:])]} if _tell_split(rows[-NUM_ROWS:]) else {}),
+        **({"traces": list(map(_trace, traces))} if (traces := find_traces(files.path)) else {}),
         **({"last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:]]} if evaluations else {}),
         "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
         or ["nothing to check"],
@@ -91,6 +96,17 @@ def _row(row: dict[str, Any]) -> str:
         f"step {row['step']:<8} loss {_number(row['loss'])}  grad_norm {_number(row['grad_norm'])}  "
         f"lr {row['lr']:.3g}  {format_count(row['tokens_per_s'])} tokens/s{skipped}"
     )
+
+
+def _tell_split(rows: list[dict[str, Any]]) -> bool:
+    return bool(rows) and all("exposed_s" in row and "step_s" in row for row in rows)
+
+
+def _trace(path: Path) -> str:
+    try:
+        return f"{path.name}: the compute stage worked {busy_share(read_trace(path)):.1%} of the time"
+    except (MegatrainError, ValueError, LookupError, TypeError, EOFError):
+        return f"{path.name}: no trace of this version"
 
 
 def _number(value: float | None) -> str:

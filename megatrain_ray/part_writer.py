@@ -12,6 +12,7 @@ from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.io.manifest import PartManifest
 from megatrain_ray.io.save import write_part
+from megatrain_ray.spans import SpanLog
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,19 @@ class WrittenPart:
 
 
 def write_gated_part(
-    gate: SaveGate, index: int, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression
+    gate: SaveGate,
+    index: int,
+    save_folder: Path,
+    attempt: SaveAttempt,
+    compression: SaveCompression,
+    spans: SpanLog,
 ) -> WrittenPart:
     """Writes part `index` of the save of a step, each layer when it has had that step's update."""
     start_s = time.monotonic()
     save = gate.begin(attempt)
     pieces, done = gate.pieces(save), partial(gate.done, save)
     try:
-        part = asyncio.run(write_part(save_folder, index, pieces, done=done, compression=compression))
+        part = asyncio.run(write_part(save_folder, index, pieces, done, compression, spans))
     except BaseException:
         gate.leave(save)
         raise

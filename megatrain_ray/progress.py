@@ -14,6 +14,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from megatrain_ray.logs import show
+from megatrain_ray.step_split import describe_split
 from megatrain_ray.units import format_count, format_duration
 
 MAX_LINES = 50  # of a run, where it is not a terminal
@@ -74,7 +75,7 @@ class LineView:
         step = row["step"]
         left = self._left.after(row)
         if step % self._every == 0 or step in (self._first, self._steps):
-            show(f"step {step}/{self._steps}  {_summary(row)}  {left} left", self._stream)
+            show(f"step {step}/{self._steps}  {_summary(row)}  {left} left  {describe_split([row])}", self._stream)
 
     def evaluating(self, done: int, total: int) -> None:
         """Nothing: the row comes soon enough."""

@@ -9,7 +9,8 @@ evaluations.jsonl  a row an evaluation, in order of steps
 saves/step_N/  weights and optimizer state after N updates
 tokenizer/     the tokenizer's files and the chat template, which an export carries on
 inputs/        a model and data that a program held (objects.py)
-logs/          driver.log: starts, saves, failures with their tracebacks
+trace_steps_*  timelines (trace_file.py)
+logs/          driver.log: starts, steps, saves, failures with their tracebacks
 lock           held while the run is in use
 """
 
@@ -138,6 +139,7 @@ class RunDir(RunFiles):
             self.path / PROCESSES_NAME,
         )
         left = [file for file in map(temporary_of, files) if file.exists()]
+        left += self.path.glob("trace_steps_*.new")
         for file in left:
             file.unlink()
         return [*left, *clean_unfinished(self.saves), *remove_abandoned(self.path)]

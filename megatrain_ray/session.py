@@ -20,8 +20,9 @@ from megatrain_ray.crew_start import SaveRates, start_crew
 from megatrain_ray.data_worker import HeldOutData
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.save_cost import predict_stall_s
-from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
+from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError
 from megatrain_ray.evaluating import RunningEvaluation
+from megatrain_ray.failures import understood
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.disk_errors import DiskFullError
@@ -33,7 +34,10 @@ from megatrain_ray.progress import ProgressView, make_progress
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_processes import forget, record
 from megatrain_ray.saving import RunningSave
+from megatrain_ray.spans import Row, traced_steps
 from megatrain_ray.startup import Startup
+from megatrain_ray.step_split import describe_split
+from megatrain_ray.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -94,24 +98,25 @@ class Session:
         self._last_row: dict[str, Any] = {}
         self._silence = Silence()
         self._save_rates = SaveRates(0.0, 0.0)
+        self._tracing = Tracing(prepared, run.path, step)
 
     def train(self) -> tuple[int, float | None]:
-        """Steps completed and the last one's loss, None when none ran.
-
-        Raises InterruptedRunError, and MegatrainError for what failed.
-        """
+        """Steps completed and the last one's loss, None when none ran. Raises InterruptedRunError, and MegatrainError
+        for what failed."""
         crew = Crew(self._prepared, self._daemons.check, partial(record, self._run.path))
         try:
             self._start(crew)
             with self._interrupts.put_off():
                 with make_progress(self._prepared.config.train.steps, self._completed) as view:
                     self._loop(crew, view)
+                self._tracing.finish(crew, self._completed)
                 crew.stop()
         except RayError as error:
             log.error("after step %d", self._completed, exc_info=error)
-            raise _understood(error, crew) from error
+            raise understood(error, crew) from error
         finally:
             crew.kill()
+            self._tracing.close()
         forget(self._run.path)
         if self._interrupts.requested and not self._policy.is_done(self._seen()):
             saved = f"saved at step {self._saved}" if self._saved == self._completed else "nothing saved"
@@ -186,7 +191,7 @@ class Session:
         self._watch_silence(crew, ended)
         for call in ended:
             if self._under_way and call == self._under_way[0]:
-                self._record(ray.get(call), view)
+                self._record(crew, ray.get(call), view)
                 self._under_way.pop(0)
                 self._mark(crew)
             elif self._evaluation and call in evaluated:
@@ -199,12 +204,15 @@ class Session:
         if self._save and self._save.complete:
             self._commit(self._save)
 
-    def _record(self, result: StepResult, view: ProgressView) -> None:
+    def _record(self, crew: Crew, result: StepResult, view: ProgressView) -> None:
         self._completed = result.progress.step
         self._progress = result.progress
         self._last_row = result.row
-        self._write(self._run.append, result.row)
-        view.update(result.row)
+        with self._tracing.spans.span(Row.DRIVER, f"row of step {self._completed}"):
+            self._write(self._run.append, result.row)
+            log.info("step %d  %s", self._completed, describe_split([result.row]))
+            view.update(result.row)
+        self._tracing.ended(crew, self._completed)
 
     def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
         try:
@@ -249,7 +257,8 @@ class Session:
 
     def _commit(self, save: RunningSave) -> None:
         self._run.settle()  # a save never stands without the rows before it
-        timing = save.commit()
+        with self._tracing.spans.span(Row.DRIVER, f"commit save {save.step}"):
+            timing = save.commit()
         self._saved, self._save = save.step, None
         log.info("saved step %d: %s", save.step, timing)
         if save.held_up_s and self._completed < self._prepared.config.train.steps:
@@ -286,15 +295,5 @@ class Session:
             "step": self._completed,
             "position": self._manifest.data if self._manifest else None,
             "held_out": self._held_out,
+            "traced": traced_steps(config.log.trace),
         }
-
-
-def _understood(error: RayError, crew: Crew) -> MegatrainError:
-    """What the user should read: our own message where an actor raised one; a shard's own before what followed."""
-    for failure in (*crew.failures(), error):
-        cause = failure.cause if isinstance(failure, RayTaskError) else failure
-        if isinstance(cause, MegatrainError) and not isinstance(cause, ShardFailedError):
-            return cause
-        if isinstance(cause, RayActorError):
-            return crew.explain(cause)
-    return MegatrainError(f"an actor failed: {type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ import os
 import select
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,13 +22,14 @@ from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
-from megatrain_ray.errors import DeadlineError
+from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import Piece, read_pieces
 from megatrain_ray.part_writer import WrittenPart, write_gated_part
 from megatrain_ray.planning import Prepared, hyper_of
+from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
 
 
 def wait_gone(pid: int, timeout_s: float) -> None:
@@ -129,6 +131,7 @@ class ShardWorker:
             self._prepared.plan.wire_dtype,
             self._prepared.plan.layer_order,
             self._gate,
+            traced_updates(traced_steps(self._prepared.config.log.trace)),
         )
         loop.start()
         try:
@@ -137,6 +140,14 @@ class ShardWorker:
             self._shard.close()
             self._holder.close()
             self._spare.close()
+
+    def spans(self, last: int) -> RecordedSpans:
+        """Those of the traced updates, once update `last` is done; what there is where the shards stop before."""
+        timeout_s = self._prepared.plan.update_deadline_s
+        with suppress(MegatrainError):
+            for layer in self._prepared.plan.layer_order:
+                self._words.wait_shard_generation(self._index, layer, last, timeout_s)
+        return self._shard.spans.take()
 
     def stop(self) -> None:
         self._words.stop()
@@ -149,7 +160,7 @@ class ShardWorker:
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """Writes this shard's part of the save of a step, each layer when it has had that step's update."""
-        return write_gated_part(self._gate, self._index, save_folder, attempt, compression)
+        return write_gated_part(self._gate, self._index, save_folder, attempt, compression, self._shard.spans)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
         """Updates do not wait for this save any more."""

@@ -22,7 +22,7 @@ MORE = {
     "data.truncation": "sft_data.md", "data.packing": "data.md", "train.trainable": "freezing.md",
     "train.freeze": "freezing.md", "train.groups": "freezing.md", "train.optimizer": "muon.md", "lora": "lora.md",
     "eval_every": "metrics.md#evaluationsjsonl", "log.wandb": "metrics.md", "log.mlflow": "metrics.md",
-    "save_compress": "save_format.md", "hardware.profile": "hardware_profile.md",
+    "log.trace": "trace.md", "save_compress": "save_format.md", "hardware.profile": "hardware_profile.md",
 }  # fmt: skip
 NAMES = {"integer": "whole number", "number": "number", "string": "text", "array": "list", "object": "mapping"}
 

@@ -18,6 +18,7 @@ from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.spare_memory import PAGE_BYTES, SpareMemory
 from megatrain_ray.io.pieces import Piece
+from megatrain_ray.spans import SpanLog
 
 NUM_LAYERS = 3
 PIECE_BYTES = 8
@@ -46,6 +47,7 @@ class FakeShard:
     )
     copied: list[int] = field(default_factory=list)
     absent: set[int] = field(default_factory=set)  # layers of which it owns nothing
+    spans: SpanLog = field(default_factory=SpanLog)
 
     def pieces(self, layer: int) -> Iterator[Piece]:
         for kind in () if layer in self.absent else KINDS:

@@ -83,7 +83,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "lora": None,
         "eval_every": 0,
         "max_failures": 3,
-        "log": {"tensorboard": True, "wandb": None, "mlflow": None},
+        "log": {"tensorboard": True, "wandb": None, "mlflow": None, "trace": None},
     }
 
 
@@ -225,6 +225,8 @@ def test_all_problems_come_in_one_message() -> None:
         (RANDOM_MODEL, "data.tokenizer is required with model.config"),
         ({"train__min_lr": 1.0}, "train.min_lr: 1.0 is more than train.lr: 0.0001"),
         ({"train__warmup_steps": 5}, "train.warmup_steps: 5 is more than train.steps: 4"),
+        ({"log__trace": [3, 2]}, "log.trace: [3, 2]: expected [first, last] with 1 ≤ first ≤ last ≤ train.steps: 4"),
+        ({"log__trace": [3, 5]}, "log.trace: [3, 5]: expected [first, last] with 1 ≤ first ≤ last ≤ train.steps: 4"),
         ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft, and data.kind is pretrain; leave the key"),
         ({"data__chat_template_args": {"a": 1}}, "data.chat_template_args: goes with data.kind: sft"),
         ({"data__kind": "sft", "data__text_field": "body"}, "data.text_field: goes with data.kind: pretrain, and"),

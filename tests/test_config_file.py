@@ -130,6 +130,7 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
         data__tokenizer="bytes",
         model__path=MISSING,
         model__config={"id2label": {0: "x"}, "rope": None, "sizes": [1, 2.5]},
+        log__trace=[1, 2],
     )
     text = dump_config(awkward)
     assert load_text(tmp_path, text) == awkward
@@ -147,6 +148,7 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
         {"save_compress": "zstd"},
         {"eval_every": 7, "data__eval_path": ["held", "out"]},
         {"hardware": {"device": "cpu", "hbm_limit": 1, "ram_limit": 2, "num_shards": 3}},
+        {"log": {"trace": [1, 2]}},
     ],
 )
 def test_a_resume_may_change(changes: dict[str, Any]) -> None:

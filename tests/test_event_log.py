@@ -157,7 +157,9 @@ def test_transfers_run_on_threads_of_their_own(tmp_path: Path) -> None:
     seen: dict[str, set[str]] = {}
 
     class Watched(CpuDevice):
-        def _copy(self, stage: Stage, target: Tensor, source: Tensor, after: Sequence[Event], end_s: float) -> Event:
+        def _copy(
+            self, stage: Stage, target: Tensor, source: Tensor, op: Op, after: Sequence[Event], end_s: float
+        ) -> Event:
             class Probe:
                 at_s = 0.0
 
@@ -165,7 +167,7 @@ def test_transfers_run_on_threads_of_their_own(tmp_path: Path) -> None:
                     seen.setdefault(stage.value, set()).add(threading.current_thread().name)
 
             probe: Event = Probe()
-            return CpuDevice._copy(self, stage, target, source, [*after, probe], end_s)
+            return CpuDevice._copy(self, stage, target, source, op, [*after, probe], end_s)
 
     run(tmp_path, Mode(), make_device=Watched)
     assert seen == {"h2d": {"h2d"}, "d2h": {"d2h"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -22,6 +23,7 @@ from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.shard_worker import ShardWorker
+from megatrain_ray.spans import RecordedSpans, Row
 from tests.runs import config
 from tests.texts import tokens_of
 from tests.tiny import VOCAB_SIZE, build_tiny, tiny_batches
@@ -58,12 +60,19 @@ def batches(ready: Prepared) -> DataWorker:
 
 
 async def run(
-    ready: Prepared, handles: Handles, calls: Sequence[int], *, poison: bool = False, evaluations: Sequence[int] = ()
+    ready: Prepared,
+    handles: Handles,
+    calls: Sequence[int],
+    *,
+    poison: bool = False,
+    evaluations: Sequence[int] = (),
+    spans: list[RecordedSpans] | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of steps called in this order, all before the first has run; in the order of calls.
 
     `poison`: one weight of the final norm, the last of the working copy, is infinite. `evaluations`: held-out batches
-    that are asked for before the first step, in this order; their losses are checked.
+    that are asked for before the first step, in this order; their losses are checked. `spans` gets those of worker and
+    shards.
     """
     data = batches(ready)
 
@@ -88,6 +97,8 @@ async def run(
                 losses = await asyncio.gather(*(worker.evaluate(0, index) for index in evaluations))
                 assert all(loss.num_supervised == 128 and 5 < loss.total / 128 < 6 for loss in losses)
                 results = await asyncio.gather(*(worker.step(step, save=False) for step in calls))
+                if spans is not None:
+                    spans += [await worker.spans(2), *[await asyncio.to_thread(shard.spans, 2) for shard in shards]]
         finally:
             await worker.close()
             for shard in shards:
@@ -130,6 +141,22 @@ async def test_the_keys_of_a_row(ready: Prepared, handles: Handles) -> None:
         assert row["tokens"] == 4 * 32
         assert row["host_bytes"] == sum(handle.nbytes for handle in handles.values())
         assert math.fsum(row["exposed_s"].values()) <= row["step_s"]
+
+
+async def test_spans_are_those_of_the_traced_steps(ready: Prepared, handles: Handles) -> None:
+    config = ready.config.model_copy(update={"log": ready.config.log.model_copy(update={"trace": (2, 2)})})
+    traced = dataclasses.replace(ready, config=config)
+    found: list[RecordedSpans] = []
+    await run(traced, handles, (1, 2, 3), spans=found)
+    of_worker, *of_shards = found
+    assert [span.name for span in of_worker.spans if span.row is Row.STEPS] == ["wait data", "commit", "step 2"]
+    assert {span.row for span in of_worker.spans} > {Row.COMPUTE, Row.H2D, Row.D2H, Row.UPLOADS}
+    for shard in of_shards:
+        updates = [span.layer for span in shard.spans if span.name == "update"]
+        assert updates == 2 * list(range(len(ready.plan.layers))), (
+            "of steps 1, which runs under the forward of 2, and 2"
+        )
+    assert sum(recorded.num_dropped for recorded in found) == 0
 
 
 async def test_a_skipped_step_names_the_parameter(ready: Prepared, handles: Handles) -> None:

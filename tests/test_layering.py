@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOUNDATION = {"config", "config_file", "config_origins", "config_problems", "config_values", "errors", "units", "trace"}
+FOUNDATION = {
+    "config", "config_file", "config_origins", "config_problems", "config_values", "errors", "spans", "units", "trace",
+}  # fmt: skip
 LEVELS = {"foundation": 0, "io": 1, "engine": 2, "orchestration": 3}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.progress import TimeLeft, make_progress
+from megatrain_ray.step_split import describe_split
 
 
 class Terminal(io.StringIO):
@@ -17,7 +18,16 @@ class Terminal(io.StringIO):
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 2.5, "tokens_per_s": 12345.0, "step_s": 2.0, "skipped": False} | changes
+    exposed_s = {"h2d": 0.25, "d2h": 0.0, "optimizer": 0.5, "loss": 0.009}
+    given = {
+        "step": step,
+        "loss": 2.5,
+        "tokens_per_s": 12345.0,
+        "step_s": 2.0,
+        "exposed_s": exposed_s,
+        "skipped": False,
+    }
+    return given | changes
 
 
 def shown_steps(steps: int, completed: int) -> list[int]:
@@ -34,9 +44,16 @@ def test_a_line_says_step_loss_speed_and_time_left() -> None:
         view.update(row(4))
         view.update(row(5, loss=math.nan, skipped=True, bad_parameter="lm_head.weight"))
     assert stream.getvalue().splitlines() == [
-        "step 4/10  loss 2.5000  12.3k tokens/s  12s left",
-        "step 5/10  loss nan  12.3k tokens/s  skipped: the gradient of lm_head.weight is not finite  10s left",
+        "step 4/10  loss 2.5000  12.3k tokens/s  12s left  2 s: compute 1.24, optimizer 0.5, h2d 0.25",
+        "step 5/10  loss nan  12.3k tokens/s  skipped: the gradient of lm_head.weight is not finite  10s left  "
+        "2 s: compute 1.24, optimizer 0.5, h2d 0.25",
     ]
+
+
+def test_where_steps_went_in_the_mean() -> None:
+    rows = [row(1), row(2, step_s=4.0, exposed_s={"h2d": 0.25, "d2h": 0.0, "optimizer": 3.5, "loss": 0.25})]
+    assert describe_split(rows) == "3 s: compute 0.62, optimizer 2, h2d 0.25, loss 0.13"
+    assert describe_split([row(1, exposed_s={"python": 2.5})]) == "2 s: compute 0, python 2.5"
 
 
 EVALUATION = {"step": 3, "eval_loss": 2.5, "perplexity": 12.1825, "eval_tokens": 12345, "eval_s": 2.0}

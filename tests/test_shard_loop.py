@@ -90,9 +90,12 @@ class Worker:
 
 
 @contextmanager
-def serving(shards: Shards, words: HostWords, slab: Tensor, order: tuple[int, ...]) -> Iterator[list[ShardLoop]]:
+def serving(
+    shards: Shards, words: HostWords, slab: Tensor, order: tuple[int, ...], traced: range = range(0)
+) -> Iterator[list[ShardLoop]]:
     loops = [
-        ShardLoop(shard, words, slab, torch.bfloat16, order, gate_of(shard, words, order)) for shard in shards.shards
+        ShardLoop(shard, words, slab, torch.bfloat16, order, gate_of(shard, words, order), traced)
+        for shard in shards.shards
     ]
     for loop in loops:
         loop.start()
@@ -154,6 +157,22 @@ def test_threads_serve_ten_updates_exactly(order: tuple[int, ...], commit_first:
             loop.join(WAIT_S)
         assert [words.torn(shard) for shard in range(2)] == [None, None]
         assert_equal(shards, reference(shards.layout, 10, torch.bfloat16))
+
+
+def test_updates_that_are_traced_leave_spans() -> None:
+    with open_shards(PRECISION, 2) as shards:
+        words, slab = new_words(), torch.zeros(4 * shards.layout.size, dtype=torch.uint8)
+        shards.load(Dictionary(random_masters(shards.layout)))
+        with serving(shards, words, slab, FORWARD, traced=range(2, 4)) as loops:
+            Worker(shards.layout, words, slab).run(5, commit_first=False)
+        for loop in loops:
+            loop.join(WAIT_S)
+        for shard in shards.shards:
+            spans = shard.spans.take().spans
+            one_update = [(name, layer) for layer in FORWARD for name in ("wait gradient", "update")]
+            skipped = [("wait gradient", layer) for layer in FORWARD]
+            assert [(span.name, span.layer) for span in spans] == [*one_update, *skipped]
+            assert all(span.waits == (span.name == "wait gradient") for span in spans)
 
 
 def serve_in_a_process(paths: dict[str, str], index: int, num_shards: int) -> None:

@@ -1,0 +1,122 @@
+"""Spans of real time: what a process does in the traced steps of a training.
+
+All times are of CLOCK_MONOTONIC, which is one clock for all processes of a machine. The virtual clock of trace.py is
+another thing: it counts costs, and tests read the order of a step off it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import nullcontext
+from enum import Enum
+from types import TracebackType
+from typing import NamedTuple
+
+# Of a process: some 60 MB. A step of 30 layers in 4 micro-batches is about 1,500 in the GPU worker.
+MAX_SPANS = 200_000
+
+
+def traced_steps(trace: tuple[int, int] | None) -> range:
+    """What log.trace names."""
+    return range(trace[0], trace[1] + 1) if trace else range(0)
+
+
+def traced_updates(steps: range) -> range:
+    """Those that are under way in these steps: the one before the first runs under its forward."""
+    return range(steps.start - 1, steps.stop) if steps else steps
+
+
+class Row(Enum):
+    """The rows of a trace, from top to bottom within a process."""
+
+    STEPS = "steps"
+    COMPUTE = "compute"
+    SUBMIT = "compute thread"
+    H2D = "h2d"
+    D2H = "d2h"
+    UPLOADS = "event loop: uploads"
+    GRADIENTS = "event loop: gradients"
+    LANDINGS = "event loop: landings"
+    UPDATES = "updates"
+    SAVE = "save"
+    BATCHES = "batches"
+    DRIVER = "driver"
+
+
+class Span(NamedTuple):
+    """`layer`: its number or name. `waits`: nothing is done meanwhile."""
+
+    row: Row
+    name: str
+    start_ns: int
+    end_ns: int
+    layer: int | str = -1
+    micro_batch: int = -1
+    num_bytes: int = 0
+    waits: bool = False
+
+
+class RecordedSpans(NamedTuple):
+    """Those of a process. `num_dropped`: what came when there were MAX_SPANS."""
+
+    pid: int
+    spans: tuple[Span, ...]
+    num_dropped: int
+
+
+class SpanLog:
+    """The spans of one process. Thread-safe. `on` is set by whoever knows which steps are traced, `num_dropped` counts
+    what there was no room for."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self.num_dropped = 0
+
+    def span(
+        self, row: Row, name: str, layer: int | str = -1, micro_batch: int = -1, num_bytes: int = 0, *,
+        waits: bool = False,
+    ) -> _OpenSpan | nullcontext[None]:  # fmt: skip
+        """Records the time of the block, if it begins while the log is on."""
+        if not self.on:
+            return _NOTHING
+        return _OpenSpan(self, (row, name), (layer, micro_batch, num_bytes, waits))
+
+    def add(self, span: Span) -> None:
+        """Records a span whose times are known."""
+        with self._lock:
+            if len(self._spans) < MAX_SPANS:
+                self._spans.append(span)
+            else:
+                self.num_dropped += 1
+
+    def take(self) -> RecordedSpans:
+        """What was recorded since the last call."""
+        with self._lock:
+            taken = RecordedSpans(os.getpid(), tuple(self._spans), self.num_dropped)
+            self._spans, self.num_dropped = [], 0
+            return taken
+
+
+_NOTHING = nullcontext()
+
+
+class _OpenSpan:
+    __slots__ = ("_head", "_log", "_start_ns", "_tail")
+
+    def __init__(self, log: SpanLog, head: tuple[Row, str], tail: tuple[int | str, int, int, bool]) -> None:
+        self._log = log
+        self._head = head
+        self._tail = tail
+
+    def __enter__(self) -> None:
+        self._start_ns = time.monotonic_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        (row, name), (layer, micro_batch, num_bytes, waits) = self._head, self._tail
+        self._log.add(Span(row, name, self._start_ns, time.monotonic_ns(), layer, micro_batch, num_bytes, waits))
