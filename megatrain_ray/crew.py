@@ -52,6 +52,7 @@ class Crew:
         self._gone: set[str] = set()  # ids of actors that were replaced
         self._newest_save = NO_ATTEMPT
         self.base_checksums: Sequence[int | None] = ()  # of frozen parts, where saves leave them out; after `load`
+        self.kernel_names: Sequence[str] = ()  # what updates run as; after `start`
         self.gpu: Any = None
         self.data: Any = None
         self._pids: dict[str, int] = {}
@@ -62,8 +63,7 @@ class Crew:
         """Places and starts all actors; weights are not loaded yet."""
         place = self._placement = Placement(self._prepared)
         self.data = place.data(data_arguments)
-        owner = Post("arena owner", place.owner)
-        self._posts = [owner]
+        self._posts = [owner := Post("arena owner", place.owner)]
         self._fill(owner, None)
         self._assign(owner, lambda actor: actor.run.remote(), serves=True)
         with held(owner.handles) as self._own_handles:  # nobody but their owner holds them yet
@@ -74,9 +74,8 @@ class Crew:
 
     def _start_others(self, place: Placement) -> None:
         """Shards and GPU worker, which attach the owner's arenas."""
-        self._shards = [
-            Post(f"optimizer shard {k}", place.shard_maker(k)) for k in range(self._prepared.plan.num_shards)
-        ]
+        num_shards = self._prepared.plan.num_shards
+        self._shards = [Post(f"optimizer shard {k}", place.shard_maker(k)) for k in range(num_shards)]
         holders = self._holders()
         for post in self._shards:  # all processes start at the same time
             post.actor = post.make(holders, None)
@@ -84,7 +83,8 @@ class Crew:
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
-        log.info("updates run as %s", ", ".join(sorted(set(self._ask_shards("kernel_name")))))
+        self.kernel_names = sorted(set(self._ask_shards("kernel_name")))
+        log.info("updates run as %s", ", ".join(self.kernel_names))
         self._gpu_handles = answer("the GPU worker did not start", self.gpu.handles.remote())
         self._pids["GPU worker"] = next(iter(self._gpu_handles.values())).pid
 

@@ -43,7 +43,8 @@ POLL_S = 0.2  # how often the driver looks whether it was interrupted
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources."""
+    """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources. `at_end`:
+    called when nothing is left to do, while all processes are still there."""
 
     prepared: Prepared
     tokens: tuple[Path, ...]
@@ -52,6 +53,7 @@ class Job:
     interrupts: Interrupts
     daemons: Daemons
     startup: Startup
+    at_end: Callable[[Job, Crew], None] = lambda job, crew: None
 
 
 @dataclass
@@ -71,14 +73,11 @@ class Session:
     def __init__(self, job: Job, manifest: Manifest | None, sinks: MetricSinks) -> None:
         """`manifest`: of the save to go on from."""
         prepared, run = job.prepared, job.run
+        self._job = job
         self._prepared = prepared
-        self._tokens = job.tokens
         self._held_out = job.held_out
         self._batches = job.held_out.open() if job.held_out else None  # once: to lay chats side by side takes a while
         self._run = run
-        self._interrupts = job.interrupts
-        self._daemons = job.daemons
-        self._startup = job.startup
         self._manifest = manifest
         self._sinks = sinks
         self._policy = RunPolicy.of(prepared.config)
@@ -100,12 +99,14 @@ class Session:
 
         Raises InterruptedRunError, and MegatrainError for what failed.
         """
-        crew = Crew(self._prepared, self._daemons.check, partial(record, self._run.path))
+        crew = Crew(self._prepared, self._job.daemons.check, partial(record, self._run.path))
         try:
             self._start(crew)
-            with self._interrupts.put_off():
+            with self._job.interrupts.put_off():
                 with make_progress(self._prepared.config.train.steps, self._completed) as view:
                     self._loop(crew, view)
+                if self._policy.is_done(self._seen()):
+                    self._job.at_end(self._job, crew)
                 crew.stop()
         except RayError as error:
             log.error("after step %d", self._completed, exc_info=error)
@@ -113,17 +114,17 @@ class Session:
         finally:
             crew.kill()
         forget(self._run.path)
-        if self._interrupts.requested and not self._policy.is_done(self._seen()):
+        if self._job.interrupts.requested and not self._policy.is_done(self._seen()):
             saved = f"saved at step {self._saved}" if self._saved == self._completed else "nothing saved"
             raise InterruptedRunError(f"interrupted after step {self._completed}, {saved}; the same command resumes")
         return self._completed, self._last_row.get("loss")
 
     def _start(self, crew: Crew) -> None:
         self._save_rates = start_crew(
-            crew, self._prepared, self._run, self._manifest, self._progress, self._data_arguments(), self._startup
+            crew, self._prepared, self._run, self._manifest, self._progress, self._data_arguments(), self._job.startup
         )
         if not self._policy.is_done(self._seen()):
-            self._startup.tell(f"step {self._completed + 1} of {self._prepared.config.train.steps}")
+            self._job.startup.tell(f"step {self._completed + 1} of {self._prepared.config.train.steps}")
         self._silence.heard()
 
     def _loop(self, crew: Crew, view: ProgressView) -> None:
@@ -155,7 +156,7 @@ class Session:
             submitted=self._submitted,
             completed=self._completed,
             saved=self._saved,
-            interrupted=self._interrupts.requested,
+            interrupted=self._job.interrupts.requested,
             saving=self._save is not None,
             missed=self._missed,
             evaluated=self._evaluated,
@@ -165,10 +166,9 @@ class Session:
     def _begin_save(self, crew: Crew, step: int) -> None:
         predicted_s = 0.0
         if self._completed < step < self._prepared.config.train.steps and self._last_row:
-            step_s = self._last_row["step_s"]
-            predicted_s = predict_stall_s(
-                self._prepared.plan, step_s, self._save_rates.disk_bytes_per_s, self._save_rates.copy_bytes_per_s
-            )
+            step_s, rates = self._last_row["step_s"], self._save_rates
+            plan = self._prepared.plan
+            predicted_s = predict_stall_s(plan, step_s, rates.disk_bytes_per_s, rates.copy_bytes_per_s)
         try:
             self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
         except CapacityError as error:  # while running: nothing of the configuration is wrong
@@ -215,7 +215,7 @@ class Session:
 
     def _end_evaluation(self, evaluation: RunningEvaluation, view: ProgressView) -> None:
         """Gives it up when interrupted; writes its row when it is over."""
-        if self._interrupts.requested:
+        if self._job.interrupts.requested:
             evaluation.give_up()
         if not evaluation.is_over:
             return
@@ -280,7 +280,7 @@ class Session:
         config, plan = self._prepared.config, self._prepared.plan
         return {
             "data": config.data,
-            "tokens": self._tokens,
+            "tokens": self._job.tokens,
             "vocab_size": self._prepared.structure.vocab_size,
             "batch_size": plan.micro_batch_size * plan.num_micro_batches,
             "step": self._completed,
