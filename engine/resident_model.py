@@ -24,7 +24,7 @@ from megatrain_ray.engine.rehearsal import rehearse
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
-from megatrain_ray.engine.step import StepInput, StepRunner
+from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.visits import Visit, visits
 
 WEIGHT_STD = 0.02  # of the matrices: zeros would need less power, and so run faster, than values do
@@ -42,7 +42,7 @@ class ResidentModel:
         self._plan = plan
         self._structure = structure
         self._layout = layout
-        self._device = device
+        self.device = device
         self._visits = visits(len(plan.layers), 1, plan.order, layout.lowest_trained)
         self._skeleton = Skeleton(build_empty(factory, dtype), structure, device.torch_device)
         self._skeleton.attention.set(plan.attention)
@@ -51,27 +51,26 @@ class ResidentModel:
         self._layers = ResidentLayers(layout, dtype, memory, self._visits)
 
     def with_micro_batch(self, size: int) -> StepRunner:
-        """Runs steps of one micro-batch of `size` sequences, with `visits`; what it needs compiled is compiled."""
+        """For steps of one micro-batch of `size` sequences; what they need compiled is compiled."""
         plan = _resident_plan(self._plan, size)
-        rehearse(self._skeleton, plan, self._device.torch_device, self._residents.saving())
+        rehearse(self._skeleton, plan, self.device.torch_device, self._residents.saving())
         return StepRunner(
             plan=plan,
             structure=self._structure,
             layout=self._layout,
-            device=self._device,
+            device=self.device,
             skeleton=self._skeleton,
             streamer=self._layers,
             residents=self._residents,
             modules=self._modules,
-            store=NoGradients(self._device),
+            store=NoGradients(self.device),
             orthogonalizer=None,
             transfer=lambda transfer: None,
         )
 
-    def run(self, runner: StepRunner, step: StepInput) -> None:
-        """One forward and backward, whose end the host waits for."""
-        runner.run(step, self._visits)
-        self._device.timeline.clear()
+    def run(self, runner: StepRunner, step: StepInput) -> StepOutput:
+        """One forward and backward, whose end the host waits for. `runner`: of `with_micro_batch`."""
+        return runner.run(step, self._visits)
 
 
 class ResidentLayers:

@@ -10,9 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from megatrain_ray.bench import BenchOptions, Measured
+from megatrain_ray.bench import Measured
+from megatrain_ray.bench_config import BenchOptions
 from megatrain_ray.config_file import config_to_dict
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
@@ -138,11 +141,11 @@ def _plan(plan: Plan) -> dict[str, Any]:
     return {**sizes, "activations": dict(activations), **tree}
 
 
-def to_table(report: Mapping[str, Any]) -> Table:
+def print_table(report: Mapping[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
     for name, text in _lines(report):
-        table.add_row(name, text)
-    return table
+        table.add_row(name, Text(text))
+    Console().print(table)
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatrain_ray import __version__
+from megatrain_ray.bench_config import BenchOptions, bench_config
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
@@ -163,25 +165,20 @@ def _plan(config: TrainConfig, *, as_json: bool) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    load_config(options.config, options.overrides)  # a wrong key is reported at once
-    if options.warmup < 0 or options.steps < 1:
-        raise ConfigError(
-            f"--warmup {options.warmup} --steps {options.steps}: expected 0 or more steps before at least one"
-        )
-    from megatrain_ray.startup import spinner
-
-    with spinner("importing PyTorch and Ray"):
-        from rich.console import Console
-
-        from megatrain_ray.bench import BenchOptions, measure
-        from megatrain_ray.bench_report import to_json, to_report, to_table
-
     settings = BenchOptions(options.warmup, options.steps, options.compare_in_process, options.commit)
-    report = to_report(measure(options.config, options.overrides, settings), settings)
+    with tempfile.TemporaryDirectory(prefix="megatrain-bench-") as folder:
+        config = bench_config(options.config, options.overrides, settings, Path(folder) / "run")
+        from megatrain_ray.startup import spinner
+
+        with spinner("importing PyTorch and Ray"):
+            from megatrain_ray.bench import measure
+            from megatrain_ray.bench_report import print_table, to_json, to_report
+
+        report = to_report(measure(config, settings), settings)
     if options.json:
         show(to_json(report))
     else:
-        Console().print(to_table(report))
+        print_table(report)
     return 0
 
 

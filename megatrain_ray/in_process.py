@@ -27,10 +27,8 @@ def run_in_process(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str,
 async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
     plan = prepared.plan
     owner = ArenaHolder.create(arena_sizes(plan, prepared.structure.layout(plan.num_fragments)))
-    # Each shard is made and served by a thread of its own, for which the number of torch's threads is set.
+    shards = [_shard(prepared, k, owner.handles) for k in range(plan.num_shards)]
     with ThreadPoolExecutor(plan.num_shards, thread_name_prefix="optimizer") as threads:
-        making = [threads.submit(_shard, prepared, k, owner.handles) for k in range(plan.num_shards)]
-        shards = [await asyncio.wrap_future(shard) for shard in making]
         worker = GpuWorker(prepared, [owner.handles], _batches(prepared, tokens), _nothing_held_out)
         await worker.start(Progress(0, 0))
         serving: list[Future[None]] = [threads.submit(shard.run, NO_ATTEMPT) for shard in shards]
@@ -48,6 +46,7 @@ async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any
 
 
 def _shard(prepared: Prepared, index: int, handles: Handles) -> ShardWorker:
+    """One after the other: initialisation draws from the process's random numbers."""
     shard = ShardWorker(prepared, index, [handles])
     shard.initialize()
     return shard

@@ -107,6 +107,7 @@ class _Rate:
         for _ in range(WARMUP_STEPS + MEASURED_STEPS):
             start_s = time.perf_counter()
             self.model.run(runner, step)
+            self.model.device.timeline.clear()
             seconds.append(time.perf_counter() - start_s)
         step_s = statistics.median(seconds[WARMUP_STEPS:])
         return self.flops.per_step(num_tokens, num_tokens * seq_len) / step_s / 1e12
