@@ -41,8 +41,7 @@ class Crew:
         check_cluster: Callable[[], None] = lambda: None,
         record: Callable[[Mapping[str, int]], None] = lambda pids: None,
     ) -> None:
-        """`check_cluster` is called in every wait and raises when nothing can go on. `record` gets the processes of the
-        run by name, whenever they change."""
+        """`check_cluster` is called in every wait and raises when nothing can go on, `record` when processes change."""
         self._prepared = prepared
         self._check_cluster = check_cluster
         self._record = record
@@ -63,7 +62,8 @@ class Crew:
         """Places and starts all actors; weights are not loaded yet."""
         place = self._placement = Placement(self._prepared)
         self.data = place.data(data_arguments)
-        self._posts = [owner := Post("arena owner", place.owner)]
+        owner = Post("arena owner", place.owner)
+        self._posts = [owner]
         self._fill(owner, None)
         self._assign(owner, lambda actor: actor.run.remote(), serves=True)
         with held(owner.handles) as self._own_handles:  # nobody but their owner holds them yet
@@ -74,8 +74,8 @@ class Crew:
 
     def _start_others(self, place: Placement) -> None:
         """Shards and GPU worker, which attach the owner's arenas."""
-        num_shards = self._prepared.plan.num_shards
-        self._shards = [Post(f"optimizer shard {k}", place.shard_maker(k)) for k in range(num_shards)]
+        numbers = range(self._prepared.plan.num_shards)
+        self._shards = [Post(f"optimizer shard {k}", place.shard_maker(k)) for k in numbers]
         holders = self._holders()
         for post in self._shards:  # all processes start at the same time
             post.actor = post.make(holders, None)

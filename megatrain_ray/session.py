@@ -20,8 +20,9 @@ from megatrain_ray.crew_start import SaveRates, start_crew
 from megatrain_ray.data_worker import HeldOutData
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.save_cost import predict_stall_s
-from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError, ShardFailedError
+from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError
 from megatrain_ray.evaluating import RunningEvaluation
+from megatrain_ray.failures import understood
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.disk_errors import DiskFullError
@@ -44,7 +45,7 @@ POLL_S = 0.2  # how often the driver looks whether it was interrupted
 @dataclass(frozen=True)
 class Job:
     """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources. `at_end`:
-    called when nothing is left to do, while all processes are still there."""
+    called when all steps are made, while every process is still there."""
 
     prepared: Prepared
     tokens: tuple[Path, ...]
@@ -75,9 +76,13 @@ class Session:
         prepared, run = job.prepared, job.run
         self._job = job
         self._prepared = prepared
+        self._tokens = job.tokens
         self._held_out = job.held_out
         self._batches = job.held_out.open() if job.held_out else None  # once: to lay chats side by side takes a while
         self._run = run
+        self._interrupts = job.interrupts
+        self._daemons = job.daemons
+        self._startup = job.startup
         self._manifest = manifest
         self._sinks = sinks
         self._policy = RunPolicy.of(prepared.config)
@@ -99,32 +104,30 @@ class Session:
 
         Raises InterruptedRunError, and MegatrainError for what failed.
         """
-        crew = Crew(self._prepared, self._job.daemons.check, partial(record, self._run.path))
+        crew = Crew(self._prepared, self._daemons.check, partial(record, self._run.path))
         try:
             self._start(crew)
-            with self._job.interrupts.put_off():
+            with self._interrupts.put_off():
                 with make_progress(self._prepared.config.train.steps, self._completed) as view:
                     self._loop(crew, view)
-                if self._policy.is_done(self._seen()):
-                    self._job.at_end(self._job, crew)
                 crew.stop()
         except RayError as error:
             log.error("after step %d", self._completed, exc_info=error)
-            raise _understood(error, crew) from error
+            raise understood(error, crew) from error
         finally:
             crew.kill()
         forget(self._run.path)
-        if self._job.interrupts.requested and not self._policy.is_done(self._seen()):
+        if self._interrupts.requested and not self._policy.is_done(self._seen()):
             saved = f"saved at step {self._saved}" if self._saved == self._completed else "nothing saved"
             raise InterruptedRunError(f"interrupted after step {self._completed}, {saved}; the same command resumes")
         return self._completed, self._last_row.get("loss")
 
     def _start(self, crew: Crew) -> None:
         self._save_rates = start_crew(
-            crew, self._prepared, self._run, self._manifest, self._progress, self._data_arguments(), self._job.startup
+            crew, self._prepared, self._run, self._manifest, self._progress, self._data_arguments(), self._startup
         )
         if not self._policy.is_done(self._seen()):
-            self._job.startup.tell(f"step {self._completed + 1} of {self._prepared.config.train.steps}")
+            self._startup.tell(f"step {self._completed + 1} of {self._prepared.config.train.steps}")
         self._silence.heard()
 
     def _loop(self, crew: Crew, view: ProgressView) -> None:
@@ -149,6 +152,8 @@ class Session:
                         self._save.hold_up()
                     self._wait(crew, view)
                 case Action.STOP:
+                    if self._policy.is_done(seen):
+                        self._job.at_end(self._job, crew)
                     return
 
     def _seen(self) -> Observation:
@@ -156,7 +161,7 @@ class Session:
             submitted=self._submitted,
             completed=self._completed,
             saved=self._saved,
-            interrupted=self._job.interrupts.requested,
+            interrupted=self._interrupts.requested,
             saving=self._save is not None,
             missed=self._missed,
             evaluated=self._evaluated,
@@ -166,9 +171,10 @@ class Session:
     def _begin_save(self, crew: Crew, step: int) -> None:
         predicted_s = 0.0
         if self._completed < step < self._prepared.config.train.steps and self._last_row:
-            step_s, rates = self._last_row["step_s"], self._save_rates
-            plan = self._prepared.plan
-            predicted_s = predict_stall_s(plan, step_s, rates.disk_bytes_per_s, rates.copy_bytes_per_s)
+            step_s = self._last_row["step_s"]
+            predicted_s = predict_stall_s(
+                self._prepared.plan, step_s, self._save_rates.disk_bytes_per_s, self._save_rates.copy_bytes_per_s
+            )
         try:
             self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
         except CapacityError as error:  # while running: nothing of the configuration is wrong
@@ -215,7 +221,7 @@ class Session:
 
     def _end_evaluation(self, evaluation: RunningEvaluation, view: ProgressView) -> None:
         """Gives it up when interrupted; writes its row when it is over."""
-        if self._job.interrupts.requested:
+        if self._interrupts.requested:
             evaluation.give_up()
         if not evaluation.is_over:
             return
@@ -280,21 +286,10 @@ class Session:
         config, plan = self._prepared.config, self._prepared.plan
         return {
             "data": config.data,
-            "tokens": self._job.tokens,
+            "tokens": self._tokens,
             "vocab_size": self._prepared.structure.vocab_size,
             "batch_size": plan.micro_batch_size * plan.num_micro_batches,
             "step": self._completed,
             "position": self._manifest.data if self._manifest else None,
             "held_out": self._held_out,
         }
-
-
-def _understood(error: RayError, crew: Crew) -> MegatrainError:
-    """What the user should read: our own message where an actor raised one; a shard's own before what followed."""
-    for failure in (*crew.failures(), error):
-        cause = failure.cause if isinstance(failure, RayTaskError) else failure
-        if isinstance(cause, MegatrainError) and not isinstance(cause, ShardFailedError):
-            return cause
-        if isinstance(cause, RayActorError):
-            return crew.explain(cause)
-    return MegatrainError(f"an actor failed: {type(error).__name__}: {error}")
