@@ -32,6 +32,7 @@ def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
     rows = measured.rows[options.warmup :]
     step_s = _distribution(row["step_s"] for row in rows)
     tflops = _median(rows, "model_tflops")
+    plan = _plan(prepared.plan)
     return {
         "version": VERSION,
         "warmup": options.warmup,
@@ -43,14 +44,14 @@ def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
             cause: statistics.median(row["exposed_s"][cause] for row in rows) for cause in rows[0]["exposed_s"]
         },
         "gpu_busy_share": None,
-        "predicted_step_s": None,
+        "prediction": plan.pop("prediction", None),
         "ceiling": _ceiling(measured, tflops),
         "in_process": _in_process(measured, options, step_s["median"]),
         "memory": _memory(measured),
         "state_share": state_share(prepared.plan),
         "optimizer": _optimizer(measured),
         "bytes_per_parameter": _moved(measured),
-        "plan": _plan(prepared.plan),
+        "plan": plan,
         "losses": _losses(measured.rows),
         "all_step_s": [row["step_s"] for row in measured.rows],
         "hardware": hardware(prepared.plan.device),
@@ -156,6 +157,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"(spread {step_s['spread']:.1%})",
     )
     yield "speed", f"{format_count(report['tokens_per_s'])} tokens/s, {report['model_tflops']:.4g} model TFLOPS"
+    if predicted := report["prediction"]:
+        error = predicted["step_s"] / step_s["median"] - 1
+        yield "predicted", f"{predicted['step_s']:.4g} s a step by the plan ({error:+.1%})"
     yield "ceiling", _ceiling_line(report["ceiling"])
     if compared := report["in_process"]:
         difference = compared["run_is_slower_by_percent"]

@@ -100,8 +100,10 @@ def test_the_table(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     for name in ("step", "speed", "ceiling", "one process", "waited", "memory", "state", "AdamW", "plan"):
         assert f"\n{name} " in f"\n{out}"
-    print_table(report | {"in_process": None, "ceiling": {"model_tflops": None}})
+    predicted = {"step_s": 1.1 * report["step_s"]["median"]}
+    print_table(report | {"in_process": None, "ceiling": {"model_tflops": None}, "prediction": predicted})
     out = capsys.readouterr().out
+    assert "by the plan (+10.0%)" in out
     assert "one process" not in out
     assert "do not fit the device" in out
 
