@@ -23,7 +23,7 @@ class DeviceMemory:
 
 
 def pss(pid: int) -> dict[str, int]:
-    """Bytes of a process by kind; what several map counts in part for each. Takes about a second for 100 GB.
+    """Bytes of a process by kind; what several map counts in part for each.
 
     Raises OSError where there is no such process, or one of another user.
     """
