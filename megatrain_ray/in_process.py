@@ -46,7 +46,7 @@ async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any
 
 
 def _shard(prepared: Prepared, index: int, handles: Handles) -> ShardWorker:
-    """One after the other: initialisation draws from the process's random numbers."""
+    """One after the other: Transformers imports its parts when they are first used, which threads cannot do at once."""
     shard = ShardWorker(prepared, index, [handles])
     shard.initialize()
     return shard
