@@ -128,6 +128,12 @@ def _fill(weights: torch.Tensor, layout: ModelLayout) -> None:
 
 
 def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:
-    """What a step of one micro-batch asks of a plan: everything is kept for the backward."""
-    layers = tuple(replace(layer, activations=ActivationPolicy.KEEP) for layer in plan.layers)
-    return replace(plan, layers=layers, micro_batch_size=micro_batch_size, num_micro_batches=1, sums=Tier.HBM)
+    """What a step of one micro-batch asks of a plan: everything is kept for the backward, and a row is one document."""
+    return replace(
+        plan,
+        layers=tuple(replace(layer, activations=ActivationPolicy.KEEP) for layer in plan.layers),
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=1,
+        sums=Tier.HBM,
+        packed_attention=plan.attention,
+    )
