@@ -26,11 +26,11 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     """Bytes that a step copies in each direction between host and device."""
     layout = structure.layout(plan.num_fragments)
     of_muon = _muon_bytes(plan, layout)
-    gradients = sum(layout.gradient_bytes(plan.wire_dtype.itemsize))
-    sums = _suspended_bytes(plan, layout)
+    leaving = sum(layout.layers[i].trained.size for i, x in enumerate(plan.layers) if x.gradients is not Tier.HBM)
+    sums = _suspensions(plan) * leaving * plan.accumulation_dtype.itemsize
     return {
         Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + of_muon,
-        Stage.D2H.value: gradients + sums + sum(layout.direction_bytes),
+        Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + sum(layout.direction_bytes),
     }
 
 
@@ -42,11 +42,9 @@ def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) 
     return elements * plan.precision.working_dtype.itemsize
 
 
-def _suspended_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """Of sums that wait on the host for the next micro-batch: they go there and come back between any two."""
-    if plan.sums is not Tier.HOST:
-        return 0
-    return (plan.num_micro_batches - 1) * sum(layout.gradient_bytes(plan.accumulation_dtype.itemsize))
+def _suspensions(plan: Plan) -> int:
+    """How often a sum over micro-batches goes to wait on the host, and comes back: between any two, where it does."""
+    return plan.num_micro_batches - 1 if plan.sums is Tier.HOST else 0
 
 
 def _muon_bytes(plan: Plan, layout: ModelLayout) -> int:

@@ -42,6 +42,19 @@ def test_the_bytes_are_those_that_the_engine_copies(tmp_path: Path, recipe: Reci
     assert moved_bytes(plan, structure) == {stage.value: moved(steady, stage) for stage in (Stage.H2D, Stage.D2H)}
 
 
+def test_gradients_that_stay_on_the_device_do_not_move(tmp_path: Path) -> None:
+    recipe = Recipe(2, micro_batch_size=1)
+    structure, plan = plan_for(
+        folder_source(build_tiny(tmp_path / "model")).factory, recipe, Mode(sums=Tier.HOST), (4, 32)
+    )
+    moving = moved_bytes(plan, structure)
+    layers = (replace(plan.layers[0], gradients=Tier.HBM), *plan.layers[1:])
+    fewer = moved_bytes(replace(plan, layers=layers), structure)
+    out = 4 * 4 * structure.layout().layers[0].trained.size  # after each of four micro-batches
+    back = 3 * out // 4
+    assert (moving["d2h"] - fewer["d2h"], moving["h2d"] - fewer["h2d"]) == (out, back)
+
+
 def test_shares_of_the_state(tmp_path: Path) -> None:
     recipe = Recipe(2, micro_batch_size=4, precision="bf16")
     _, plan = plan_for(folder_source(build_tiny(tmp_path / "model")).factory, recipe, Mode(), (4, 32))
