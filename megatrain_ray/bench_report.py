@@ -164,13 +164,13 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if compared := report["in_process"]:
         difference = compared["run_is_slower_by_percent"]
         same = "the same losses" if compared["same_losses"] else "other losses"
-        yield "one process", f"{compared['step_s']['median']:.4g} s; the run is slower by {difference:.1f} %; {same}"
+        yield "one process", f"{compared['step_s']['median']:.4g} s; with Ray {difference:+.1f} %; {same}"
     yield "waited", waits(report["exposed_s"], step_s["median"])
     yield "memory", _memory_line(report["memory"])
     shares = ", ".join(f"{share:.0%} {tier}" for tier, share in report["state_share"].items() if share)
     optimizer, moved = report["optimizer"], report["bytes_per_parameter"]
     yield "state", f"{shares}; a step moves {moved['h2d']:.3g} bytes per parameter in and {moved['d2h']:.3g} out"
-    threads = f"{optimizer['num_shards']} shards × {optimizer['num_shard_threads']} threads"
+    threads = f"{optimizer['num_shards']} × {optimizer['num_shard_threads']} threads"
     yield "AdamW", f"{', '.join(optimizer['kernels'])}, {threads}"
     yield "plan", _plan_line(report["plan"])
 
