@@ -24,6 +24,7 @@ from megatrain_ray.crew import Crew
 from megatrain_ray.engine.plan import Tier
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.process_memory import pss
 from megatrain_ray.tokenizing import tokenize
 
 ROOT = Path(__file__).parent.parent
@@ -45,13 +46,6 @@ def prepared(folder: Path, num_layers: int) -> Prepared:
         "run_dir": str(folder / "run"),
     }
     return prepare(TrainConfig.model_validate(tree).resolve())
-
-
-def pss(pid: int) -> dict[str, int]:
-    """Bytes of a process by kind; what several map counts in part for each."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
-    return {"shared": 1024 * kib["Pss_Shmem"], "private": 1024 * kib["Pss_Anon"], "files": 1024 * kib["Pss_File"]}
 
 
 def measure(num_layers: int) -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_ray.errors import ConfigError
 
@@ -23,12 +24,15 @@ def initial_values(model: nn.Module, name: str, seed: int) -> Tensor:
     unset.
     """
     path, _, local = name.rpartition(".")
-    module = model.get_submodule(path)
-    with _materialized(module), _unmarked(model, path), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(module_seed(path, seed))
-        for around, initialiser in reversed(list(_surroundings(model, path))):
+    surroundings = _own_surroundings(model, path)
+    module, _ = surroundings[-1]
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[key] = nn.Parameter(torch.full(parameter.shape, math.nan), requires_grad=False)
+    with torch.no_grad(), _OwnRandomNumbers(module_seed(path, seed)):
+        for around, initialiser in reversed(surroundings):
             initialiser._init_weights(around)  # type: ignore[operator]  # of every PreTrainedModel
-        values = module.get_parameter(local).detach()
+    values = module.get_parameter(local).detach()
     if math.isnan(values.sum().item()):
         raise ConfigError(
             f"{type(model).__name__} does not initialise {name} (a {type(module).__name__}) by itself: start from "
@@ -37,39 +41,57 @@ def initial_values(model: nn.Module, name: str, seed: int) -> Tensor:
     return values
 
 
-def _surroundings(model: nn.Module, path: str) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """The modules from the model down to the one at `path`, each with the PreTrainedModel that initialises it."""
-    module = initialiser = model
-    yield module, initialiser
+def _own_surroundings(model: nn.Module, path: str) -> list[tuple[nn.Module, nn.Module]]:
+    """Copies of the modules from the model down to the one at `path`, each with the PreTrainedModel that initialises
+    it. They are without the marks of an initialisation that meta tensors have been through, and hold each other in the
+    place of the originals, which other threads read meanwhile."""
+    module = initialiser = _copy(model)
+    found = [(module, initialiser)]
     for part in path.split(".") if path else ():
-        module = module.get_submodule(part)
+        child = _copy(module.get_submodule(part))
+        module._modules[part] = child
+        module = child
         if hasattr(module, "_init_weights"):
             initialiser = module
-        yield module, initialiser
+        found.append((module, initialiser))
+    return found
 
 
-@contextmanager
-def _materialized(module: nn.Module) -> Iterator[None]:
-    """The module's own parameters in FP32 on the CPU, every element NaN, for the time of the block."""
-    before = dict(module._parameters)
-    for name, parameter in before.items():
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(torch.full(parameter.shape, math.nan), requires_grad=False)
-    try:
-        yield
-    finally:
-        module._parameters.update(before)
+def _copy(module: nn.Module) -> nn.Module:
+    """With the same parameters and submodules, which may be replaced."""
+    own = type(module).__new__(type(module))
+    own.__dict__ |= module.__dict__
+    own.__dict__ |= {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
+    own.__dict__.pop("_is_hf_initialized", None)
+    return own
 
 
-@contextmanager
-def _unmarked(model: nn.Module, path: str) -> Iterator[None]:
-    """Without the marks of an initialisation that meta tensors have been through."""
-    marked = [m for m, _ in _surroundings(model, path) if vars(m).pop("_is_hf_initialized", False)]
-    try:
-        yield
-    finally:
-        for module in marked:
-            module._is_hf_initialized = True  # type: ignore[assignment]
+class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """This thread's random operations on the CPU draw what they would from torch's own generator with the seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, torch.Tensor))
+        if on_cpu and torch.Tag.nondeterministic_seeded in func.tags:
+            if not any(argument.name == "generator" for argument in func._schema.arguments):
+                func = _with_generator(func)
+            kwargs["generator"] = self._generator
+        return func(*args, **kwargs)
+
+
+def _with_generator(func: Any) -> Any:
+    """The overload of a random operation that takes a generator too. Raises ConfigError where there is none."""
+    packet, name = func.overloadpacket, func._overloadname
+    wanted = "generator" if name == "default" else f"{name}_generator"
+    if wanted not in packet.overloads():
+        raise ConfigError(f"a model's initialisation calls {func}, which draws from torch's own generator only")
+    return getattr(packet, wanted)
 
 
 def module_seed(path: str, seed: int) -> int:

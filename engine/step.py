@@ -17,7 +17,6 @@ from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.device_shard import DeviceShard, UpdateGate
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.forward_pass import ForwardPass
-from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.layout import ModelLayout, Segment
 from megatrain_ray.engine.loss import Objective, chunked_loss
@@ -29,7 +28,7 @@ from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
-from megatrain_ray.engine.streamer import LayerStreamer
+from megatrain_ray.engine.step_seams import GradientTaker, LayerSource
 from megatrain_ray.engine.visits import Phase, Visit
 from megatrain_ray.trace import Op
 
@@ -73,10 +72,10 @@ class StepRunner:
         layout: ModelLayout,
         device: Device,
         skeleton: Skeleton,
-        streamer: LayerStreamer,
+        streamer: LayerSource,
         residents: Residents,
         modules: BoundModules,
-        store: GradientStore,
+        store: GradientTaker,
         orthogonalizer: Orthogonalizer | None,
         transfer: Callable[[Transfer], None],
         device_shard: DeviceShard | None,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatrain_ray import __version__
+from megatrain_ray.bench_config import BenchOptions, bench_config
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 from megatrain_ray.logs import is_unread, show, silence
 
-LATER_COMMANDS = ("bench",)
 UNREAD = 128 + signal.SIGPIPE  # as of a program that the signal ends
 
 
@@ -49,8 +50,6 @@ def _answer(argv: Sequence[str] | None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    if options.command in LATER_COMMANDS:
-        return options
     # argparse takes the overrides of `plan CONFIG --json key=value` for strangers.
     strangers = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
     if strangers:
@@ -67,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train, or resume the run in run_dir")
     plan = commands.add_parser("plan", help="show where everything would live, and whether it fits")
     plan.add_argument("--json", action="store_true", help="the plan as in plan.json")
-    for command in (train, plan):
+    bench = commands.add_parser("bench", help="measure a configuration's speed: its steps, and what they could reach")
+    _add_bench(bench)
+    for command in (train, plan, bench):
         command.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.lr=1e-4")
     export = commands.add_parser(
@@ -84,9 +85,17 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--measure", action="store_true", help="measure the rates that plans are made with, once more")
     _add_tokenizer(commands.add_parser("tokenizer", help="train a tokenizer on a corpus of your own"))
     _add_convert(commands.add_parser("convert-config", help="a YAML of LLaMA-Factory or Axolotl as one of ours"))
-    for name in LATER_COMMANDS:
-        commands.add_parser(name, add_help=False)
     return parser
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="all that was measured, and nothing else on standard output"
+    )
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before those that count (2)")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps that count (8)")
+    parser.add_argument("--compare-in-process", action="store_true", help="the same steps once more without Ray")
+    parser.add_argument("--commit", metavar="HASH", help="of the code, where it is no git checkout")
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
@@ -116,16 +125,13 @@ def _run(options: argparse.Namespace) -> int:
     commands: dict[str, Callable[[], int]] = {
         "train": lambda: _train(load_config(options.config, options.overrides)),
         "plan": lambda: _plan(load_config(options.config, options.overrides), as_json=options.json),
+        "bench": lambda: _bench(options),
         "export": lambda: _export(options.run_dir, options.out_dir, options.dtype, merge=options.merge),
         "inspect": lambda: _inspect(options.run_dir),
         "doctor": lambda: _doctor(options.folder, measure=options.measure),
         "tokenizer": lambda: _train_tokenizer(options),
         "convert-config": lambda: _convert(options),
     }
-    if options.command not in commands:
-        raise ConfigError(
-            f"megatrain {options.command} comes with a later version; megatrain train says at its end how fast it was"
-        )
     return commands[options.command]()
 
 
@@ -156,6 +162,24 @@ def _plan(config: TrainConfig, *, as_json: bool) -> int:
     print(plan.to_json().rstrip("\n") if as_json else describe(plan))
     for problem in missing_data(config.data):
         show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    settings = BenchOptions(options.warmup, options.steps, options.compare_in_process, options.commit)
+    with tempfile.TemporaryDirectory(prefix="megatrain-bench-") as folder:
+        config = bench_config(options.config, options.overrides, settings, Path(folder) / "run")
+        from megatrain_ray.startup import spinner
+
+        with spinner("importing PyTorch and Ray"):
+            from megatrain_ray.bench import measure
+            from megatrain_ray.bench_report import print_table, to_json, to_report
+
+        report = to_report(measure(config, settings), settings)
+    if options.json:
+        show(to_json(report))
+    else:
+        print_table(report)
     return 0
 
 

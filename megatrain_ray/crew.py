@@ -51,6 +51,7 @@ class Crew:
         self._gone: set[str] = set()  # ids of actors that were replaced
         self._newest_save = NO_ATTEMPT
         self.base_checksums: Sequence[int | None] = ()  # of frozen parts, where saves leave them out; after `load`
+        self.kernel_names: Sequence[str] = ()  # what updates run as; after `start`
         self.gpu: Any = None
         self.data: Any = None
         self._pids: dict[str, int] = {}
@@ -82,7 +83,8 @@ class Crew:
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
-        log.info("updates run as %s", ", ".join(sorted(set(self._ask_shards("kernel_name")))))
+        self.kernel_names = sorted(set(self._ask_shards("kernel_name")))
+        log.info("updates run as %s", ", ".join(self.kernel_names))
         self._gpu_handles = answer("the GPU worker did not start", self.gpu.handles.remote())
         self._pids["GPU worker"] = next(iter(self._gpu_handles.values())).pid
 

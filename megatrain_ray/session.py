@@ -47,7 +47,8 @@ POLL_S = 0.2  # how often the driver looks whether it was interrupted
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources."""
+    """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources. `at_end`:
+    called when all steps are made, while every process is still there."""
 
     prepared: Prepared
     tokens: tuple[Path, ...]
@@ -56,6 +57,7 @@ class Job:
     interrupts: Interrupts
     daemons: Daemons
     startup: Startup
+    at_end: Callable[[Job, Crew], None] = lambda job, crew: None
 
 
 @dataclass
@@ -75,6 +77,7 @@ class Session:
     def __init__(self, job: Job, manifest: Manifest | None, sinks: MetricSinks) -> None:
         """`manifest`: of the save to go on from."""
         prepared, run = job.prepared, job.run
+        self._job = job
         self._prepared = prepared
         self._tokens = job.tokens
         self._held_out = job.held_out
@@ -153,6 +156,8 @@ class Session:
                         self._save.hold_up()
                     self._wait(crew, view)
                 case Action.STOP:
+                    if self._policy.is_done(seen):
+                        self._job.at_end(self._job, crew)
                     return
 
     def _seen(self) -> Observation:

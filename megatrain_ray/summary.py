@@ -37,7 +37,8 @@ def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     speed = statistics.median(row["tokens_per_s"] for row in usual)
     tflops = statistics.median(row["model_tflops"] for row in usual)
     yield f"speed     {format_count(speed)} tokens/s, {tflops:.3g} model TFLOPS"
-    yield f"waited    {_waits(usual, sum(steps_s))}"
+    exposed_s = {cause: sum(row["exposed_s"][cause] for row in usual) for cause in usual[0]["exposed_s"]}
+    yield f"waited    {waits(exposed_s, sum(steps_s))}"
     hbm, host = (max(row[key] for row in rows) for key in ("hbm_peak_bytes", "host_bytes"))
     yield f"memory    {format_bytes(hbm)} of the device at most, {format_bytes(host)} of shared host memory"
     if skipped := sum(row["skipped"] for row in rows):
@@ -52,9 +53,8 @@ def _of_evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"          best: eval_loss {best['eval_loss']:.4f} after step {best['step']}"
 
 
-def _waits(rows: Sequence[Mapping[str, Any]], total_s: float) -> str:
-    """Exposed time by cause, the largest first."""
-    causes = {cause: sum(row["exposed_s"][cause] for row in rows) for cause in rows[0]["exposed_s"]}
-    largest = sorted(causes.items(), key=lambda item: -item[1])[:SHOWN_WAITS]
+def waits(exposed_s: Mapping[str, float], total_s: float) -> str:
+    """Exposed time by cause as shares of the whole, the largest first."""
+    largest = sorted(exposed_s.items(), key=lambda item: -item[1])[:SHOWN_WAITS]
     shares = [f"{cause} {share:.1%}" for cause, waited_s in largest if (share := waited_s / total_s) >= 0.001]
     return f"{', '.join(shares) or 'for nothing'} of the time"

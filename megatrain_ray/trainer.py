@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megatrain_ray.cluster import cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.controller import Observation, RunPolicy
+from megatrain_ray.crew import Crew
 from megatrain_ray.data_worker import HeldOutData, naming_eval_path, open_stream
 from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
@@ -96,8 +97,8 @@ class Trainer:
             tree = with_arguments(args, tree, self._objects.num_records)
         self.config = TrainConfig.model_validate(tree)
 
-    def fit(self) -> TrainSummary:
-        """Runs to `train.steps`.
+    def fit(self, at_end: Callable[[Job, Crew], None] = lambda job, crew: None) -> TrainSummary:
+        """Runs to `train.steps`. `at_end`: as of a Job.
 
         Raises ConfigError (2), CapacityError (3), InterruptedRunError (130, after a save unless `save_every: null`),
         MegatrainError (1) for anything that failed while running.
@@ -122,7 +123,7 @@ class Trainer:
                     _tell_of_resume(run, manifest.step)
                 inputs = _check_inputs(prepared, run.path, manifest, startup)
                 with held(inputs.folders):
-                    return _run(prepared, inputs, run, manifest, interrupts, startup)
+                    return _run(prepared, inputs, run, manifest, interrupts, startup, at_end)
 
 
 def _prepare(config: TrainConfig, startup: Startup) -> Prepared:
@@ -199,7 +200,7 @@ def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
 
 def _run(
     prepared: Prepared, inputs: Inputs, run: RunDir, manifest: Manifest | None, interrupts: Interrupts,
-    startup: Startup,
+    startup: Startup, at_end: Callable[[Job, Crew], None],
 ) -> TrainSummary:  # fmt: skip
     left = run.clean()
     plan = prepared.plan
@@ -212,7 +213,8 @@ def _run(
         with ExitStack() as stack:
             with startup.phase("starting Ray"):
                 daemons = stack.enter_context(cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0))
-            return _train(Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup), manifest)
+            job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, at_end)
+            return _train(job, manifest)
     finally:
         with suppress(MegatrainError, OSError):  # what ended the run is to be told
             clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved

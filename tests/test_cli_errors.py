@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import megatrain_ray
-from megatrain_ray.cli import LATER_COMMANDS, main
+from megatrain_ray.cli import main
 from megatrain_ray.errors import CapacityError, InterruptedRunError, MegatrainError
 from tests.settings import settings
 
@@ -61,23 +61,17 @@ def test_a_missing_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "none.yaml: No such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["bench", "x.yaml", "--json"], ["bench", "--help"]])
-def test_commands_of_later_versions_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: megatrain {arguments[0]} comes with a later version; ")
-    assert err.count("\n") == 1
-
-
-def test_help_lists_no_command_of_later_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert not [name for name in LATER_COMMANDS if name in capsys.readouterr().out]
-
-
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["fly"], ["train"], ["plan", "x", "--fast"], ["inspect", "x", "a=1"], ["export", "x", "y", "--dtype", "fp8"]],
+    [
+        [],
+        ["fly"],
+        ["train"],
+        ["plan", "x", "--fast"],
+        ["bench", "x", "--steps", "many"],
+        ["inspect", "x", "a=1"],
+        ["export", "x", "y", "--dtype", "fp8"],
+    ],
 )
 def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -85,10 +79,11 @@ def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     assert caught.value.code == 2
 
 
-def test_a_wrong_key_is_reported_without_torch_or_ray(file: str) -> None:
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_a_wrong_key_is_reported_without_torch_or_ray(command: str, file: str) -> None:
     code = (
-        "import sys\nfrom megatrain_ray.cli import LATER_COMMANDS, main\n"
-        f"assert main(['train', {file!r}, 'train.stepz=1']) == 2\n"
+        "import sys\nfrom megatrain_ray.cli import main\n"
+        f"assert main([{command!r}, {file!r}, 'train.stepz=1']) == 2\n"
         "assert not {'ray', 'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -11,7 +11,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from megatrain_ray.engine.initial import initial_values
+from megatrain_ray.engine import load
+from megatrain_ray.engine.initial import initial_values, module_seed
 from megatrain_ray.engine.load import RandomSource
 from megatrain_ray.errors import ConfigError
 
@@ -121,3 +122,46 @@ def test_source_reads_ranges_of_the_flattened_parameter() -> None:
     assert torch.equal(torch.cat(got[:2]), q_proj)
     assert got[2].tolist() == [1.0, 1.0]
     assert torch.equal(got[3], q_proj[50:60])
+
+
+def test_a_source_draws_in_several_threads_what_it_draws_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_meta(attention_bias=True)
+    names = [name for name, _ in model.named_parameters()]
+    alone = {name: initial_values(model, name, 3).flatten() for name in names}
+    for ahead_bytes in (0, 1 << 16, 1 << 30):
+        monkeypatch.setattr(load, "AHEAD_BYTES", ahead_bytes)
+        source = RandomSource(model, 3)
+        for name in [*names, *reversed(names)]:  # the second half is another order than the model's
+            numel = alone[name].numel()
+            parts = [source.read(name, 0, numel // 2), source.read(name, numel // 2, numel)]
+            assert torch.equal(torch.cat(parts), alone[name]), name
+
+
+def test_a_source_holds_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_meta()
+    monkeypatch.setattr(load, "AHEAD_BYTES", 4 * 64 * 160)
+    source = RandomSource(model, 3)
+    for name, parameter in model.named_parameters():
+        source.read(name, 0, 1)
+        held = sum(future.result().nbytes for future in source._drawn.values())
+        assert held <= max(load.AHEAD_BYTES, 4 * parameter.numel())
+
+
+class Draws(nn.Module):
+    """Initialised by a function of torch that makes a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(20, device="meta"))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        module.weight.copy_(torch.rand(20) + torch.randint(5, (20,)))
+
+
+def test_what_makes_a_tensor_draws_from_the_same_numbers() -> None:
+    before = torch.random.get_rng_state()
+    values = initial_values(Draws(), "weight", 3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(module_seed("", 3))
+        assert torch.equal(values, torch.rand(20) + torch.randint(5, (20,)))

@@ -1,0 +1,55 @@
+"""What of a plan a benchmark reports: where the state lies, and what a step moves."""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.model import ModelStructure
+from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, Tier, UpdateOrder
+from megatrain_ray.engine.planner import residency_of
+from megatrain_ray.engine.visits import visits
+from megatrain_ray.trace import Stage
+
+
+def state_share(plan: Plan) -> dict[str, float]:
+    """Of working copies, residuals and moments, by tier."""
+    num_bytes = dict.fromkeys(Tier, 0)
+    for layer in plan.layers:
+        num_bytes[layer.weights] += layer.num_parameters * plan.precision.working_dtype.itemsize
+        num_bytes[layer.state] += layer.num_trained * plan.precision.state_bytes - layer.num_muon * SECOND_MOMENT_BYTES
+    total = sum(num_bytes.values())
+    return {tier.value: moved / total for tier, moved in num_bytes.items()}
+
+
+def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
+    """Bytes that a step copies in each direction between host and device."""
+    layout = structure.layout(plan.num_fragments)
+    of_muon = _muon_bytes(plan, layout)
+    leaving = sum(layout.layers[i].trained.size for i, x in enumerate(plan.layers) if x.gradients is not Tier.HBM)
+    sums = _suspensions(plan) * leaving * plan.accumulation_dtype.itemsize
+    return {
+        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + of_muon,
+        Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + sum(layout.direction_bytes),
+    }
+
+
+def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> int:
+    """Of working copies."""
+    of_step = visits(len(plan.layers), plan.num_micro_batches, plan.order, layout.lowest_trained)
+    loads = residency_of(of_step, structure, layout, plan).loads
+    elements = sum(layout.layers[load.fragment.layer].fragments[load.fragment.index].size for load in loads)
+    return elements * plan.precision.working_dtype.itemsize
+
+
+def _suspensions(plan: Plan) -> int:
+    """How often a sum over micro-batches goes to wait on the host, and comes back: between any two, where it does."""
+    return plan.num_micro_batches - 1 if plan.sums is Tier.HOST else 0
+
+
+def _muon_bytes(plan: Plan, layout: ModelLayout) -> int:
+    """Of what comes to the device for Muon, always for whole layers: momenta, and with clipping gradients that have
+    waited for the scale."""
+    momenta = torch.float32.itemsize
+    each = momenta if plan.update_order is UpdateOrder.BACKWARD else momenta + plan.wire_dtype.itemsize
+    return each * sum(layout.layers[layer].trained.size for layer in layout.with_muon)

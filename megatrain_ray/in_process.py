@@ -1,0 +1,68 @@
+"""A run's steps without Ray: GPU worker, optimizer shards and data in this process, each the class that an actor wraps,
+over the same kind of shared memory. What a run is slower by is the price of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.arena_owner import arena_sizes
+from megatrain_ray.data_worker import DataWorker
+from megatrain_ray.engine.save_gate import NO_ATTEMPT
+from megatrain_ray.gpu_worker import FetchBatch, GpuWorker, Progress
+from megatrain_ray.io.arena_holder import ArenaHolder, Handles
+from megatrain_ray.io.batches import Batch
+from megatrain_ray.planning import Prepared
+from megatrain_ray.shard_worker import ShardWorker
+
+
+def run_in_process(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
+    """Rows of all `train.steps`, from the model's first values. `tokens`: folders of the data's sources."""
+    return asyncio.run(_run(prepared, tokens))
+
+
+async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
+    plan = prepared.plan
+    owner = ArenaHolder.create(arena_sizes(plan, prepared.structure.layout(plan.num_fragments)))
+    shards = [_shard(prepared, k, owner.handles) for k in range(plan.num_shards)]
+    with ThreadPoolExecutor(plan.num_shards, thread_name_prefix="optimizer") as threads:
+        worker = GpuWorker(prepared, [owner.handles], _batches(prepared, tokens), _nothing_held_out)
+        await worker.start(Progress(0, 0))
+        serving: list[Future[None]] = [threads.submit(shard.run, NO_ATTEMPT) for shard in shards]
+        try:
+            steps = range(1, prepared.config.train.steps + 1)
+            rows = [(await worker.step(step, save=False)).row for step in steps]
+            await worker.close()
+        finally:
+            for shard in shards:
+                shard.stop()
+        for served in serving:
+            await asyncio.wrap_future(served)
+    owner.close()
+    return rows
+
+
+def _shard(prepared: Prepared, index: int, handles: Handles) -> ShardWorker:
+    """One after the other: Transformers imports its parts when they are first used, which threads cannot do at once."""
+    shard = ShardWorker(prepared, index, [handles])
+    shard.initialize()
+    return shard
+
+
+def _batches(prepared: Prepared, tokens: Sequence[Path]) -> FetchBatch:
+    """Drawn in a thread, as they are in another process while a step runs."""
+    plan, vocab_size = prepared.plan, prepared.structure.vocab_size
+    batch_size = plan.micro_batch_size * plan.num_micro_batches
+    data = DataWorker(prepared.config.data, tokens, vocab_size, batch_size, 0, None)
+
+    async def fetch(step: int) -> Batch:
+        return await asyncio.to_thread(data.batch, step)
+
+    return fetch
+
+
+async def _nothing_held_out(index: int) -> Batch:
+    raise ValueError(f"held-out batch {index} was asked for, and nothing is evaluated")

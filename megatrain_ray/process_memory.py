@@ -1,0 +1,99 @@
+"""What processes hold: host memory as the kernel counts it, and a GPU's memory by NVML."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+NAMES = {"shared": "Pss_Shmem", "private": "Pss_Anon", "files": "Pss_File"}
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """`reason`: why there is no number, or what the number is of where it is not the process's own."""
+
+    num_bytes: int | None
+    reason: str | None = None
+
+
+def pss(pid: int) -> dict[str, int]:
+    """Bytes of a process by kind; what several map counts in part for each.
+
+    Raises OSError where there is no such process, or one of another user.
+    """
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    return {kind: 1024 * kib[name] for kind, name in NAMES.items()}
+
+
+def pss_of_run(actors: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Of the actors, this driver, and Ray's own processes together. `actors`: pids by name."""
+    driver = os.getpid()
+    known = {*actors.values(), driver}
+    others = [p.pid for p in psutil.Process(driver).children(recursive=True) if p.pid not in known]
+    return {
+        **{name: pss(pid) for name, pid in actors.items()},
+        "driver": pss(driver),
+        "Ray": _sum([counted for pid in others if (counted := _pss_if_there(pid))]),
+    }
+
+
+def device_memory(pid: int) -> DeviceMemory:
+    """Of a process on whatever GPU it uses. In a container NVML may know it by another pid: the only process on all
+    GPUs is then taken for it."""
+    try:
+        with _nvml() as nvml:
+            used = dict(_used_by_pid(nvml))
+    except ImportError:
+        return DeviceMemory(None, "nvidia-ml-py is not installed: pip install 'megatrain-ray[nvml]'")
+    except Exception as error:  # NVMLError, of a module that may be missing
+        return DeviceMemory(None, f"NVML: {error}")
+    if pid in used:
+        return DeviceMemory(used[pid])
+    if len(used) == 1:
+        return DeviceMemory(next(iter(used.values())), "of the only process on the GPU: NVML knows it by another pid")
+    return DeviceMemory(None, f"NVML lists {len(used)} processes, none with the pid {pid}")
+
+
+def driver_version() -> str | None:
+    """Of the GPU's driver; None where NVML does not say."""
+    try:
+        with _nvml() as nvml:
+            return str(nvml.nvmlSystemGetDriverVersion())
+    except Exception:  # no module, no driver
+        return None
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    import pynvml  # an extra
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _used_by_pid(nvml: Any) -> Iterator[tuple[int, int]]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(index)):
+            if process.usedGpuMemory is not None:
+                yield process.pid, process.usedGpuMemory
+
+
+def _pss_if_there(pid: int) -> dict[str, int] | None:
+    try:
+        return pss(pid)
+    except (OSError, IndexError, KeyError):  # it has just ended
+        return None
+
+
+def _sum(counted: list[dict[str, int]]) -> dict[str, int]:
+    return {kind: sum(each[kind] for each in counted) for kind in NAMES}

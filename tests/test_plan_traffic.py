@@ -1,0 +1,63 @@
+"""What a plan says that a step moves is what the engine moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
+from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.trace import Record, Stage
+from tests.reference import MuonRecipe, Recipe
+from tests.run_engine import Mode, folder_source, plan_for, train_engine
+from tests.tiny import build_tiny, tiny_batches
+
+MUON = MuonRecipe()
+
+
+def moved(records: Iterable[Record], stage: Stage) -> int:
+    return sum(record.op.num_bytes for record in records if record.stage is stage)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "tied"),
+    [
+        (Recipe(2, micro_batch_size=4), Mode(), False),
+        (Recipe(2, micro_batch_size=1, precision="bf16"), Mode(num_fragments=3), True),
+        (Recipe(2, micro_batch_size=2, precision="bf16", grad_dtype="bf16"), Mode(LoopOrder.LAYERS_OUTER), False),
+        (Recipe(2, micro_batch_size=1), Mode(activations=ActivationPolicy.RECOMPUTE, sums=Tier.HOST), True),
+        (Recipe(2, micro_batch_size=2, muon=MUON), Mode(num_shards=2), False),
+        (Recipe(2, micro_batch_size=2, muon=MUON, clip=None), Mode(), False),
+        (Recipe(2, micro_batch_size=2, freeze=("layers.0",)), Mode(), False),
+    ],
+)
+def test_the_bytes_are_those_that_the_engine_copies(tmp_path: Path, recipe: Recipe, mode: Mode, tied: bool) -> None:
+    folder = build_tiny(tmp_path / "model", tied=tied)
+    structure, plan = plan_for(folder_source(folder).factory, recipe, mode, (4, 32))
+    steady = train_engine(folder, tiny_batches(2), recipe, mode).records[-1]
+    assert moved_bytes(plan, structure) == {stage.value: moved(steady, stage) for stage in (Stage.H2D, Stage.D2H)}
+
+
+def test_gradients_that_stay_on_the_device_do_not_move(tmp_path: Path) -> None:
+    recipe = Recipe(2, micro_batch_size=1)
+    structure, plan = plan_for(
+        folder_source(build_tiny(tmp_path / "model")).factory, recipe, Mode(sums=Tier.HOST), (4, 32)
+    )
+    moving = moved_bytes(plan, structure)
+    layers = (replace(plan.layers[0], gradients=Tier.HBM), *plan.layers[1:])
+    fewer = moved_bytes(replace(plan, layers=layers), structure)
+    out = 4 * 4 * structure.layout().layers[0].trained.size  # after each of four micro-batches
+    back = 3 * out // 4
+    assert (moving["d2h"] - fewer["d2h"], moving["h2d"] - fewer["h2d"]) == (out, back)
+
+
+def test_shares_of_the_state(tmp_path: Path) -> None:
+    recipe = Recipe(2, micro_batch_size=4, precision="bf16")
+    _, plan = plan_for(folder_source(build_tiny(tmp_path / "model")).factory, recipe, Mode(), (4, 32))
+    assert state_share(plan) == {"hbm": 0.0, "host": 1.0, "nvme": 0.0}
+    layers = tuple(replace(layer, weights=Tier.HBM) for layer in plan.layers)
+    assert state_share(replace(plan, layers=layers)) == pytest.approx({"hbm": 2 / 12, "host": 10 / 12, "nvme": 0.0})
