@@ -66,11 +66,13 @@ class ResidentModel:
             store=NoGradients(self.device),
             orthogonalizer=None,
             transfer=lambda transfer: None,
+            device_shard=None,
+            gate=None,
         )
 
     def run(self, runner: StepRunner, step: StepInput) -> StepOutput:
         """One forward and backward, whose end the host waits for. `runner`: of `with_micro_batch`."""
-        return runner.run(step, self._visits)
+        return runner.run(step, self._visits, None)
 
 
 class ResidentLayers:
@@ -113,6 +115,12 @@ class NoGradients:
 
     def finish(self, layer: int) -> Departure:
         return Departure(layer, self._nothing, self._device.record(), Future(), final=True)
+
+    def stays(self, layer: int) -> bool:
+        return False
+
+    def complete(self, layer: int) -> torch.Tensor:
+        return self._nothing
 
     def total_norm(self) -> torch.Tensor:
         return self._nothing
