@@ -37,14 +37,17 @@ class Request:
     z_loss: bool = False
     attention: Attention = Attention.SDPA
     packed_attention: Attention = Attention.SDPA
+    compiled: bool = False  # layers that can be are compiled
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a step, before anybody knows whether it fits."""
+    """One way to run a step, before anybody knows whether it fits. `activations`: of layers that are not compiled;
+    compiled ones keep what `activation_budget` says."""
 
     order: LoopOrder
     activations: ActivationPolicy
     num_block_slots: int
     num_edge_slots: int
     sums: Tier = Tier.HBM
+    activation_budget: float = 1.0

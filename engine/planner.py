@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.layout import CUT_ELEMENTS, DIRECTION_BYTES, NODE_CUT_ELEMENTS, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import (
@@ -76,10 +77,13 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
         orders.insert(0, (LoopOrder.LAYERS_OUTER, Tier.HBM))
     # Three slots: one in use, one arriving, one to let a late load catch up; two still overlap.
     slots = ((min(3, num_blocks), 2), (min(2, num_blocks), 1))
-    for policy, num_slots, (order, sums) in itertools.product(ActivationPolicy, slots, orders):
-        yield Candidate(order, policy, *num_slots, sums)
-    for policy, num_slots in itertools.product(ActivationPolicy, slots if several else ()):
-        yield Candidate(LoopOrder.MICRO_BATCHES_OUTER, policy, *num_slots, Tier.HOST)
+    policies = [(ActivationPolicy.KEEP, 1.0), (ActivationPolicy.RECOMPUTE, 0.0)]
+    if request.compiled:  # what is not compiled is recomputed as soon as what is keeps less
+        policies[1:] = [(ActivationPolicy.RECOMPUTE, budget) for budget in ACTIVATION_BUDGETS[1:]]
+    for (policy, budget), num_slots, (order, sums) in itertools.product(policies, slots, orders):
+        yield Candidate(order, policy, *num_slots, sums, budget)
+    for (policy, budget), num_slots in itertools.product(policies, slots if several else ()):
+        yield Candidate(LoopOrder.MICRO_BATCHES_OUTER, policy, *num_slots, Tier.HOST, budget)
 
 
 def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: ModelLayout, plan: Plan) -> Residency:
@@ -162,6 +166,7 @@ class _Builder:
             direction_slab_bytes=_in_flight(self.layout.direction_bytes),
             update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
             loss_chunk_tokens=self._chunk_tokens(),
+            compiled_loss=r.compiled,
             num_shards=num_shards,
             shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
             num_compute_threads=max(1, m.num_cpus),
@@ -193,7 +198,6 @@ class _Builder:
         return torch.bfloat16 if self.request.round_gradients else self._sums
 
     def _layers(self) -> tuple[LayerPlan, ...]:
-        # The embedding keeps only indices, the head's loss runs at once: there is nothing to recompute.
         return tuple(
             LayerPlan(
                 name=layer.name,
@@ -204,11 +208,22 @@ class _Builder:
                 weights=Tier.HOST,
                 state=Tier.HOST,
                 gradients=Tier.HOST,
-                activations=self.candidate.activations if spec.kind is LayerKind.BLOCK else ActivationPolicy.KEEP,
+                activations=self._policy(i),
+                compiled=self._is_compiled(i),
+                activation_budget=self.candidate.activation_budget if self._is_compiled(i) else 1.0,
                 updated_by="cpu" if layer.num_trained else "nobody",
             )
-            for layer, spec in zip(self.layout.layers, self.structure.layers, strict=True)
+            for i, layer in enumerate(self.layout.layers)
         )
+
+    def _policy(self, layer: int) -> ActivationPolicy:
+        """The embedding keeps only indices, the head's loss runs at once, a compiled layer has its budget: for these
+        there is nothing to recompute."""
+        is_block = self.structure.layers[layer].kind is LayerKind.BLOCK
+        return self.candidate.activations if is_block and not self._is_compiled(layer) else ActivationPolicy.KEEP
+
+    def _is_compiled(self, layer: int) -> bool:
+        return self.request.compiled and bool(self.activations.budgets_of(layer))
 
     def _slots(self) -> tuple[SlotSpec, ...]:
         item = self.request.precision.working_dtype.itemsize

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_ray.engine.attention import Attention, imagined_masks, mask_bytes
+from megatrain_ray.engine.compile_trial import BudgetCost, CompileTrial, try_compiling
+from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.lora import is_adapter, module_of
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
@@ -24,17 +26,28 @@ from megatrain_ray.errors import ConfigError
 class ActivationBytes:
     """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
     beyond them and the weights. `largest`: what a layer has at most while it runs, kept or not. `masks`: the attention
-    masks that all layers share."""
+    masks that all layers share. `compiled`: of each layer what a compiled one keeps; None where that was not asked
+    for."""
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
     largest: int
     masks: int = 0
+    compiled: tuple[CompileTrial | None, ...] = ()
 
     def above(self, lowest: int, kept: tuple[int, ...]) -> ActivationBytes:
         """With other kept bytes; nothing waits for a backward below layer `lowest`."""
         zeros = (0,) * lowest
         return ActivationBytes(zeros + self.boundary[lowest:], zeros + kept[lowest:], self.largest, self.masks)
+
+    def budgets_of(self, layer: int) -> tuple[BudgetCost, ...]:
+        """What each activation budget costs; none of a layer that is not compiled."""
+        trial = self.compiled[layer] if self.compiled else None
+        return trial.budgets if trial else ()
+
+    def kept_within(self, layer: int, activation_budget: float) -> int:
+        """Bytes that a compiled layer keeps."""
+        return next(c.kept_bytes for c in self.budgets_of(layer) if c.activation_budget == activation_budget)
 
 
 def discover(
@@ -46,29 +59,33 @@ def discover(
     *,
     attention: Attention = Attention.SDPA,
     packed: bool = False,
+    compiled: bool = False,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two where something is frozen. `packed`: of
-    several documents in a row.
+    several documents in a row. `compiled`: tells of compiled layers, too.
 
     Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run,
     and for `rules` that do not fit the model.
     """
-    with FakeTensorMode(), Answers():
-        model = factory(dtype)
-        groups = rules.assign(model)
-        for parameter in model.parameters():  # all: by its graph what a layer hands on is told from a mask
-            parameter.requires_grad_(parameter.is_floating_point())
-        batch = micro_batch_size, seq_len
-        found = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
-        structure = with_muon(found.structure(), model) if rules.muon else found.structure()
-        activations = found.activations(structure)
-        if not structure.has_frozen:
-            return structure, activations
-        model = factory(dtype)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(groups[name].trained)
-        again = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
-        return structure, activations.above(structure.lowest_trained, again.activations(structure).kept)
+    with FakeTensorMode():
+        with Answers():
+            model = factory(dtype)
+            groups = rules.assign(model)
+            for parameter in model.parameters():  # all: by its graph what a layer hands on is told from a mask
+                parameter.requires_grad_(parameter.is_floating_point())
+            batch = micro_batch_size, seq_len
+            found = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
+            structure = with_muon(found.structure(), model) if rules.muon else found.structure()
+            activations = found.activations(structure)
+            if structure.has_frozen:
+                model = factory(dtype)
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(groups[name].trained)
+                found = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
+                activations = activations.above(structure.lowest_trained, found.activations(structure).kept)
+        if compiled:
+            activations = replace(activations, compiled=found.compile_trials(structure))
+        return structure, activations
 
 
 def _run_trial(model: nn.Module, batch: tuple[int, int], attention: Attention, *, packed: bool) -> Trial:
@@ -266,6 +283,16 @@ class _Found:
                 of_blocks += calls[0].inputs
         masks = mask_bytes(self._attention, of_blocks, *self._batch)
         return ActivationBytes(tuple(boundary), tuple(kept), max(kept), masks)
+
+    def compile_trials(self, structure: ModelStructure) -> tuple[CompileTrial | None, ...]:
+        """Of each layer that can be compiled: the blocks."""
+        calls: dict[str, LayerCall] = {}
+        for path in [layer.modules[0] for layer in structure.layers if layer.kind is LayerKind.BLOCK]:
+            trial = self._trial.first(path)
+            assert trial is not None  # a block was called
+            calls[path] = LayerCall(0, path, *trial.arguments.again())
+        trials = try_compiling(self._model, structure.base, calls)
+        return tuple(trials.get(layer.modules[0]) if layer.modules else None for layer in structure.layers)
 
     def _kept(self, call: Call, weights: set[int]) -> int:
         inputs = {t.untyped_storage()._cdata for t in call.inputs}
