@@ -4,7 +4,7 @@ the compiler's own graphs on fake tensors, which nothing compiles and nothing ru
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from megatrain_ray.engine.compiled_call import own_code, problem_in
 from megatrain_ray.engine.layer_call import LayerCall
+from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.recorder import Recorder
-from megatrain_ray.engine.template import POSITION_ATTRIBUTES, Template, structure
+from megatrain_ray.engine.template import POSITION_ATTRIBUTES, Template
+from megatrain_ray.engine.template import structure as structure_of
+from megatrain_ray.engine.trial import Trial
 
 ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 
@@ -44,20 +47,26 @@ class CompileTrial:
     problem: str | None = None
 
 
-def try_compiling(model: nn.Module, base: str, calls: Mapping[str, LayerCall]) -> dict[str, CompileTrial]:
-    """Traces each kind of layer of a model of fake tensors, under their mode, for its call; by path. `base`: path of
-    the module whose output what layers record becomes part of."""
+def try_compiling(model: nn.Module, structure: ModelStructure, trial: Trial) -> tuple[CompileTrial | None, ...]:
+    """Traces each kind of block of a model of fake tensors, under their mode, for the call that the trial forward made;
+    None for the other layers."""
+    calls: dict[str, LayerCall] = {}
+    for path in [layer.modules[0] for layer in structure.layers if layer.kind is LayerKind.BLOCK]:
+        call = trial.first(path)
+        assert call is not None  # a block was called
+        calls[path] = LayerCall(0, path, *call.arguments.again())
     modules = {path: model.get_submodule(path) for path in calls}
-    recorder = Recorder(model, base, modules.items())
+    recorder = Recorder(model, structure.base, modules.items())
     kinds: dict[str, object] = {}
     for path, module in modules.items():
-        kinds[path] = structure(module), tuple(p.requires_grad for p in module.parameters()), calls[path].kind
+        kinds[path] = structure_of(module), tuple(p.requires_grad for p in module.parameters()), calls[path].kind
     trials: dict[object, CompileTrial] = {}
     for path, kind in kinds.items():
         if kind not in trials:
             shared = list(kinds.values()).count(kind) > 1
             trials[kind] = _try(modules[path], recorder, calls[path], shared=shared)
-    return {path: trials[kind] for path, kind in kinds.items()}
+    of_paths = {path: trials[kind] for path, kind in kinds.items()}
+    return tuple(of_paths.get(layer.modules[0]) if layer.modules else None for layer in structure.layers)
 
 
 def _try(module: nn.Module, recorder: Recorder, call: LayerCall, *, shared: bool) -> CompileTrial:
@@ -149,12 +158,14 @@ def product_flops(graph: fx.Graph) -> float:
 
 
 def _flops(node: fx.Node) -> float:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[misc]
+    args: Any = fx.map_arg(node.args, lambda n: n.meta.get("val"))
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
     packet = getattr(node.target, "overloadpacket", None)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # the one that torch has no count of
         query, key, value = args[:3]
         is_causal = len(args) > 4 and args[4]
-        return float(sdpa_flop_count(query.shape, key.shape, value.shape)) / (2 if is_causal else 1)
+        flops: float = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+        return flops / 2 if is_causal else flops
     count = flop_registry.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=node.meta["val"]))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
+
+from megatrain_ray.io.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +22,13 @@ OPTIONS: Mapping[str, Any] = {
     # In this process: a pool of compiling processes would have to be ended with every end that a worker can have.
     "compile_threads": 1,
 }
+
+
+def keep_compiled_graphs() -> None:
+    """Compiled kernels are kept in this package's cache folder, so that a second start finds them; in this process,
+    before the first is compiled. Where torch's own variable names a folder it stays that."""
+    with suppress(RuntimeError):  # no home: torch keeps them in a temporary folder
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
 
 
 class CompiledCall:

@@ -72,7 +72,7 @@ class Rehearsal:
             return
         self._memory.zero_()
         index = torch.arange(plan.seq_len, device=self._memory.device).expand(plan.micro_batch_size, -1)
-        kinds = [(plan.attention, None)] if whole else []
+        kinds: list[tuple[Attention, torch.Tensor | None]] = [(plan.attention, None)] if whole else []
         if packed:
             kinds.append((plan.packed_attention, index % (plan.seq_len // 2 + 1)))  # of two documents
         with warnings.catch_warnings(action="ignore"):  # of compilers, about what they make of a model

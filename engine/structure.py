@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_ray.engine.attention import Attention, imagined_masks, mask_bytes
 from megatrain_ray.engine.compile_trial import BudgetCost, CompileTrial, try_compiling
-from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.lora import is_adapter, module_of
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
@@ -84,7 +83,7 @@ def discover(
                 found = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
                 activations = activations.above(structure.lowest_trained, found.activations(structure).kept)
         if compiled:
-            activations = replace(activations, compiled=found.compile_trials(structure))
+            activations = replace(activations, compiled=try_compiling(model, structure, found.trial))
         return structure, activations
 
 
@@ -115,7 +114,7 @@ class _Found:
     ) -> None:
         """`groups`: of each parameter, by all of its names."""
         self._model = model
-        self._trial = trial
+        self.trial = trial
         self._groups = groups
         self._batch = batch
         self._attention = attention
@@ -147,12 +146,12 @@ class _Found:
             unused=tuple(name for name, p in self._model.named_parameters() if id(p) not in owners),
             vocab_size=self._vocab_size(),
             attention_widths=tuple(block.attention / self._batch[0] for block in blocks),
-            looked_up=frozenset(self._trial.looked_up),
+            looked_up=frozenset(self.trial.looked_up),
         )
 
     def _find_list(self) -> str:
         """Path of the layer list: of the module lists whose members run, the one with most parameters."""
-        called = {call.path for call in self._trial.calls}
+        called = {call.path for call in self.trial.calls}
         sizes = {
             path: sum(p.numel() for p in module.parameters())
             for path, module in self._model.named_modules()
@@ -171,14 +170,14 @@ class _Found:
         """The outermost module below the model that runs and holds the layer list: it returns the hidden states."""
         parts = list_path.split(".")
         for length in range(1, len(parts)):
-            call = self._trial.first(".".join(parts[:length]))
+            call = self.trial.first(".".join(parts[:length]))
             if call is not None:
                 return call
         raise ConfigError(f"{self._name}: its layers ({list_path}) are no part of a base model; not supported")
 
     def _blocks(self, list_path: str) -> list[Call]:
         members = {f"{list_path}.{name}": None for name, _ in self._model.get_submodule(list_path).named_children()}
-        called = [call for call in self._trial.calls if call.path in members]
+        called = [call for call in self.trial.calls if call.path in members]
         expected = [path for path in members if any(call.path == path for call in called)]
         if [call.path for call in called] != expected or len(self._model.get_submodule(list_path)) != len(members):  # type: ignore[arg-type]
             paths = [call.path for call in called]
@@ -190,7 +189,7 @@ class _Found:
 
     def _outer(self, list_path: str) -> list[str]:
         """The largest modules with parameters that run beside the layer list."""
-        called = {call.path for call in self._trial.calls}
+        called = {call.path for call in self.trial.calls}
         found: list[str] = []
 
         def descend(module: nn.Module, path: str) -> None:
@@ -211,7 +210,7 @@ class _Found:
     ) -> tuple[list[str], list[str], list[str]]:
         """Outer modules that run before the first layer, after the last, and of these the ones outside the base."""
         paths = set(outer)
-        calls = [call for call in self._trial.calls if call.path in paths]
+        calls = [call for call in self.trial.calls if call.path in paths]
         between = [call.path for call in calls if blocks[0].start < call.start < blocks[-1].stop]
         twice = [call.path for call in calls if sum(call.path == other.path for other in calls) > 1]
         if between or twice:
@@ -242,7 +241,7 @@ class _Found:
             for layer in layers
             for path in layer.modules
         }
-        for parameter, readers in self._trial.reads.items():
+        for parameter, readers in self.trial.reads.items():
             for reader in readers:
                 around = [path for path in held if reader == path or reader.startswith(path + ".")]
                 if not any(parameter in held[path] for path in around):
@@ -253,7 +252,7 @@ class _Found:
 
     def _check_pairs(self, layers: Sequence[LayerSpec]) -> None:
         """Raises ConfigError for a pair of LoRA's beside a matrix that is read past its module: it would never run."""
-        reads = self._trial.reads
+        reads = self.trial.reads
         for name in [p.name for layer in layers for p in layer.parameters if is_adapter(p.name)]:
             if name not in reads and f"{module_of(name)}.weight" in reads:
                 raise ConfigError(
@@ -275,7 +274,7 @@ class _Found:
         weights = {p.untyped_storage()._cdata for p in self._model.parameters()}
         boundary, kept, of_blocks = [], [], list[torch.Tensor]()
         for layer in structure.layers:
-            calls = [call for path in layer.modules if (call := self._trial.first(path)) is not None]
+            calls = [call for path in layer.modules if (call := self.trial.first(path)) is not None]
             boundary.append(_unique_bytes([t for t in calls[0].inputs if t.requires_grad], set()))
             own = [call for call in calls if call.path not in structure.loss_modules]
             kept.append(sum(self._kept(call, weights) for call in own))
@@ -284,19 +283,9 @@ class _Found:
         masks = mask_bytes(self._attention, of_blocks, *self._batch)
         return ActivationBytes(tuple(boundary), tuple(kept), max(kept), masks)
 
-    def compile_trials(self, structure: ModelStructure) -> tuple[CompileTrial | None, ...]:
-        """Of each layer that can be compiled: the blocks."""
-        calls: dict[str, LayerCall] = {}
-        for path in [layer.modules[0] for layer in structure.layers if layer.kind is LayerKind.BLOCK]:
-            trial = self._trial.first(path)
-            assert trial is not None  # a block was called
-            calls[path] = LayerCall(0, path, *trial.arguments.again())
-        trials = try_compiling(self._model, structure.base, calls)
-        return tuple(trials.get(layer.modules[0]) if layer.modules else None for layer in structure.layers)
-
     def _kept(self, call: Call, weights: set[int]) -> int:
         inputs = {t.untyped_storage()._cdata for t in call.inputs}
-        return _unique_bytes(self._trial.saved[slice(*call.saved)], weights | inputs)
+        return _unique_bytes(self.trial.saved[slice(*call.saved)], weights | inputs)
 
     def _vocab_size(self) -> int:
         size: int = self._model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]

@@ -19,6 +19,7 @@ from megatrain_ray.config_values import (
     Size,
     Text,
     WeightedPath,
+    auto_or_switch,
     model_settings,
     name_patterns,
     names_of_data,
@@ -211,6 +212,9 @@ class HardwareConfig(Group):
     """Bytes of host memory that the plan may use; null: what is there."""
     num_shards: Count | None = None
     """Optimizer processes; null: one per NUMA node."""
+    compile: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
+    """Layers and the loss run through torch.compile, before the first step once for each kind of layer; one that cannot
+    be compiled runs as it is, and the log says why. auto: on a GPU, unless train.deterministic."""
 
 
 class LogConfig(Group):
