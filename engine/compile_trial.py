@@ -25,6 +25,7 @@ from megatrain_ray.engine.recorder import Recorder
 from megatrain_ray.engine.template import POSITION_ATTRIBUTES, Template
 from megatrain_ray.engine.template import structure as structure_of
 from megatrain_ray.engine.trial import Trial
+from megatrain_ray.errors import ConfigError
 
 ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 
@@ -41,7 +42,11 @@ class BudgetCost:
 
 @dataclass(frozen=True)
 class CompileTrial:
-    """The costs of each of ACTIVATION_BUDGETS; or none, and why the layer cannot be compiled."""
+    """The costs of each activation budget that the layer can have; or none, and why it cannot be compiled.
+
+    A layer that draws random numbers has the largest only: where the backward computes something again, torch draws
+    again, and no longer the same (2.11 to 2.13 without torch.utils.checkpoint).
+    """
 
     budgets: tuple[BudgetCost, ...] = ()
     problem: str | None = None
@@ -123,7 +128,8 @@ class _Partitions:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The partition function that AOTAutograd asks for."""
         kept, flops = [], []
-        for budget in reversed(ACTIVATION_BUDGETS):  # what the last one makes goes on to be run on fake tensors
+        budgets = ACTIVATION_BUDGETS[:1] if _draws(joint.graph) else ACTIVATION_BUDGETS
+        for budget in reversed(budgets):  # what the last one makes goes on to be run on fake tensors
             twin = fx.GraphModule(joint, _copied(joint.graph))
             with functorch_config.patch(activation_memory_budget=budget):
                 forward, backward = min_cut_rematerialization_partition(
@@ -131,9 +137,28 @@ class _Partitions:
                 )
             kept.append(_kept_bytes(forward.graph, num_fwd_outputs))
             flops.append(product_flops(backward.graph))
-        costs = zip(ACTIVATION_BUDGETS, reversed(kept), reversed(flops), strict=True)
+        if _draws(backward.graph):
+            raise ConfigError("its backward would draw random numbers of its forward again")
+        costs = zip(budgets, reversed(kept), reversed(flops), strict=True)
         self.costs = tuple(BudgetCost(budget, num_bytes, f - flops[-1]) for budget, num_bytes, f in costs)
         return forward, backward
+
+
+def _draws(graph: fx.Graph) -> bool:
+    """Whether random numbers are drawn in it."""
+    return any(_draws_at(node) for node in graph.nodes)
+
+
+def _draws_at(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")  # of attention, which draws nothing without
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

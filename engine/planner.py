@@ -223,7 +223,9 @@ class _Builder:
         return self.candidate.activations if is_block and not self._is_compiled(layer) else ActivationPolicy.KEEP
 
     def _is_compiled(self, layer: int) -> bool:
-        return self.request.compiled and bool(self.activations.budgets_of(layer))
+        """Where it can have the candidate's budget."""
+        budgets = [cost.activation_budget for cost in self.activations.budgets_of(layer)]
+        return self.request.compiled and self.candidate.activation_budget in budgets
 
     def _slots(self) -> tuple[SlotSpec, ...]:
         item = self.request.precision.working_dtype.itemsize
