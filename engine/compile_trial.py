@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from megatrain_ray.engine.compiled_call import own_code, problem_in
@@ -76,6 +73,10 @@ def try_compiling(model: nn.Module, structure: ModelStructure, trial: Trial) -> 
 
 def _try(module: nn.Module, recorder: Recorder, call: LayerCall, *, shared: bool) -> CompileTrial:
     """`shared`: other layers run the same graph."""
+    # Not at the top: the compiler takes seconds to import, and most processes compile nothing.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
     found = _Partitions()
     attributes: set[str] = set()
     compiled = torch.compile(
@@ -127,6 +128,8 @@ class _Partitions:
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The partition function that AOTAutograd asks for."""
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
         kept, flops = [], []
         budgets = ACTIVATION_BUDGETS[:1] if _draws(joint.graph) else ACTIVATION_BUDGETS
         for budget in reversed(budgets):  # what the last one makes goes on to be run on fake tensors
