@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._functorch import config as functorch_config
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from megatrain_ray.engine.compiled_call import own_code, problem_in
 from megatrain_ray.engine.layer_call import LayerCall
@@ -190,10 +190,9 @@ def _flops(node: fx.Node) -> float:
     kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
     packet = getattr(node.target, "overloadpacket", None)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # the one that torch has no count of
-        query, key, value = args[:3]
+        (batch, heads, queries, width), keys, values = args[0].shape, args[1].shape[2], args[2].shape[3]
         is_causal = len(args) > 4 and args[4]
-        flops: float = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
-        return flops / 2 if is_causal else flops
+        return float(2 * batch * heads * queries * keys * (width + values)) / (2 if is_causal else 1)
     count = flop_registry.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=node.meta["val"]))
 

@@ -94,7 +94,9 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def problem_in(error: Exception) -> str:
-    """Class, first line and explanation of what the compiler says, which may be pages."""
-    first, *others = str(error).strip().splitlines() or [""]
-    marked = [line.strip().removeprefix("Explanation: ") for line in others if line.strip().startswith("Explanation: ")]
+    """Class, first sentence and explanation of what the compiler says, which may be pages."""
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    if first.endswith(":"):
+        first = f"{first} {''.join(others[:1])}"
+    marked = [line.removeprefix("Explanation: ") for line in others if line.startswith("Explanation: ")]
     return f"{type(error).__name__}: {'. '.join([first, *marked[:1]])}"
