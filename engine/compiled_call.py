@@ -16,6 +16,8 @@ from megatrain_ray.io.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
 OPTIONS: Mapping[str, Any] = {
     # Dropout draws what it draws uncompiled: a function of the seed that the step sets, not of the compiler's kernels.
     "fallback_random": True,
@@ -25,10 +27,14 @@ OPTIONS: Mapping[str, Any] = {
 
 
 def keep_compiled_graphs() -> None:
-    """Compiled kernels are kept in this package's cache folder, so that a second start finds them; in this process,
-    before the first is compiled. Where torch's own variable names a folder it stays that."""
-    with suppress(RuntimeError):  # no home: torch keeps them in a temporary folder
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    """Compiled kernels are kept in this package's cache folder, so that a second start finds them: in this process and
+    its children, before the first is compiled. Where torch's own variable names a folder it stays that."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch writes its default into the variable as soon as anything imports the compiler.
+    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
+        with suppress(RuntimeError):  # no home: it stays torch's temporary folder
+            os.environ[CACHE_VARIABLE] = str(cache_folder() / "compiled")
 
 
 class CompiledCall:
