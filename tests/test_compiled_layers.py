@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
@@ -34,6 +36,10 @@ TINY = LlamaConfig(
 # Losses and norms of FP32 beside those of uncompiled layers, over two steps of every model below: kernels sum in
 # another order. Measured: 7e-8 on one CPU with torch 2.13.
 BOUND = 1e-6
+
+needs_traced_experts = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"), reason="experts of Transformers 5.17 are not one graph"
+)
 
 
 def factory_of(shape: Any) -> ModelFactory:
@@ -163,17 +169,16 @@ def test_another_value_is_refused_in_one_line(tmp_path: Path) -> None:
     assert str(refused.value) == "hardware.compile: expected auto, true or false, got 'yes'"
 
 
+@pytest.mark.timeout(900)  # a C++ compiler at work, several minutes where other processes have the cores
 @pytest.mark.parametrize(
-    ("name", "budget", "num_kinds"),
+    ("name", "budget"),
     [
-        pytest.param("Llama, tied", 0.4, 1, id="tied"),
-        pytest.param("GPT-2", 1.0, 1, id="dropout"),
-        pytest.param("Mixtral", 0.6, 1, id="router logits"),
+        pytest.param("Llama, tied", 0.4, id="tied"),
+        pytest.param("GPT-2", 1.0, id="dropout"),
+        pytest.param("Mixtral", 0.0, id="router logits", marks=needs_traced_experts),
     ],
 )
-def test_a_step_computes_the_same(
-    tmp_path: Path, name: str, budget: float, num_kinds: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_computes_the_same(tmp_path: Path, name: str, budget: float, caplog: pytest.LogCaptureFixture) -> None:
     """Released slots are NaN, layers come back elsewhere, and all run the graph that was compiled for the first."""
     caplog.set_level(logging.INFO, "megatrain_ray.engine")
     build_family(name, tmp_path)
@@ -185,7 +190,7 @@ def test_a_step_computes_the_same(
     theirs = train_engine(tmp_path, batches, recipe, Mode(), held_out=held_out)
     assert [layer.activation_budget for layer in ours.plan.layers] == [1.0, budget, budget, budget, 1.0]
     assert not [record.message for record in caplog.records if "uncompiled" in record.message]
-    assert graphs == num_kinds * (3 if held_out else 2) + 1, "one for the plan, one to train, one to evaluate; the loss"
+    assert graphs == (3 if held_out else 2) + 1, "one for the plan, one to train, one to evaluate; the loss"
     assert ours.losses == pytest.approx(theirs.losses, rel=BOUND)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=BOUND)
     assert ours.evaluations == pytest.approx(theirs.evaluations, rel=BOUND)
