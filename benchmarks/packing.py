@@ -24,6 +24,7 @@ from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.plan import Tier
+from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.gpu_worker import make_device
@@ -96,7 +97,7 @@ async def steps(ready: Prepared, batch: Batch, num_steps: int, recorder: Recorde
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
     engine = Engine(ready.source.factory, ready.structure, plan, device, host)
     start_s = time.perf_counter()
-    await engine.rehearse()
+    await engine.rehearse(Coming(packed=True))
     rehearsal_s = time.perf_counter() - start_s
     reports = []
     for step in range(1, num_steps + 1):

@@ -27,6 +27,8 @@ from megatrain_ray.trace import Op, Stage
 # Bytes that the operations between products read and write, as multiples of what autograd keeps of a layer. From one
 # eager decoder layer (Qwen2.5-7B's, 16 × 1024 tokens, 595 model TFLOPS on an H200).
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 3, 5
+# Of these a compiled layer's operations, which are fused: from the same layer, 652 model TFLOPS.
+COMPILED_TRAFFIC = 1 / 3
 # Of the logits of a chunk and their gradients, each written and read once.
 LOSS_TRAFFIC = 2
 # Operators of a forward for each product: norms, rotations, activation and residual. A guess; a backward has twice as
@@ -177,13 +179,24 @@ class Prices:
         size = self._setting.layout.layers[layer].trained.size
         item, of_sum = self._plan.precision.working_dtype.itemsize, self._plan.accumulation_dtype.itemsize
         several = self._plan.num_micro_batches > 1
-        return self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + (1 + several) * of_sum))
+        working_s = self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + (1 + several) * of_sum))
+        return working_s + self._recomputed(layer)
+
+    def _recomputed(self, layer: int) -> float:
+        """What the backward of a compiled layer computes again."""
+        budget, costs = self._plan.layers[layer].activation_budget, self._activations.budgets_of(layer)
+        again = [cost.recomputed_flops for cost in costs if cost.activation_budget == budget]
+        if not self._plan.layers[layer].compiled or not again or not again[0]:
+            return 0.0
+        return self._profile.matmul_s(self._plan.precision.value, again[0])
 
     def _layer(self, layer: int, passes: int, traffic: int, more_bytes: int) -> float:
         """One micro-batch through a layer. `passes`: 2 for a backward, of what is trained and hands gradients on."""
-        work, kept = self._setting.work[layer], self._activations.kept[layer]
+        work, kept = self._setting.work[layer], float(self._activations.kept[layer])
         if self._setting.structure.layers[layer].kind is LayerKind.HEAD:
             work = replace(work, products=())  # the loss has them
+        if self._plan.layers[layer].compiled:
+            kept *= COMPILED_TRAFFIC
         boundary = self._activations.boundary[min(layer + 1, len(self._activations.boundary) - 1)]
         moved = traffic * kept + 2 * boundary + more_bytes
         working_s = self._products(work.products, passes) + moved / self._profile.device_bytes_per_s

@@ -145,7 +145,11 @@ class CudaDevice(Device):
             yield
 
     def _attention_backends(self) -> list[SDPBackend]:
-        """cuDNN first: 1.8 times flash attention's rate on Hopper. Its backward is not deterministic."""
+        """cuDNN first: 1.8 times flash attention's rate on Hopper. Its backward is not deterministic.
+
+        A compiled layer has what was chosen while it was traced, and tracing happens in a rehearsal, which runs on the
+        compute thread (Engine.on_compute_thread) within `activate`.
+        """
         if self._deterministic:
             return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
         return [

@@ -11,17 +11,20 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from megatrain_ray.engine.bound_modules import BoundModules
+from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, MemoryStatistics
 from megatrain_ray.engine.device_shard import DeviceShard, UpdateGate
 from megatrain_ray.engine.evaluator import Evaluator
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.loss import ChunkSums, chunk_sums
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.muon import Muon
@@ -29,7 +32,7 @@ from megatrain_ray.engine.offload import GradientOffloader, Transfer
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import residency_of
-from megatrain_ray.engine.rehearsal import rehearse
+from megatrain_ray.engine.rehearsal import Coming, Rehearsal
 from megatrain_ray.engine.residency import Residency
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.seams import Host
@@ -102,7 +105,13 @@ class Engine:
         self._residents = Residents(self._layout, plan.precision.working_dtype, memory)
         if device_shard:
             self._residents.settle(device_shard.memory, device_shard.regions())
-        modules = BoundModules(structure, self._layout, self._skeleton, self._residents)
+        modules = BoundModules(structure, self._layout, self._skeleton, self._residents, plan.layers)
+        sums: ChunkSums = partial(chunk_sums, self._skeleton.logits)
+        if plan.compiled_loss:
+            sums = CompiledCall("chunks of the loss", sums)
+        self._rehearsal = Rehearsal(
+            plan, structure, self._layout, memory, self._skeleton, self._residents, modules, sums
+        )
         self._evaluator = Evaluator(
             structure, device, self._skeleton, self.streamer, self._residents, modules, plan.loss_chunk_tokens
         )
@@ -119,6 +128,7 @@ class Engine:
             streamer=self.streamer,
             residents=self._residents,
             modules=modules,
+            chunk_sums=sums,
             store=store,
             orthogonalizer=orthogonalizer,
             transfer=self._transfer,
@@ -131,11 +141,9 @@ class Engine:
     def _transfer(self, transfer: Transfer) -> None:
         self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
 
-    async def rehearse(self) -> None:
-        """Compiles what the plan's layers need compiled; before the first step."""
-        await self.on_compute_thread(
-            lambda: rehearse(self._skeleton, self._plan, self.device.torch_device, self._residents.saving())
-        )
+    async def rehearse(self, coming: Coming) -> None:
+        """Compiles what steps like those need compiled; before the first one."""
+        await self.on_compute_thread(lambda: self._rehearsal.run(coming))
 
     async def step(self, step: StepInput, settings: UpdateSettings) -> StepReport:
         """One step: update `step.step` is committed when it returns, not yet done.

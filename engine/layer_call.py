@@ -68,6 +68,15 @@ class LayerCall:
         self.leaves: list[torch.Tensor] = []
         self.handed: list[torch.Tensor] = []  # what the model gets for each leaf
 
+    def twin(self) -> LayerCall:
+        """Another call on the same arguments; before anything is written to containers among them."""
+        return LayerCall(self.index, self.path, *self.stores.given)
+
+    @property
+    def kind(self) -> object:
+        """Hashable: calls of a kind differ in the values of tensors only."""
+        return str(self._spec), tuple(_kind_of(value) for value in self._arguments)
+
     @property
     def arguments(self) -> Sequence[Any]:
         """What it was given, containers flattened."""
@@ -185,6 +194,12 @@ class LayerCall:
         args, kwargs, fresh = self.stores.refilled(contents)
         result, recorded = function(*args, **kwargs)
         return Outcome(result, self.stores.added(contents, fresh), recorded)
+
+
+def _kind_of(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -47,19 +47,29 @@ class LossResult:
     parameters: list[torch.Tensor | None]
 
 
+ChunkSums = Callable[[Objective, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def chunk_sums(
+    logits: Callable[[torch.Tensor], torch.Tensor], objective: Objective, hidden: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of the objective and of the plain cross-entropy over a chunk: [1, t, D], [t] → two FP32 scalars. `logits`:
+    [1, t, D] → [1, t, V]. Compiled, its FP32 logits exist nowhere: what makes them sums over them at once."""
+    return objective.sums(logits(hidden).float(), targets)
+
+
 def chunked_loss(
-    logits: Callable[[torch.Tensor], torch.Tensor],
+    sums_of_chunk: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     hidden: torch.Tensor,
     targets: torch.Tensor,
     parameters: Sequence[torch.Tensor],
     *,
     chunk_tokens: int,
     num_supervised: int,
-    objective: Objective,
 ) -> LossResult:
     """Sum of the objective over supervised tokens ÷ `num_supervised` (of the whole step), and its gradients.
 
-    hidden: [B, T, D]. targets: [B, T], `IGNORED` where unsupervised. `logits`: [1, t, D] → [1, t, V] with
+    hidden: [B, T, D]. targets: [B, T], `IGNORED` where unsupervised. `sums_of_chunk`: `chunk_sums` with
     `parameters` bound. With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and
     rounded once; with one they are as autograd made them.
     """
@@ -72,8 +82,7 @@ def chunked_loss(
     for start in chunks:
         chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(hidden.requires_grad)
         with torch.enable_grad():
-            scores = logits(chunk).float()
-            total, plain = objective.sums(scores, flat_targets[start : start + chunk_tokens])
+            total, plain = sums_of_chunk(chunk, flat_targets[start : start + chunk_tokens])
             loss = total / num_supervised
         of_chunk, *of_parameters = _gradients(loss, [chunk, *parameters])
         if hidden_gradient is not None:

@@ -28,7 +28,8 @@ class Tier(Enum):
 
 
 class ActivationPolicy(Enum):
-    """What of a layer's forward waits for its backward: KEEP all that autograd saves, or its inputs only."""
+    """What of a layer's forward waits for its backward: KEEP all that autograd saves, of a compiled layer what its
+    `activation_budget` allows; or its inputs only."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -89,6 +90,9 @@ class LayerPlan:
     state: Tier
     gradients: Tier
     activations: ActivationPolicy
+    compiled: bool  # its modules run through torch.compile
+    # Of a compiled layer: 1.0 keeps what a backward wants, 0.0 the inputs only; the backward computes the rest again.
+    activation_budget: float
     updated_by: str  # cpu, gpu, or nobody where nothing is trained
 
 
@@ -130,6 +134,7 @@ class Plan:
     direction_slab_bytes: int  # where Muon's directions wait for their update, behind the gradients' slab
     update_order: UpdateOrder
     loss_chunk_tokens: int
+    compiled_loss: bool  # a chunk runs through torch.compile
     num_shards: int
     shard_cut_elements: int
     num_compute_threads: int

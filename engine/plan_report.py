@@ -27,6 +27,7 @@ def describe(plan: Plan) -> str:
         f"{plan.order.value.replace('_', ' ')}",
         f"weights   stream from the host, {plan.uploads_per_step} uploads a step through {len(plan.slots)} slots",
         f"keep      activations of {len(plan.layers) - recomputed} layers; recompute those of {recomputed}",
+        *_compiled_lines(plan),
         f"attention {_attention(plan)}",
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
@@ -54,6 +55,13 @@ def _predicted(prediction: Prediction) -> Iterator[str]:
     )
     source = "rates of" if prediction.is_measured else "built-in rates, as nobody measured this machine:"
     yield f"          {source} {prediction.rates}"
+
+
+def _compiled_lines(plan: Plan) -> list[str]:
+    """Nothing where no layer is compiled."""
+    budgets = [layer.activation_budget for layer in plan.layers if layer.compiled]
+    counts = ", ".join(f"{budgets.count(budget)} at {budget:g}" for budget in dict.fromkeys(budgets))
+    return [f"compile   {len(budgets)} layers; activation budgets: {counts}"] if budgets else []
 
 
 def _frozen_lines(plan: Plan) -> list[str]:

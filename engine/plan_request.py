@@ -47,11 +47,13 @@ class Request:
     free_split: bool = False  # the plan may choose larger micro-batches, and fewer, than these of one sequence
     active_experts: int | None = None  # that a token goes to; None: all
     windows: tuple[int | None, ...] = ()  # tokens that a token of each block attends to; empty: all before it
+    compiled: bool = False  # layers that can be are compiled
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a step, before anybody knows whether it fits."""
+    """One way to run a step, before anybody knows whether it fits. `activations`: of layers that are not compiled;
+    compiled ones keep what `activation_budget` says."""
 
     order: LoopOrder
     activations: ActivationPolicy
@@ -59,3 +61,4 @@ class Candidate:
     num_edge_slots: int
     sums: Tier = Tier.HBM
     hbm_layers: frozenset[int] = frozenset()  # whose working copies, state and gradients live on the device
+    activation_budget: float = 1.0

@@ -10,7 +10,7 @@ from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.muon import work_bytes
-from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, Plan, Precision, Tier
+from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Precision, Tier
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.words import WORD_BYTES
@@ -32,9 +32,7 @@ def hbm_rows(
 ) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
     live = _live_micro_batches(plan)
-    kept = sum(
-        k for k, layer in zip(activations.kept, plan.layers, strict=True) if layer.activations is ActivationPolicy.KEEP
-    )
+    kept = sum(_kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers))
     boundary = sum(activations.boundary)
     largest = max(layer.trained.size for layer in layout.layers) * plan.precision.working_dtype.itemsize
     rows: dict[str, tuple[int, str]] = {
@@ -64,6 +62,13 @@ def hbm_rows(
     if plan.num_muon:
         rows |= {"muon": _of_muon(plan, layout)}
     return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def _kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> int:
+    """Of one micro-batch in one layer."""
+    if layer.activations is ActivationPolicy.RECOMPUTE:
+        return 0
+    return activations.kept_within(index, layer.activation_budget) if layer.compiled else activations.kept[index]
 
 
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 
+from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.cost_model import Setting, least_s, predict
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
@@ -127,10 +128,13 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     # nothing is uploaded twice in a step.
     counts = dict.fromkeys((min(3, num_blocks), num_blocks))
     slots = (*((count, 2) for count in counts), (min(2, num_blocks), 1))
-    for policy, num_slots, (order, sums) in itertools.product(ActivationPolicy, slots, orders):
-        yield Candidate(order, policy, *num_slots, sums)
-    for policy, num_slots in itertools.product(ActivationPolicy, slots if several else ()):
-        yield Candidate(LoopOrder.MICRO_BATCHES_OUTER, policy, *num_slots, Tier.HOST)
+    policies = [(ActivationPolicy.KEEP, 1.0), (ActivationPolicy.RECOMPUTE, 0.0)]
+    if request.compiled:  # what is not compiled is recomputed as soon as what is keeps less
+        policies[1:] = [(ActivationPolicy.RECOMPUTE, budget) for budget in ACTIVATION_BUDGETS[1:]]
+    for (policy, budget), num_slots, (order, sums) in itertools.product(policies, slots, orders):
+        yield Candidate(order, policy, *num_slots, sums, activation_budget=budget)
+    for (policy, budget), num_slots in itertools.product(policies, slots if several else ()):
+        yield Candidate(LoopOrder.MICRO_BATCHES_OUTER, policy, *num_slots, Tier.HOST, activation_budget=budget)
 
 
 def _splits(request: Request) -> Iterator[Request]:

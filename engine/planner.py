@@ -141,6 +141,7 @@ class _Builder:
             direction_slab_bytes=_in_flight(self.layout.direction_bytes),
             update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
             loss_chunk_tokens=self._chunk_tokens(),
+            compiled_loss=r.compiled,
             num_shards=num_shards,
             shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
             num_compute_threads=max(1, m.num_cpus),
@@ -175,11 +176,10 @@ class _Builder:
         return torch.bfloat16 if self.request.round_gradients else self._sums
 
     def _layers(self) -> tuple[LayerPlan, ...]:
-        # The embedding keeps only indices, the head's loss runs at once: there is nothing to recompute.
         return tuple(map(self._layer, range(len(self.layout.layers))))
 
     def _layer(self, index: int) -> LayerPlan:
-        layer, kind = self.layout.layers[index], self.structure.layers[index].kind
+        layer = self.layout.layers[index]
         tier = Tier.HBM if index in self.candidate.hbm_layers else Tier.HOST
         return LayerPlan(
             name=layer.name,
@@ -190,9 +190,22 @@ class _Builder:
             weights=tier,
             state=tier,
             gradients=tier,
-            activations=self.candidate.activations if kind is LayerKind.BLOCK else ActivationPolicy.KEEP,
+            activations=self._policy(index),
+            compiled=self._is_compiled(index),
+            activation_budget=self.candidate.activation_budget if self._is_compiled(index) else 1.0,
             updated_by=("gpu" if tier is Tier.HBM else "cpu") if layer.num_trained else "nobody",
         )
+
+    def _policy(self, layer: int) -> ActivationPolicy:
+        """The embedding keeps only indices, the head's loss runs at once, a compiled layer has its budget: for these
+        there is nothing to recompute."""
+        is_block = self.structure.layers[layer].kind is LayerKind.BLOCK
+        return self.candidate.activations if is_block and not self._is_compiled(layer) else ActivationPolicy.KEEP
+
+    def _is_compiled(self, layer: int) -> bool:
+        """Where it can have the candidate's budget."""
+        budgets = [cost.activation_budget for cost in self.activations.budgets_of(layer)]
+        return self.request.compiled and self.candidate.activation_budget in budgets
 
     def _slots(self) -> tuple[SlotSpec, ...]:
         item = self.request.precision.working_dtype.itemsize

@@ -3,63 +3,176 @@ compiled then, and no step and no deadline waits for it."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatrain_ray.engine.attention import Attention
+from megatrain_ray.engine.bound_modules import BoundModules
+from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_call import LayerCall, Outcome
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.loss import ChunkSums, Objective, chunked_loss
+from megatrain_ray.engine.model import ModelStructure
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.planner import needed_fragments, streamed
+from megatrain_ray.engine.residency import FragmentId
+from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
-from megatrain_ray.engine.template import Template, Templates, positions_of
 
 
-def rehearse(skeleton: Skeleton, plan: Plan, device: torch.device, saving: AbstractContextManager[None]) -> None:
-    """One micro-batch of each kind for which the plan takes flex attention, which is all that is compiled.
+@dataclass(frozen=True)
+class Coming:
+    """What the steps to come are like, beside what the plan says. `packed`: rows of several documents are among
+    theirs. `evaluates`: held-out data are evaluated between them."""
 
-    `saving`: the saved-tensor context of a step. Compute thread only, before any step; weights are zeros.
-    """
-    index = torch.arange(plan.seq_len, device=device).expand(plan.micro_batch_size, -1)
-    if plan.attention is Attention.FLEX:
-        skeleton.attention.set(plan.attention)
-        _micro_batch(skeleton, index, None, saving)
-    if plan.packed_attention is Attention.FLEX:
-        skeleton.attention.set(plan.packed_attention)
-        _micro_batch(skeleton, index, index % (plan.seq_len // 2 + 1), saving)  # of two documents
+    objective: Objective = field(default_factory=Objective)
+    packed: bool = False
+    evaluates: bool = False
 
 
-def _micro_batch(
-    skeleton: Skeleton, index: torch.Tensor, positions: torch.Tensor | None, saving: AbstractContextManager[None]
-) -> None:
-    templates = Templates()
-    results: dict[Template, Any] = {}  # a layer like an earlier one is not run: it returns the same
-    forward_pass = ForwardPass(lambda: skeleton.forward(torch.zeros_like(index), positions))
-    forward_pass.start()
-    while (call := forward_pass.pending) is not None:
-        module = skeleton.modules[call.path]
-        template = templates.get(module, [name for name, _ in module.named_parameters()])
-        if template in results:
-            forward_pass.answer(results[template])
-            continue
-        outcome = _run(skeleton, template, call, index.device, saving)
-        results[template] = outcome.result
-        forward_pass.resume(outcome)
-    forward_pass.free()
+class Rehearsal:
+    """Runs micro-batches of zeros through layers of zeros, which stand where those of a step will. Compute thread only,
+    before any step."""
 
+    def __init__(
+        self,
+        plan: Plan,
+        structure: ModelStructure,
+        layout: ModelLayout,
+        memory: torch.Tensor,
+        skeleton: Skeleton,
+        residents: Residents,
+        modules: BoundModules,
+        chunk_sums: ChunkSums,
+    ) -> None:
+        """`memory`: what all slots were cut from."""
+        self._plan = plan
+        self._structure = structure
+        self._layout = layout
+        self._memory = memory
+        self._skeleton = skeleton
+        self._residents = residents
+        self._modules = modules
+        self._chunk_sums = chunk_sums
 
-def _run(
-    skeleton: Skeleton, template: Template, call: LayerCall, device: torch.device, saving: AbstractContextManager[None]
-) -> Outcome:
-    parameters = [
-        torch.zeros(p.shape, dtype=p.dtype, device=device, requires_grad=True) for p in template.module.parameters()
-    ]
-    with template.bound(parameters, positions_of(skeleton.modules[call.path])) as module:
-        outcome = call.forward(partial(skeleton.recorder.run, module), parameters, saving)
-        for leaf in call.leaves:
-            leaf.grad = torch.zeros_like(leaf)
-        call.backward([None] * len(call.ports))
+    def run(self, coming: Coming) -> None:
+        """One micro-batch of each kind that is compiled in any part."""
+        plan = self._plan
+        compiled = plan.compiled_loss or any(layer.compiled for layer in plan.layers)
+        whole = compiled or plan.attention is Attention.FLEX
+        packed = plan.packed_attention is Attention.FLEX or (compiled and coming.packed)
+        if not whole and not packed:
+            return
+        self._memory.zero_()
+        index = torch.arange(plan.seq_len, device=self._memory.device).expand(plan.micro_batch_size, -1)
+        kinds: list[tuple[Attention, torch.Tensor | None]] = [(plan.attention, None)] if whole else []
+        if packed:
+            kinds.append((plan.packed_attention, index % (plan.seq_len // 2 + 1)))  # of two documents
+        with warnings.catch_warnings(action="ignore"):  # of compilers, about what they make of a model
+            for attention, positions in kinds:
+                self._skeleton.attention.set(attention)
+                self._train(torch.zeros_like(index), positions, coming.objective)
+                if coming.evaluates and compiled:
+                    self._evaluate(torch.zeros_like(index), positions)
+
+    def _train(self, ids: torch.Tensor, positions: torch.Tensor | None, objective: Objective) -> None:
+        results: dict[object, Any] = {}  # a call like an earlier one is not run: it returns the same
+        forward_pass = ForwardPass(lambda: self._skeleton.forward(ids, positions))
+        forward_pass.start()
+        while (call := forward_pass.pending) is not None:
+            kind = self._modules.graph_of(call.path), call.kind
+            if kind in results:
+                forward_pass.answer(results[kind])
+                continue
+            outcome = self._forward_and_backward(call)
+            if not any(outcome.added):  # what a layer leaves in a container is its own
+                results[kind] = outcome.result
+            forward_pass.resume(outcome)
+        self._loss(forward_pass.final_hidden, torch.zeros_like(ids), objective)
+        forward_pass.free()
+
+    def _evaluate(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        results: dict[object, Any] = {}
+        forward_pass = ForwardPass(lambda: self._skeleton.forward(ids, positions))
+        with self._skeleton.evaluating(), torch.no_grad():
+            forward_pass.start()
+            while (call := forward_pass.pending) is not None:
+                kind = self._modules.graph_of(call.path), call.kind
+                if kind not in results or call.stores:
+                    results[kind] = self._infer(call)
+                forward_pass.answer(results[kind])
+
+    def _forward_and_backward(self, call: LayerCall) -> Outcome:
+        with self._residents.bound(self._placed(call.path)), self._modules.bound(call.path) as (function, parameters):
+            compiled = self._modules.compiled(call.path)
+            if compiled is not None and compiled.problem is None:
+                twin = call.twin()
+                _compile(compiled, lambda: self._once(twin, function, parameters))
+            return self._once(call, function, parameters)
+
+    def _once(self, call: LayerCall, function: Any, parameters: list[torch.Tensor]) -> Outcome:
+        """As a step does."""
+        policy = self._plan.layers[self._structure.layer_of(call.path)].activations
+        keeps = policy is ActivationPolicy.KEEP and self._modules.keeps(call.path)
+        outcome = call.forward(function, parameters, self._residents.saving() if keeps else None)
+        if call.needs_gradient:
+            if not call.has_graph:
+                call.recompute(function, parameters, self._residents.saving())
+            for leaf in call.leaves:
+                leaf.grad = torch.zeros_like(leaf)
+            call.backward([None] * len(call.ports))
         call.free()
-    return outcome
+        return outcome
+
+    def _infer(self, call: LayerCall) -> Any:
+        with self._residents.bound(self._placed(call.path)), self._modules.bound(call.path) as (function, _):
+            compiled = self._modules.compiled(call.path)
+            if compiled is not None and compiled.problem is None:
+                twin = call.twin()
+                _compile(compiled, lambda: twin.infer(function))
+            return call.infer(function)
+
+    def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._residents.bound(self._placed(self._structure.layers[-1].modules[-1])))
+            bound = [stack.enter_context(self._modules.bound(path)) for path in sorted(self._structure.loss_modules)]
+            parameters = [parameter for _, of_module in bound for parameter in of_module]
+            stack.enter_context(self._residents.saving())
+            loss = partial(
+                chunked_loss, partial(self._chunk_sums, objective), hidden, targets, parameters,
+                chunk_tokens=self._plan.loss_chunk_tokens, num_supervised=targets.numel(),
+            )  # fmt: skip
+            if isinstance(self._chunk_sums, CompiledCall):
+                _compile(self._chunk_sums, loss)
+            loss()
+
+    def _placed(self, path: str) -> Mapping[FragmentId, torch.Tensor]:
+        """Regions for the layer of a module and those it shares parameters with, one after the other; those that live
+        on the device are where they are."""
+        regions: dict[FragmentId, torch.Tensor] = {}
+        start = 0
+        needed = needed_fragments(self._layout, self._structure.layer_of(path))
+        for fragment in streamed(needed, self._plan.hbm_layers):
+            span = self._layout.layers[fragment.layer].fragments[fragment.index]
+            stop = start + span.size * self._plan.precision.working_dtype.itemsize
+            regions[fragment] = self._memory[start:stop]
+            start = stop
+        return regions
+
+
+def _compile(call: CompiledCall, run: Any) -> None:
+    """Runs what calls it; gives the compiler up where it cannot."""
+    try:
+        with call.rehearsal():
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler's failures are of any class
+        call.give_up(error)

@@ -10,17 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from megatrain_ray.engine.bound_modules import BoundModules
+from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.loss import ChunkSums, Objective, chunk_sums
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.planner import needed_fragments
-from megatrain_ray.engine.rehearsal import rehearse
+from megatrain_ray.engine.rehearsal import Coming, Rehearsal
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
@@ -38,7 +41,7 @@ class ResidentModel:
         layout = structure.layout(plan.num_fragments)
         dtype = plan.precision.working_dtype
         memory = device.allocate(layout.size * dtype.itemsize)
-        _fill(memory.view(dtype), layout)
+        self._memory = memory
         self._plan = plan
         self._structure = structure
         self._layout = layout
@@ -47,13 +50,19 @@ class ResidentModel:
         self._skeleton = Skeleton(build_empty(factory, dtype), structure, device.torch_device)
         self._skeleton.attention.set(plan.attention)
         self._residents = Residents(layout, dtype, memory)
-        self._modules = BoundModules(structure, layout, self._skeleton, self._residents)
+        layers = _resident_plan(plan, 1).layers
+        self._modules = BoundModules(structure, layout, self._skeleton, self._residents, layers)
+        self._chunk_sums: ChunkSums = partial(chunk_sums, self._skeleton.logits)
+        if plan.compiled_loss:
+            self._chunk_sums = CompiledCall("chunks of the loss", self._chunk_sums)
         self._layers = ResidentLayers(layout, dtype, memory, self._visits)
 
-    def with_micro_batch(self, size: int) -> StepRunner:
+    def with_micro_batch(self, size: int, objective: Objective) -> StepRunner:
         """For steps of one micro-batch of `size` sequences; what they need compiled is compiled."""
         plan = _resident_plan(self._plan, size)
-        rehearse(self._skeleton, plan, self.device.torch_device, self._residents.saving())
+        parts = self._structure, self._layout, self._memory, self._skeleton, self._residents, self._modules
+        Rehearsal(plan, *parts, self._chunk_sums).run(Coming(objective))  # with weights of zeros
+        _fill(self._memory.view(plan.precision.working_dtype), self._layout)
         return StepRunner(
             plan=plan,
             structure=self._structure,
@@ -63,6 +72,7 @@ class ResidentModel:
             streamer=self._layers,
             residents=self._residents,
             modules=self._modules,
+            chunk_sums=self._chunk_sums,
             store=NoGradients(self.device),
             orthogonalizer=None,
             transfer=lambda transfer: None,
@@ -136,10 +146,14 @@ def _fill(weights: torch.Tensor, layout: ModelLayout) -> None:
 
 
 def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:
-    """What a step of one micro-batch asks of a plan: everything is kept for the backward, and a row is one document."""
+    """What a step of one micro-batch asks of a plan: everything is kept for the backward, and a row is one document;
+    all weights lie where a plan has its slots."""
     return replace(
         plan,
-        layers=tuple(replace(layer, activations=ActivationPolicy.KEEP) for layer in plan.layers),
+        layers=tuple(
+            replace(layer, activations=ActivationPolicy.KEEP, activation_budget=1.0, weights=Tier.HOST)
+            for layer in plan.layers
+        ),
         micro_batch_size=micro_batch_size,
         num_micro_batches=1,
         sums=Tier.HBM,

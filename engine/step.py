@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.layout import ModelLayout, Segment
-from megatrain_ray.engine.loss import Objective, chunked_loss
+from megatrain_ray.engine.loss import ChunkSums, Objective, chunked_loss
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Transfer
@@ -75,6 +76,7 @@ class StepRunner:
         streamer: LayerSource,
         residents: Residents,
         modules: BoundModules,
+        chunk_sums: ChunkSums,
         store: GradientTaker,
         orthogonalizer: Orthogonalizer | None,
         transfer: Callable[[Transfer], None],
@@ -96,6 +98,7 @@ class StepRunner:
         self._modules = modules
         self._device_shard = device_shard
         self._gate = gate
+        self._chunk_sums = chunk_sums
         self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
         self.whereabouts = "between steps"  # read by other threads
 
@@ -198,7 +201,7 @@ class StepRunner:
                 self._device.compute(Op("forward", layer, j)),
             ):
                 self._seed(state.step, j, layer, 0)
-                saving = self._residents.saving() if keep else None
+                saving = self._residents.saving() if keep and self._modules.keeps(call.path) else None
                 outcome = call.forward(function, parameters, saving)
             self._seed(state.step, j, layer, 1)
             with self._device.timed(Op("between layers", layer, j)):
@@ -216,13 +219,12 @@ class StepRunner:
             stack.enter_context(self._residents.saving())
             stack.enter_context(self._device.compute(Op("loss", len(self._layout.layers) - 1, j)))
             result = chunked_loss(
-                self._skeleton.logits,
+                partial(self._chunk_sums, state.step.objective),
                 hidden,
                 state.targets[j],
                 [parameter for _, parameter in named],
                 chunk_tokens=self._plan.loss_chunk_tokens,
                 num_supervised=state.step.world.num_supervised,
-                objective=state.step.objective,
             )
             auxiliary = self._skeleton.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)

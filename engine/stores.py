@@ -25,6 +25,14 @@ class Stores:
             place: value for place, value in places if isinstance(value, dict | UserDict)
         }
 
+    def __bool__(self) -> bool:
+        return bool(self._containers)
+
+    @property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments themselves."""
+        return self._args, self._kwargs
+
     def contents(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with a plain dict of what it holds now in each container's place."""
         args, kwargs = list(self._args), dict(self._kwargs)

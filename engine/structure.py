@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_ray.engine.attention import Attention, imagined_masks, mask_bytes
+from megatrain_ray.engine.compile_trial import BudgetCost, CompileTrial, try_compiling
 from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.lora import is_adapter, module_of
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
@@ -24,22 +25,34 @@ from megatrain_ray.errors import ConfigError
 class ActivationBytes:
     """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
     beyond them and the weights. `largest`: what a layer has at most while it runs, kept or not. `masks`: the attention
-    masks that all layers share."""
+    masks that all layers share. `compiled`: of each layer what a compiled one keeps; None where that was not asked
+    for."""
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
     largest: int
     masks: int = 0
+    compiled: tuple[CompileTrial | None, ...] = ()
 
     def times(self, count: int) -> ActivationBytes:
         """Of so many such micro-batches in one: as much each. What a layer has once is counted as often too."""
         boundary, kept = (tuple(count * b for b in of_layers) for of_layers in (self.boundary, self.kept))
-        return ActivationBytes(boundary, kept, count * self.largest, count * self.masks)
+        compiled = tuple(trial and trial.times(count) for trial in self.compiled)
+        return ActivationBytes(boundary, kept, count * self.largest, count * self.masks, compiled)
 
     def above(self, lowest: int, kept: tuple[int, ...]) -> ActivationBytes:
         """With other kept bytes; nothing waits for a backward below layer `lowest`."""
         zeros = (0,) * lowest
         return ActivationBytes(zeros + self.boundary[lowest:], zeros + kept[lowest:], self.largest, self.masks)
+
+    def budgets_of(self, layer: int) -> tuple[BudgetCost, ...]:
+        """What each activation budget costs; none of a layer that is not compiled."""
+        trial = self.compiled[layer] if self.compiled else None
+        return trial.budgets if trial else ()
+
+    def kept_within(self, layer: int, activation_budget: float) -> int:
+        """Bytes that a compiled layer keeps."""
+        return next(c.kept_bytes for c in self.budgets_of(layer) if c.activation_budget == activation_budget)
 
 
 def discover(
@@ -51,29 +64,33 @@ def discover(
     *,
     attention: Attention = Attention.SDPA,
     packed: bool = False,
+    compiled: bool = False,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two where something is frozen. `packed`: of
-    several documents in a row.
+    several documents in a row. `compiled`: tells of compiled layers, too.
 
     Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run,
     and for `rules` that do not fit the model.
     """
-    with FakeTensorMode(), Answers():
-        model = factory(dtype)
-        groups = rules.assign(model)
-        for parameter in model.parameters():  # all: by its graph what a layer hands on is told from a mask
-            parameter.requires_grad_(parameter.is_floating_point())
-        batch = micro_batch_size, seq_len
-        found = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
-        structure = with_muon(found.structure(), model) if rules.muon else found.structure()
-        activations = found.activations(structure)
-        if not structure.has_frozen:
-            return structure, activations
-        model = factory(dtype)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(groups[name].trained)
-        again = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
-        return structure, activations.above(structure.lowest_trained, again.activations(structure).kept)
+    with FakeTensorMode():
+        with Answers():
+            model = factory(dtype)
+            groups = rules.assign(model)
+            for parameter in model.parameters():  # all: by its graph what a layer hands on is told from a mask
+                parameter.requires_grad_(parameter.is_floating_point())
+            batch = micro_batch_size, seq_len
+            found = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
+            structure = with_muon(found.structure(), model) if rules.muon else found.structure()
+            activations = found.activations(structure)
+            if structure.has_frozen:
+                model = factory(dtype)
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(groups[name].trained)
+                found = _Found(model, _run_trial(model, batch, attention, packed=packed), groups, batch, attention)
+                activations = activations.above(structure.lowest_trained, found.activations(structure).kept)
+        if compiled:
+            activations = replace(activations, compiled=try_compiling(model, structure, found.trial))
+        return structure, activations
 
 
 def _run_trial(model: nn.Module, batch: tuple[int, int], attention: Attention, *, packed: bool) -> Trial:
@@ -103,7 +120,7 @@ class _Found:
     ) -> None:
         """`groups`: of each parameter, by all of its names."""
         self._model = model
-        self._trial = trial
+        self.trial = trial
         self._groups = groups
         self._batch = batch
         self._attention = attention
@@ -135,12 +152,12 @@ class _Found:
             unused=tuple(name for name, p in self._model.named_parameters() if id(p) not in owners),
             vocab_size=self._vocab_size(),
             attention_widths=tuple(block.attention / self._batch[0] for block in blocks),
-            looked_up=frozenset(self._trial.looked_up),
+            looked_up=frozenset(self.trial.looked_up),
         )
 
     def _find_list(self) -> str:
         """Path of the layer list: of the module lists whose members run, the one with most parameters."""
-        called = {call.path for call in self._trial.calls}
+        called = {call.path for call in self.trial.calls}
         sizes = {
             path: sum(p.numel() for p in module.parameters())
             for path, module in self._model.named_modules()
@@ -159,14 +176,14 @@ class _Found:
         """The outermost module below the model that runs and holds the layer list: it returns the hidden states."""
         parts = list_path.split(".")
         for length in range(1, len(parts)):
-            call = self._trial.first(".".join(parts[:length]))
+            call = self.trial.first(".".join(parts[:length]))
             if call is not None:
                 return call
         raise ConfigError(f"{self._name}: its layers ({list_path}) are no part of a base model; not supported")
 
     def _blocks(self, list_path: str) -> list[Call]:
         members = {f"{list_path}.{name}": None for name, _ in self._model.get_submodule(list_path).named_children()}
-        called = [call for call in self._trial.calls if call.path in members]
+        called = [call for call in self.trial.calls if call.path in members]
         expected = [path for path in members if any(call.path == path for call in called)]
         if [call.path for call in called] != expected or len(self._model.get_submodule(list_path)) != len(members):  # type: ignore[arg-type]
             paths = [call.path for call in called]
@@ -178,7 +195,7 @@ class _Found:
 
     def _outer(self, list_path: str) -> list[str]:
         """The largest modules with parameters that run beside the layer list."""
-        called = {call.path for call in self._trial.calls}
+        called = {call.path for call in self.trial.calls}
         found: list[str] = []
 
         def descend(module: nn.Module, path: str) -> None:
@@ -199,7 +216,7 @@ class _Found:
     ) -> tuple[list[str], list[str], list[str]]:
         """Outer modules that run before the first layer, after the last, and of these the ones outside the base."""
         paths = set(outer)
-        calls = [call for call in self._trial.calls if call.path in paths]
+        calls = [call for call in self.trial.calls if call.path in paths]
         between = [call.path for call in calls if blocks[0].start < call.start < blocks[-1].stop]
         twice = [call.path for call in calls if sum(call.path == other.path for other in calls) > 1]
         if between or twice:
@@ -230,7 +247,7 @@ class _Found:
             for layer in layers
             for path in layer.modules
         }
-        for parameter, readers in self._trial.reads.items():
+        for parameter, readers in self.trial.reads.items():
             for reader in readers:
                 around = [path for path in held if reader == path or reader.startswith(path + ".")]
                 if not any(parameter in held[path] for path in around):
@@ -241,7 +258,7 @@ class _Found:
 
     def _check_pairs(self, layers: Sequence[LayerSpec]) -> None:
         """Raises ConfigError for a pair of LoRA's beside a matrix that is read past its module: it would never run."""
-        reads = self._trial.reads
+        reads = self.trial.reads
         for name in [p.name for layer in layers for p in layer.parameters if is_adapter(p.name)]:
             if name not in reads and f"{module_of(name)}.weight" in reads:
                 raise ConfigError(
@@ -263,7 +280,7 @@ class _Found:
         weights = {p.untyped_storage()._cdata for p in self._model.parameters()}
         boundary, kept, of_blocks = [], [], list[torch.Tensor]()
         for layer in structure.layers:
-            calls = [call for path in layer.modules if (call := self._trial.first(path)) is not None]
+            calls = [call for path in layer.modules if (call := self.trial.first(path)) is not None]
             boundary.append(_unique_bytes([t for t in calls[0].inputs if t.requires_grad], set()))
             own = [call for call in calls if call.path not in structure.loss_modules]
             kept.append(sum(self._kept(call, weights) for call in own))
@@ -274,7 +291,7 @@ class _Found:
 
     def _kept(self, call: Call, weights: set[int]) -> int:
         inputs = {t.untyped_storage()._cdata for t in call.inputs}
-        return _unique_bytes(self._trial.saved[slice(*call.saved)], weights | inputs)
+        return _unique_bytes(self.trial.saved[slice(*call.saved)], weights | inputs)
 
     def _vocab_size(self) -> int:
         size: int = self._model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Which of several equal layers a module is: set for each call, since a forward may use it.
 POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
@@ -94,10 +96,18 @@ def _describe(value: object) -> object:
     if value is None or isinstance(value, str | int | float | bool | type | torch.dtype | torch.device):
         return (type(value), value)
     if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return ("tensor", tuple(value.shape), value.dtype, hashlib.blake2b(raw).digest())
+        return ("tensor", tuple(value.shape), value.dtype, _digest(value))
     if isinstance(value, Mapping):
         return ("mapping", tuple((str(k), _describe(v)) for k, v in value.items()))
     if isinstance(value, list | tuple):
         return (type(value), tuple(_describe(v) for v in value))
+    if isinstance(value, partial):
+        return (partial, _describe(value.func), _describe(value.args), _describe(value.keywords))
     return (type(value), id(value))
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    if isinstance(tensor, FakeTensor):
+        return b""  # it has no values
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(raw).digest()

@@ -13,14 +13,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatrain_ray.engine.attention import attention_width, packed_arguments
+from megatrain_ray.engine.stores import Stores
+
+
+class Arguments:
+    """What a module was called with; containers as they were then."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._stores = Stores(args, kwargs)
+        self.contents = self._stores.contents()
+
+    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same for another call, which may write to the containers in it."""
+        args, kwargs, _ = self._stores.refilled(self.contents)
+        return tuple(args), kwargs
 
 
 @dataclass
 class Call:
-    """One call of a module. `start`, `stop`: positions in time. `saved`: the range of `Trial.saved` made meanwhile."""
+    """One call of a module. `start`, `stop`: positions in time. `saved`: the range of `Trial.saved` made meanwhile.
+    `arguments`: what it was given."""
 
     path: str
     start: int
+    arguments: Arguments
     inputs: list[torch.Tensor]
     stop: int = -1
     saved: tuple[int, int] = (0, 0)
@@ -40,9 +56,10 @@ class Trial:
     _clock: int = 0
     _open: list[Call] = field(default_factory=list)
 
-    def enter(self, path: str, inputs: list[torch.Tensor]) -> None:
+    def enter(self, path: str, arguments: Arguments) -> None:
         self._clock += 1
-        call = Call(path, self._clock, inputs, saved=(len(self.saved), 0))
+        inputs = [t for t in tree_leaves(arguments.contents) if isinstance(t, torch.Tensor)]
+        call = Call(path, self._clock, arguments, inputs, saved=(len(self.saved), 0))
         self.calls.append(call)
         self._open.append(call)
 
@@ -71,7 +88,7 @@ class Trial:
 def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Trial:
     """Runs `model` in training mode on [B, T] ids, at `positions` of that shape where given.
 
-    Build the model and call this under a FakeTensorMode and Answers.
+    Build the model and call this under a FakeTensorMode and Answers. Its modules have no hooks afterwards.
     """
     trial = Trial()
     for path, module in model.named_modules():
@@ -83,12 +100,15 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
         _Watched(trial, names, input_ids.shape[1]),
     ):
         model(input_ids=input_ids, use_cache=False, **packed_arguments(model, positions))
+    for module in model.modules():  # those of the trial, and those that Transformers collects outputs with
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
     return trial
 
 
 def _entering(trial: Trial, path: str) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        trial.enter(path, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+        trial.enter(path, Arguments(args, kwargs))
 
     return hook
 

@@ -19,6 +19,7 @@ from megatrain_ray.config_values import (
     Size,
     Text,
     WeightedPath,
+    auto_or_switch,
     model_settings,
     name_patterns,
     names_of_data,
@@ -216,6 +217,9 @@ class HardwareConfig(Group):
     """Optimizer processes; null: one per NUMA node."""
     profile: Text = "auto"
     """File with the rates that plans are chosen by; auto: measured once on a GPU, built-in ones elsewhere."""
+    compile: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
+    """Layers and the loss run through torch.compile, before the first step once for each kind of layer; one that cannot
+    be compiled runs as it is, and the log says why. auto: on a GPU, unless train.deterministic."""
 
 
 class LogConfig(Group):

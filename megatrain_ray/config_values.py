@@ -44,6 +44,13 @@ def only(allowed: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+def auto_or_switch(value: Any) -> Any:
+    """auto, true or false."""
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError(f"expected auto, true or false, got {value!r}")
+    return value
+
+
 def sources_of_data(value: Any) -> Any:
     sources = [value] if isinstance(value, str) else value
     expected = f"expected a path, a glob, a list of these, or a list of {{path, weight}}; got {value!r}"

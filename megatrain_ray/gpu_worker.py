@@ -16,6 +16,7 @@ from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, shard_layout, state_
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.engine.base_checksum import frozen_checksums
+from megatrain_ray.engine.compiled_call import keep_compiled_graphs
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
 from megatrain_ray.engine.deadlines import DEADLINE_S
@@ -28,6 +29,7 @@ from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.momenta import Momenta
 from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import StepInput, World
@@ -148,6 +150,8 @@ class GpuWorker:
         working = self._working()
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
         slab = slab[: plan.slab_bytes + plan.direction_slab_bytes]
+        if plan.compiled_loss:
+            keep_compiled_graphs()
         device = self._device
         device.pin(working.view(torch.uint8))
         device.pin(slab)
@@ -161,10 +165,18 @@ class GpuWorker:
             device_shard=layers.shard if layers else None,
             gate=layers.gate if layers else None,
         )  # fmt: skip
-        await self._engine.rehearse()
+        await self._engine.rehearse(self._coming())
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
         self._clock = time.perf_counter()
+
+    def _coming(self) -> Coming:
+        config = self._prepared.config
+        return Coming(self._objective(), packed=config.data.packing, evaluates=config.eval_every > 0)
+
+    def _objective(self) -> Objective:
+        train = self._prepared.config.train
+        return Objective(train.z_loss, train.label_smoothing)
 
     def _momenta(self, layout: ModelLayout, device: Device) -> Momenta:
         """Those that the shards keep, where Muon trains something."""
@@ -262,9 +274,8 @@ class GpuWorker:
 
     def _step_input(self, step: int, batch: Batch) -> StepInput:
         micro_batches = self._micro_batches(batch)
-        train = self._prepared.config.train
-        objective = Objective(train.z_loss, train.label_smoothing)
-        return StepInput(step, micro_batches, World(batch.num_supervised), train.seed, objective)
+        seed = self._prepared.config.train.seed
+        return StepInput(step, micro_batches, World(batch.num_supervised), seed, self._objective())
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         return micro_batches_of(batch, self._prepared.plan.micro_batch_size)

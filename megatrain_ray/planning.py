@@ -63,7 +63,9 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
         machine = with_profile(probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit), hardware.profile)
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision(config.train.precision)
-    structure, activations, attention, packed_attention = _discover(config, source, machine.device)
+    compiled = _compiles(config, machine.device)
+    structure, activations, attention, packed_attention = _discover(config, source, machine.device, compiled=compiled)
+    _log_uncompiled(structure, activations)
     request = Request(
         precision=precision,
         round_gradients=config.train.grad_dtype == "bf16",
@@ -81,6 +83,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
         free_split=config.train.split_is_free,
         active_experts=active_experts(source),
         windows=windows(source, len(structure.attention_widths)),
+        compiled=compiled,
     )
     plan = make_plan(structure, activations, machine, request)
     return Prepared(config.with_split(plan.micro_batch_size, plan.num_micro_batches), source, structure, plan)
@@ -119,21 +122,41 @@ def hyper_of(prepared: Prepared) -> Hyper:
     return Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train))
 
 
+def _compiles(config: TrainConfig, device: str) -> bool:
+    """What hardware.compile comes to."""
+    setting = config.hardware.compile
+    return setting if setting != "auto" else device == "cuda" and not config.train.deterministic
+
+
+def _log_uncompiled(structure: ModelStructure, activations: ActivationBytes) -> None:
+    """One line for each reason why layers are not compiled."""
+    layers: dict[str, list[str]] = {}
+    for layer, trial in zip(
+        structure.layers, activations.compiled, strict=False
+    ):  # no trials where nothing is compiled
+        if trial and trial.problem:
+            layers.setdefault(trial.problem, []).append(layer.name)
+    for problem, names in layers.items():
+        log.info("not compiled: %d layers, %s to %s: %s", len(names), names[0], names[-1], problem)
+
+
 def _discover(
-    config: TrainConfig, source: ModelSource, device: str
+    config: TrainConfig, source: ModelSource, device: str, *, compiled: bool
 ) -> tuple[ModelStructure, ActivationBytes, Attention, Attention]:
     """Of steps with rows of one document, and of several where there may be such: masks cost the more the longer a row
     is, so flex attention takes the place of those it can."""
     shape = Precision(config.train.precision).working_dtype, config.split()[0], config.data.seq_len
     flex = _may_use_flex(config, source, device)
     rules = _rules(config)
-    structure, activations = discover(source.factory, *shape, rules)
+    again = flex or config.data.packing
+    structure, activations = discover(source.factory, *shape, rules, compiled=compiled and not again)
     attention = Attention.FLEX if flex and activations.masks else Attention.SDPA
     packed_attention = Attention.FLEX if flex and config.data.packing else attention
-    if flex or config.data.packing:
+    if again:
         structure, activations = discover(
-            source.factory, *shape, rules, attention=packed_attention, packed=config.data.packing
-        )
+            source.factory, *shape, rules,
+            attention=packed_attention, packed=config.data.packing, compiled=compiled,
+        )  # fmt: skip
     return structure, activations, attention, packed_attention
 
 

@@ -101,8 +101,8 @@ class _Rate:
     def of(self, micro_batch_size: int) -> float:
         seq_len = self.prepared.plan.seq_len
         num_tokens = micro_batch_size * seq_len
-        runner = self.model.with_micro_batch(micro_batch_size)
         step = self._step(micro_batch_size)
+        runner = self.model.with_micro_batch(micro_batch_size, step.objective)
         seconds = []
         for _ in range(WARMUP_STEPS + MEASURED_STEPS):
             start_s = time.perf_counter()

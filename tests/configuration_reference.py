@@ -76,7 +76,7 @@ def _values(node: dict[str, Any], schema: dict[str, Any]) -> str:
     if "anyOf" in node:
         return ", ".join(dict.fromkeys(_values(_resolved(part, schema), schema) for part in node["anyOf"]))
     if "enum" in node:
-        return ", ".join(node["enum"])
+        return ", ".join(str(value).lower() if isinstance(value, bool) else value for value in node["enum"])
     if node["type"] in ("boolean", "null"):
         return "true, false" if node["type"] == "boolean" else "null"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

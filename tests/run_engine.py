@@ -36,6 +36,7 @@ from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.step import StepInput, World
@@ -63,6 +64,7 @@ class Mode:
     sums: Tier = Tier.HBM
     packed_attention: Attention = Attention.SDPA
     hbm_layers: frozenset[int] = frozenset()
+    activation_budget: float | None = None  # of compiled layers; None: none is compiled
     poison: bool = True
 
 
@@ -107,6 +109,7 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         recipe.micro_batch_size,
         seq_len,
         rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory)),
+        compiled=mode.activation_budget is not None,
     )
     request = Request(
         precision=precision,
@@ -118,10 +121,11 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         num_shards=mode.num_shards,
         num_fragments=mode.num_fragments,
         packed_attention=mode.packed_attention,
+        compiled=mode.activation_budget is not None,
     )
-    candidate = Candidate(
-        mode.order, mode.activations, mode.num_block_slots, mode.num_edge_slots, mode.sums, mode.hbm_layers
-    )
+    slots = mode.num_block_slots, mode.num_edge_slots
+    budget = mode.activation_budget or 0.0
+    candidate = Candidate(mode.order, mode.activations, *slots, mode.sums, mode.hbm_layers, budget)
     plan = build_plan(structure, activations, MACHINE, request, candidate)
     changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads}
     if recipe.loss_chunk_tokens:
@@ -212,7 +216,9 @@ class Training:
 
     async def run(self, batches: Sequence[Batch], held_out: Sequence[Batch]) -> EngineResult:
         try:
-            await self.engine.rehearse()
+            objective = Objective(self.recipe.z_loss, self.recipe.label_smoothing)
+            packed = any(batch.segments is not None for batch in batches)
+            await self.engine.rehearse(Coming(objective, packed, evaluates=bool(held_out)))
             await self._evaluate(held_out, 0)
             for step, batch in enumerate(batches, 1):
                 await self._step(step, batch)

@@ -36,7 +36,7 @@ LLAMA = {
 
 def plan(folder: Path, machine: Machine, shape: dict[str, Any] | None = None, **changes: Any) -> Plan:
     settings = {"data__seq_len": SEQ_LEN, "hardware__device": machine.device, "train__precision": "bf16"}
-    settings["model__attention"] = "auto"
+    settings |= {"model__attention": "auto", "hardware__compile": False}
     tree = config(folder, shape or LLAMA, **settings | changes)
     return prepare(TrainConfig.model_validate(tree).resolve(), machine).plan
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatrain_ray.engine.layer_call import LayerCall
-from megatrain_ray.engine.loss import Objective, chunked_loss
+from megatrain_ray.engine.loss import Objective, chunk_sums, chunked_loss
 from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import to_working
@@ -170,8 +171,7 @@ def test_a_call_that_needs_no_gradient_keeps_nothing(trained: bool) -> None:
 def test_the_loss_takes_no_gradient_in_vain(hidden_wants: bool, head_wants: bool) -> None:
     hidden = torch.randn(1, 4, 3, requires_grad=hidden_wants)
     head, targets = torch.randn(5, 3, requires_grad=head_wants), torch.tensor([[1, 2, 3, 4]])
-    found = chunked_loss(
-        lambda h: h @ head.T, hidden, targets, [head], chunk_tokens=3, num_supervised=4, objective=Objective()
-    )
+    sums = partial(chunk_sums, lambda h: h @ head.T, Objective())
+    found = chunked_loss(sums, hidden, targets, [head], chunk_tokens=3, num_supervised=4)
     assert (found.hidden is not None) is hidden_wants
     assert [gradient is not None for gradient in found.parameters] == [head_wants]

@@ -12,6 +12,7 @@ import torch
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.resident_model import ResidentModel
@@ -39,7 +40,7 @@ def test_a_step_computes_what_one_of_a_training_does(tmp_path: Path, tied: bool)
     device = CpuDevice(num_threads=1)
     with device.activate():
         model = ResidentModel(factory, structure, plan, device)
-        output = model.run(model.with_micro_batch(4), step_input(1, batch, recipe))
+        output = model.run(model.with_micro_batch(4, Objective()), step_input(1, batch, recipe))
     device.close()
     assert computed(device.timeline.records) == computed(trained.records[0])
     assert {record.stage for record in device.timeline.records} == {Stage.COMPUTE}

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
@@ -67,6 +68,30 @@ def test_a_kept_graph_survives_its_slot(num_fragments: int, dtype: torch.dtype) 
         found = torch.autograd.grad(kept, [x, *parameters], seed)
     assert torch.equal(kept, output)
     for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_kept_graph_of_a_compiled_layer_survives_its_slot() -> None:
+    """Compiled, with and without other contents of the slot: views of weights are among what its graph saves."""
+    rig = Rig(3, torch.float32)
+    compiled = CompiledCall("layer", rig.module, activation_budget=0.4)
+    seed = torch.randn_like(rig.x)
+
+    def run(slot_of_backward: int) -> tuple[torch.Tensor, ...]:
+        x = rig.x.clone().requires_grad_(True)
+        parameters = []
+        with rig.residents.bound(regions := rig.place(0)):
+            parameters = [rig.residents.parameter(0, segment) for segment in rig.flat.segments]
+            with rig.template.bound(parameters), rig.residents.saving():
+                kept = compiled(x, position_embeddings=rig.rotary)
+        if slot_of_backward:
+            regions = rig.place(slot_of_backward)
+        with rig.residents.bound(regions):
+            return kept, *torch.autograd.grad(kept, [x, *parameters], seed)
+
+    with compiled.rehearsal():
+        expected = run(0)
+    for ours, theirs in zip(run(2), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
