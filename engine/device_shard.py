@@ -14,6 +14,7 @@ from torch import Tensor
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.device import Device, Event
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.shard import UpdateHeader
@@ -74,6 +75,10 @@ class DeviceShard(ShardState):
             return
         with self._device.compute(Op("update", layer)):
             self._kernel.update(self.parts(layer, self._hyper), gradient, header.rates, None)
+
+    def load(self, source: WeightSource) -> None:
+        super().load(source)
+        self._own["m"][:1].cpu()  # the zeros are there: updates come from another stream
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
         """Fills every layer from a save. Raises what `read_pieces` does."""

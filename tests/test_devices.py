@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice, num_gpus
 from megatrain_ray.engine.device import Device
+from megatrain_ray.engine.journal import Part
 from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.engine.working_copy import split
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.trace import Op, Stage, Timeline
 from tests.reference import MuonRecipe, Recipe, train_reference
@@ -190,6 +195,44 @@ def test_muon_is_that_of_the_same_device(
         assert (ours.exp_avg[name] - m.cpu()).norm() < MUON_TOLERANCE[precision] * m.norm().item(), name
     for name, master in theirs.masters.items():  # an update moves an element by 0.2 × lr or so
         assert (ours.masters[name] - master.cpu()).abs().mean() < 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
+def test_an_update_on_the_device_is_torchs_on_the_cpu(device: Device, is_split: bool, dtype: torch.dtype) -> None:
+    """Bit for bit, body, blocks and tail: three million elements and five."""
+    hyper, weighting, size = Hyper(0.9, 0.95, 1e-8, 0.1), Weighting(0.7, 0.1), 3_000_005
+    generator = torch.Generator().manual_seed(0)
+    master, m, g = (torch.randn(size, generator=generator) * scale for scale in (1.0, 1e-3, 1e-2))
+    v, gradient = torch.rand(size, generator=generator) * 1e-5, g.to(dtype)
+    working, residual = split(master) if is_split else (master, None)
+    here = AdamState(working, residual, m, v)
+    there = AdamState(*(None if t is None else t.to(device.torch_device, copy=True) for t in here))  # type: ignore[arg-type]
+    rates = Rates(torch.tensor(7.0), 1e-3, 0.3)
+    with closing(TorchBlocks(1, hyper)) as kernel:
+        kernel.update([Part(here, 0, weighting, 0)], gradient, rates, None)
+    with closing(device.open_update_kernel(hyper)) as kernel, device.activate():
+        kernel.update([Part(there, 0, weighting, 0)], gradient.to(device.torch_device), rates, None)
+        for name, mine, theirs in zip(AdamState._fields, there, here, strict=True):
+            assert mine is theirs is None or torch.equal(mine.cpu(), theirs), name  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("hbm_layers", [frozenset({0, 2}), frozenset(range(5))], ids=["some", "all"])
+def test_where_layers_live_changes_no_bit(
+    tmp_path: Path, make: Make, hbm_layers: frozenset[int], clip: float | None, precision: str
+) -> None:
+    build_tiny(tmp_path, tied=True)
+    recipe = Recipe(4, precision=precision, micro_batch_size=2, clip=clip)
+    ours, theirs = (
+        train_engine(tmp_path, tiny_batches(4), recipe, Mode(hbm_layers=layers), make_device=make)
+        for layers in (hbm_layers, frozenset())
+    )
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
+        assert torch.equal(ours.exp_avg_sq[name], theirs.exp_avg_sq[name]), name
 
 
 def test_cuda_is_refused_where_there_is_none() -> None:
