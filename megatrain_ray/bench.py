@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.bench_config import BenchOptions
+from megatrain_ray.busy_share import busy_share
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
 from megatrain_ray.in_process import run_in_process
@@ -21,7 +22,8 @@ from megatrain_ray.process_memory import DeviceMemory, device_memory, pss_of_run
 from megatrain_ray.resident_ceiling import Ceiling, measure_ceiling
 from megatrain_ray.session import Job
 from megatrain_ray.startup import Startup
-from megatrain_ray.trainer import Trainer
+from megatrain_ray.trace_file import find_traces, read_trace
+from megatrain_ray.trainer import Trainer, TrainSummary
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class Observed:
 
 @dataclass(frozen=True)
 class Measured:
-    """`rows`, `in_process`: of all steps, warm-up first; the latter None where it was not asked for."""
+    """`rows`, `in_process`: of all steps, warm-up first and the traced one last; the latter None where it was not asked
+    for. `busy_share`: of the compute stage, from the trace."""
 
     config: TrainConfig
     observed: Observed
     rows: Sequence[Mapping[str, Any]]
+    busy_share: float
     ceiling: Ceiling
     in_process: Sequence[Mapping[str, Any]] | None
 
@@ -52,7 +56,9 @@ def measure(config: TrainConfig, options: BenchOptions) -> Measured:
     Raises what a training does.
     """
     with redirect_stdout(sys.stderr), Interrupts():
-        observed, rows = _train(config)
+        observed, summary = _train(config)
+        (trace,) = find_traces(summary.run_dir)
+        busy = busy_share(read_trace(trace))
         startup = Startup()
         with startup.phase("measuring the resident ceiling"):
             ceiling = in_own_process("the process of the resident ceiling", measure_ceiling, observed.prepared)
@@ -61,13 +67,13 @@ def measure(config: TrainConfig, options: BenchOptions) -> Measured:
             with startup.phase("making the same steps in one process"):
                 arguments = observed.prepared, observed.tokens
                 in_process = in_own_process("the process without Ray", run_in_process, *arguments)
-    return Measured(observed.prepared.config, observed, rows, ceiling, in_process)
+    return Measured(observed.prepared.config, observed, summary.rows, busy, ceiling, in_process)
 
 
-def _train(config: TrainConfig) -> tuple[Observed, Sequence[Mapping[str, Any]]]:
+def _train(config: TrainConfig) -> tuple[Observed, TrainSummary]:
     seen: list[Observed] = []
     summary = Trainer(config).fit(lambda job, crew: seen.append(_observe(job, crew)))
-    return seen[-1], summary.rows
+    return seen[-1], summary
 
 
 def _observe(job: Job, crew: Crew) -> Observed:

@@ -18,18 +18,28 @@ SETTINGS = (
     "save_every=null",
     "eval_every=0",
     "resume=false",
-    "log={tensorboard: false}",
 )
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """`warmup`: steps before the measured ones. `commit`: of the code, where it is not run from a checkout."""
+    """`warmup`: steps before the measured ones; after these one more is traced. `commit`: of the code, where it is not
+    run from a checkout."""
 
     warmup: int
     steps: int
     compare_in_process: bool
     commit: str | None = None
+
+    @property
+    def measured(self) -> slice:
+        """The rows that count."""
+        return slice(self.warmup, self.warmup + self.steps)
+
+    @property
+    def traced(self) -> int:
+        """The last step."""
+        return self.warmup + self.steps + 1
 
 
 def bench_config(path: Path, overrides: Sequence[str], options: BenchOptions, run_dir: Path) -> TrainConfig:
@@ -40,7 +50,8 @@ def bench_config(path: Path, overrides: Sequence[str], options: BenchOptions, ru
     """
     if options.warmup < 0 or options.steps < 1:
         raise ConfigError(f"--warmup {options.warmup} --steps {options.steps}: expected 0 or more, and at least 1")
-    own = (*SETTINGS, f"train.steps={options.warmup + options.steps}")
+    traced = options.traced
+    own = (*SETTINGS, f"train.steps={traced}", f"log={{tensorboard: false, trace: [{traced}, {traced}]}}")
     keys = {_key(setting) for setting in own}
     for key in map(_key, overrides):
         if key in keys or key.startswith("log."):

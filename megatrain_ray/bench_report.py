@@ -29,7 +29,7 @@ VERSION = 1
 def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
     """Plain data for JSON."""
     prepared = measured.observed.prepared
-    rows = measured.rows[options.warmup :]
+    rows = measured.rows[options.measured]
     step_s = _distribution(row["step_s"] for row in rows)
     tflops = _median(rows, "model_tflops")
     plan = _plan(prepared.plan)
@@ -43,7 +43,7 @@ def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
         "exposed_s": {
             cause: statistics.median(row["exposed_s"][cause] for row in rows) for cause in rows[0]["exposed_s"]
         },
-        "gpu_busy_share": None,
+        "busy_share": measured.busy_share,
         "prediction": plan.pop("prediction", None),
         "ceiling": _ceiling(measured, tflops),
         "in_process": _in_process(measured, options, step_s["median"]),
@@ -97,7 +97,7 @@ def _ceiling(measured: Measured, tflops: float) -> dict[str, Any]:
 def _in_process(measured: Measured, options: BenchOptions, median_s: float) -> dict[str, Any] | None:
     if measured.in_process is None:
         return None
-    step_s = _distribution(row["step_s"] for row in measured.in_process[options.warmup :])
+    step_s = _distribution(row["step_s"] for row in measured.in_process[options.measured])
     return {
         "step_s": step_s,
         "run_is_slower_by_percent": 100 * (median_s / step_s["median"] - 1),
