@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, state_arena, state_views
+from megatrain_ray.arenas import SLAB, WORDS, WORKING, state_arena, state_views
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice

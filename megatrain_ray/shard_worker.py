@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, journal_arena, state_arena, state_views
+from megatrain_ray.arenas import SLAB, WORDS, WORKING, journal_arena, state_arena, state_views
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
