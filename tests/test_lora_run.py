@@ -19,7 +19,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.exporting import export_run
 from megatrain_ray.io.manifest import read_manifest
 from tests.adapters import build_adapter, peft
-from tests.runs import cli, config, losses, reference_of, rows, write_config
+from tests.runs import cli_here, config, losses, reference_of, rows, write_config
 from tests.test_kills import END_S, kill, prepare, training
 from tests.test_objects import RECORDS, settings
 from tests.tiny import build_tiny
@@ -61,7 +61,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         lora={"match": [r"\.(q|down)_proj$"], "rank": 4, "alpha": 8, "path": str(adapter)},
         hardware__num_shards=2,
     )
-    first = cli("train", str(write_config(tmp_path / "first.yaml", tree)), RAY_ADDRESS=ray_address)
+    first = cli_here("train", str(write_config(tmp_path / "first.yaml", tree)))
     assert first.returncode == 0, first.stderr
     manifest = read_manifest(run_dir / "saves" / "step_3")
     saved = {(blob.kind, piece.layer) for blob in manifest.blobs() for piece in blob.pieces}

@@ -14,7 +14,7 @@ import pytest
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 from megatrain_ray.metric_sinks import End, MetricSinks, check_packages, open_sinks
-from tests.runs import cli, config, rows, write_config
+from tests.runs import cli_here, config, rows, write_config
 from tests.tiny import build_tiny
 
 
@@ -248,7 +248,7 @@ def test_a_tracker_that_cannot_be_opened_ends_the_others(
 def test_a_whole_run_and_its_resume(tmp_path: Path, ray_address: str) -> None:
     path = write_config(tmp_path / "config.yaml", config(tmp_path / "run", build_tiny(tmp_path / "model")))
     for steps in (3, 5):
-        done = cli("train", str(path), f"train.steps={steps}", RAY_ADDRESS=ray_address)
+        done = cli_here("train", str(path), f"train.steps={steps}")
         assert done.returncode == 0, done.stderr
     drawn = scalars(tmp_path / "run" / "tensorboard")
     assert [step for step, _ in drawn["loss"]] == [1, 2, 3, 4, 5]
