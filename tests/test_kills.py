@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.kill_campaign import checks
@@ -20,6 +21,7 @@ from benchmarks.kill_campaign.strike import Blow, Hit, strike
 from megatrain_ray.io.save import list_saves
 from tests.runs import assert_equals_reference, command, config, write_config
 
+pytestmark = pytest.mark.ray
 STRIKE_S = 120.0
 END_S = 100.0
 SECOND_SAVE = by_saves("a second save being written", lambda s: bool(s.committed) and s.writing and s.num_bytes > 0)

@@ -97,6 +97,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
     assert "step 5: good" in capsys.readouterr().out
 
 
+@pytest.mark.ray
 def test_killed_and_resumed(tmp_path: Path) -> None:
     """A shard is replaced, which keeps the base; then everything dies, and a new crew loads it again."""
     tree, path = prepare(tmp_path, train__steps=8, save_every=2)
