@@ -29,6 +29,7 @@ from tests.runs import (
     rows,
     write_config,
 )
+from tests.test_metric_sinks import scalars
 from tests.tiny import build_tiny
 
 Row = dict[str, Any]
@@ -129,7 +130,8 @@ def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, ray_addre
 
 
 def test_ten_steps_are_four_and_six(tmp_path: Path, ray_address: str) -> None:
-    """Resuming in a new process from the save after 4 updates, in mid-epoch, is bit for bit the whole run."""
+    """Resuming in a new process from the save after 4 updates, in mid-epoch, is bit for bit the whole run; TensorBoard
+    shows the steps that were made twice once."""
     model = build_tiny(tmp_path / "model", attention_dropout=0.1)
     tree = config(tmp_path / "run", model, save_every=4, save_keep=5, train__precision="bf16")
     path = write_config(tmp_path / "config.yaml", tree)
@@ -146,42 +148,49 @@ def test_ten_steps_are_four_and_six(tmp_path: Path, ray_address: str) -> None:
         assert (ours["loss"], ours["grad_norm"], ours["lr"]) == (theirs["loss"], theirs["grad_norm"], theirs["lr"])
     for name, master in exported_masters(tmp_path / "run", tmp_path / "resumed").items():
         assert torch.equal(master, masters[name]), name
+    drawn = scalars(tmp_path / "run" / "tensorboard")
+    assert [step for step, _ in drawn["loss"]] == list(range(1, 11))
+    assert [value for _, value in drawn["loss"]] == pytest.approx([row["loss"] for row in resumed])
+    assert {"lr", "grad_norm", "tokens_per_s", "exposed_s/optimizer"} <= drawn.keys()
 
 
-def test_resume_refuses_other_settings(tmp_path: Path, ray_address: str) -> None:
-    model = build_tiny(tmp_path / "model")
-    tree = config(tmp_path / "run", model, train__steps=1)
-    path = write_config(tmp_path / "config.yaml", tree)
-    assert cli_here("train", str(path)).returncode == 0
-    before = sorted(p.relative_to(tmp_path) for p in (tmp_path / "run").rglob("*"))
-    refused = cli_here("train", str(path), "train.lr=2e-3", "train.steps=2")
-    assert refused.returncode == 2
-    assert "train.lr: 0.001 -> 0.002" in refused.stderr
-    assert "train.steps" not in refused.stderr
-    assert cli_here("train", str(path), "resume=false").returncode == 2
-    assert sorted(p.relative_to(tmp_path) for p in (tmp_path / "run").rglob("*")) == before
-
-
-def test_export_generates(tmp_path: Path, ray_address: str) -> None:
-    """Random weights from a configuration; the exported folder is an ordinary Hugging Face model."""
-    from transformers import AutoModelForCausalLM
-
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Path:
+    """A whole run from random weights, and its configuration beside it. Tests leave it as it is."""
     shape = {
         "model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
     }  # fmt: skip
-    tree = config(tmp_path / "run", shape, train__steps=2, train__precision="bf16")
-    path = write_config(tmp_path / "config.yaml", tree)
-    done = cli_here("train", str(path))
+    folder = tmp_path_factory.mktemp("made")
+    tree = config(folder / "run", shape, train__steps=2, train__precision="bf16")
+    done = cli_here("train", str(write_config(folder / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "run")[0] == pytest.approx(5.55, abs=0.3)
-    assert cli_here("export", str(tmp_path / "run"), str(tmp_path / "hf")).returncode == 0
+    return folder
+
+
+def test_resume_refuses_other_settings(made: Path) -> None:
+    path = str(made / "config.yaml")
+    before = sorted(p.relative_to(made) for p in (made / "run").rglob("*"))
+    refused = cli_here("train", path, "train.lr=2e-3", "train.steps=3")
+    assert refused.returncode == 2
+    assert "train.lr: 0.001 -> 0.002" in refused.stderr
+    assert "train.steps" not in refused.stderr
+    assert cli_here("train", path, "resume=false").returncode == 2
+    assert sorted(p.relative_to(made) for p in (made / "run").rglob("*")) == before
+
+
+def test_export_generates(made: Path, tmp_path: Path) -> None:
+    """The exported folder is an ordinary Hugging Face model."""
+    from transformers import AutoModelForCausalLM
+
+    assert losses(made / "run")[0] == pytest.approx(5.55, abs=0.3)
+    assert cli_here("export", str(made / "run"), str(tmp_path / "hf")).returncode == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.dtype == torch.bfloat16
     assert model.config.architectures == ["LlamaForCausalLM"]
     ids = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
     assert ids.shape == (1, 8)
-    inspected = cli_here("inspect", str(tmp_path / "run"))
+    inspected = cli_here("inspect", str(made / "run"))
     assert inspected.returncode == 0, inspected.stderr
     assert "step 2: good" in inspected.stdout
 
