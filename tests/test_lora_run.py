@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from benchmarks.kill_campaign.cases import BACKWARD, DRIVER, SHARD_0
+from benchmarks.kill_campaign.phases import by_saves
 from megatrain_ray import Trainer
 from megatrain_ray.cli import main
 from megatrain_ray.engine.working_copy import to_working
@@ -26,6 +27,7 @@ from tests.tiny import build_tiny
 
 IDS = torch.arange(40).view(2, 20)
 PREFIX = "base_model.model."
+SAVED = by_saves("a save stands", lambda saves: bool(saves.committed))
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -99,13 +101,13 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
 
 def test_killed_and_resumed(tmp_path: Path, ray_address: str) -> None:
     """A shard is replaced, which keeps the base; then everything dies, and a new crew loads it again."""
-    tree, path = prepare(tmp_path, train__steps=8, save_every=2)
+    tree, path = prepare(tmp_path, train__steps=12, save_every=2)
     adapter = build_adapter(tmp_path / "adapter", tmp_path / "model", ["up_proj", "o_proj"])
     tree["lora"] = {"match": [r"\.(up|o)_proj$"], "rank": 4, "alpha": 8, "path": str(adapter)}
     write_config(path, tree)
     with training(tmp_path, path) as run:
         kill(run, BACKWARD, SHARD_0)
-        kill(run, BACKWARD, DRIVER)
+        kill(run, SAVED, DRIVER)
         assert run.process.wait(END_S) == -signal.SIGKILL
         assert "optimizer shard 0 died and was replaced" in run.text()
     done = cli_here("train", str(path))

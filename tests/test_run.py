@@ -34,7 +34,7 @@ from tests.tiny import build_tiny
 
 Row = dict[str, Any]
 
-STEPS = 200  # of a run that is interrupted: more than are made before the signal is heard
+STEPS = 120  # of a run that is interrupted: more than are made before the signal is heard
 
 PARITY_ROWS: dict[str, tuple[Row, bool, tuple[LoopOrder, ActivationPolicy, int, int]]] = {
     # name: (settings, tied with dropout, what the plan must say: order, activations, micro-batches, shards)
