@@ -18,8 +18,10 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# A run has processes of its own for every core; all other tests leave cores idle.
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m ray
 
 # The committed loss curves of the reference, made again.
 curves: $(READY)

@@ -10,7 +10,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatrain_ray.arena_owner import ArenaOwner, arena_sizes
+from megatrain_ray.arena_owner import ArenaOwner
+from megatrain_ray.arenas import arena_sizes
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.deadlines import DEADLINE_S

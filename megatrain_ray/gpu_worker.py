@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
+from megatrain_ray.arenas import SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.engine.base_checksum import frozen_checksums

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.arena_owner import arena_sizes
+from megatrain_ray.arenas import arena_sizes
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
 from megatrain_ray.gpu_worker import FetchBatch, GpuWorker, Progress

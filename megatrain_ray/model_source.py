@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.adapter_folder import CONFIG_NAME, WEIGHTS_NAME, AdapterFolder
 from megatrain_ray.io.hub import HubFolder, find_on_hub
-from megatrain_ray.io.weight_map import MappedWeights
+from megatrain_ray.io.weight_map import MappedWeights, WeightMap
 from megatrain_ray.io.weights import INDEX_NAME, WeightFolder, weight_files
 
 GENERATION_NAME = "generation_config.json"
@@ -34,7 +34,8 @@ class ModelSource:
     """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random. `code`: the
     folder of its own modeling code, where that may run and is needed. `generation_config`: the folder's, which saves
     and exports carry on. `hub`: what `folder` is of; its weights are fetched when they are first asked for. `lora`:
-    the pairs beside its matrices; `adapter`: folder or hub id that they come from; None: new ones."""
+    the pairs beside its matrices; `adapter`: folder or hub id that they come from; None: new ones. `names`: of the
+    weights in `folder`, found once: a shard that reads them imports no Transformers, which takes 3 s."""
 
     config: Mapping[str, Any]
     folder: Path | None
@@ -44,6 +45,7 @@ class ModelSource:
     hub: HubFolder | None = None
     lora: Lora | None = None
     adapter: str | None = None
+    names: WeightMap = field(default_factory=dict)
 
     @property
     def factory(self) -> ModelFactory:
@@ -106,7 +108,7 @@ class ModelSource:
     def _mapped(self, folder: Path) -> MappedWeights:
         if self.hub is not None:
             self.hub.require(weight_files(folder))
-        return MappedWeights(WeightFolder.open(folder), checkpoint_names(build_empty(self._base, torch.float32)))
+        return MappedWeights(WeightFolder.open(folder), self.names)
 
     def with_lora(self, lora: LoraConfig | None) -> ModelSource:
         """The same with pairs."""
@@ -134,7 +136,9 @@ def open_model(model: ModelConfig) -> ModelSource:
         hub.add_code()
     source = ModelSource(config, folder, model.seed, code, _generation_config(folder), hub)
     _check(source)
-    return source
+    if folder is None:
+        return source
+    return replace(source, names=checkpoint_names(build_empty(source.factory, torch.float32)))
 
 
 def _owned(structure: ModelStructure) -> list[ParameterSpec]:

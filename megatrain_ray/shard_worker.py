@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.arena_owner import SLAB, WORDS, WORKING, journal_arena, shard_layout, state_arena, state_views
+from megatrain_ray.arenas import SLAB, WORDS, WORKING, journal_arena, shard_layout, state_arena, state_views
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords

@@ -18,6 +18,13 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 END_S = 5.0  # a thread that has been told to end does so within
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what needs the machine for itself: all that uses the cluster of the tests."""
+    for item in items:
+        if "ray_address" in getattr(item, "fixturenames", ()):
+            item.add_marker("ray")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tokens are made again in each run of the tests, and the user's cache stays as it is."""

@@ -24,8 +24,8 @@ from tests.runs import config
 from tests.texts import tokens_of
 
 SHAPES: dict[int, dict[str, int]] = {
-    1_000_000: {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4},
-    100_000_000: {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14},
+    300_000: {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4},
+    30_000_000: {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10},
 }
 
 
@@ -101,7 +101,7 @@ def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ra
 
 def test_shards_and_owner_are_replaced_and_nothing_changes(tmp_path: Path, ray_address: str) -> None:
     """In any order, the owner and a shard at the same time too: whoever is left holds the memory."""
-    ready = prepared(tmp_path, SHAPES[1_000_000], hardware__num_shards=2, max_failures=4)
+    ready = prepared(tmp_path, SHAPES[300_000], hardware__num_shards=2, max_failures=4)
     with started(ready) as crew:
         undisturbed = losses_of(crew, range(1, 4))
         crew.stop()
@@ -119,7 +119,7 @@ def test_shards_and_owner_are_replaced_and_nothing_changes(tmp_path: Path, ray_a
 
 
 def test_one_death_more_than_allowed_ends_the_run(tmp_path: Path, ray_address: str) -> None:
-    ready = prepared(tmp_path, SHAPES[1_000_000], max_failures=0)
+    ready = prepared(tmp_path, SHAPES[300_000], max_failures=0)
     with started(ready) as crew:
         end(crew.pids["optimizer shard 0"])
         with pytest.raises(MegatrainError, match=r"optimizer shard 0 died, .* number 1 \(max_failures: 0\); the same"):
@@ -127,7 +127,7 @@ def test_one_death_more_than_allowed_ends_the_run(tmp_path: Path, ray_address: s
 
 
 def test_the_death_of_the_gpu_worker_is_named(tmp_path: Path, ray_address: str) -> None:
-    with started(prepared(tmp_path, SHAPES[1_000_000])) as crew:
+    with started(prepared(tmp_path, SHAPES[300_000])) as crew:
         end(crew.pids["GPU worker"])
         with pytest.raises(RayActorError) as death:
             losses_of(crew, range(1, 2))

@@ -17,7 +17,7 @@ from megatrain_ray.gpu_worker import HeldOutLoss
 from megatrain_ray.io.batches import Batch
 from tests.held_out_loss import held_out_loss
 from tests.reference import Recipe
-from tests.runs import assert_equals_reference, cli, config, plan_of, write_config
+from tests.runs import assert_equals_reference, cli_here, config, plan_of, write_config
 from tests.texts import tokens_of, write
 from tests.tiny import TEXT, VOCAB_SIZE, build_tiny
 
@@ -118,7 +118,7 @@ def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: P
         train__steps=4, eval_every=3, save_every=3, save_keep=9, data__eval_path=str(tmp_path / "held"),
     )  # fmt: skip
     run_dir, path = tmp_path / "run", write_config(tmp_path / "config.yaml", tree)
-    done = cli("train", str(path), RAY_ADDRESS=ray_address)
+    done = cli_here("train", str(path))
     assert done.returncode == 0, done.stderr
     rows = evaluations(run_dir)
     assert [row["step"] for row in rows] == [0, 3, 4]
@@ -134,22 +134,22 @@ def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: P
 
     shutil.rmtree(run_dir / "saves" / "step_4")
     keep_rows(run_dir, 0)
-    again = cli("train", str(path), RAY_ADDRESS=ray_address)
+    again = cli_here("train", str(path))
     assert again.returncode == 0, again.stderr
     assert numbers(evaluations(run_dir)) == numbers(rows)
 
     keep_rows(run_dir, 3)
-    last = cli("train", str(path), RAY_ADDRESS=ray_address)
+    last = cli_here("train", str(path))
     assert last.returncode == 0, last.stderr
     assert "done: step 4 (" in last.stdout
     assert numbers(evaluations(run_dir)) == numbers(rows)
-    assert "already at step 4 of 4" in cli("train", str(path)).stdout
+    assert "already at step 4 of 4" in cli_here("train", str(path)).stdout
 
 
 @pytest.mark.parametrize("value", ["gone.txt", "[{path: gone.txt, weight: 1}]"])
 def test_held_out_data_that_are_not_there(tmp_path: Path, value: str) -> None:
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), eval_every=1)
-    refused = cli("train", str(write_config(tmp_path / "config.yaml", tree)), f"data.eval_path={value}")
+    refused = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)), f"data.eval_path={value}")
     assert refused.returncode == 2
     assert "data.eval_path: no such file: gone.txt" in refused.stderr
     assert not (tmp_path / "run").exists()

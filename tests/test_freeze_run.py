@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from megatrain_ray.cli import main
 from megatrain_ray.io.manifest import read_manifest
 from megatrain_ray.io.weights import WeightFolder
-from tests.runs import assert_equals_reference, cli, config, write_config
+from tests.runs import assert_equals_reference, cli_here, config, write_config
 from tests.tiny import build_tiny
 
 FREEZE = ["embed_tokens", r"layers\.0\.", r"layers\.2\.mlp"]
@@ -47,7 +47,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         save_every=1,
         hardware__num_shards=2,
     )
-    first = cli("train", str(write_config(tmp_path / "first.yaml", tree)), RAY_ADDRESS=ray_address)
+    first = cli_here("train", str(write_config(tmp_path / "first.yaml", tree)))
     assert first.returncode == 0, first.stderr
     manifest = read_manifest(run_dir / "saves" / "step_3")
     embedding, block = manifest.layers[:2]
@@ -58,7 +58,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
     assert main(["train", str(tmp_path / "first.yaml"), "train.freeze=[embed_tokens]", "train.steps=5"]) == 2
     assert "train.freeze: [embed_tokens, " in capsys.readouterr().err
     tree["train"]["steps"], tree["hardware"]["num_shards"] = 5, 3
-    second = cli("train", str(write_config(tmp_path / "second.yaml", tree)), RAY_ADDRESS=ray_address)
+    second = cli_here("train", str(write_config(tmp_path / "second.yaml", tree)))
     assert second.returncode == 0, second.stderr
     assert_equals_reference(run_dir, tree, tmp_path / "fp32")
     assert_frozen_bytes(model, tmp_path / "fp32", torch.float32)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray.arena_owner import WORKING, arena_sizes
+from megatrain_ray.arenas import WORKING, arena_sizes
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.plan_request import Machine

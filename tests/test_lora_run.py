@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from benchmarks.kill_campaign.cases import BACKWARD, DRIVER, SHARD_0
+from benchmarks.kill_campaign.phases import by_saves
 from megatrain_ray import Trainer
 from megatrain_ray.cli import main
 from megatrain_ray.engine.working_copy import to_working
@@ -19,13 +20,14 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.exporting import export_run
 from megatrain_ray.io.manifest import read_manifest
 from tests.adapters import build_adapter, peft
-from tests.runs import cli, config, losses, reference_of, rows, write_config
+from tests.runs import cli_here, config, losses, reference_of, rows, write_config
 from tests.test_kills import END_S, kill, prepare, training
 from tests.test_objects import RECORDS, settings
 from tests.tiny import build_tiny
 
 IDS = torch.arange(40).view(2, 20)
 PREFIX = "base_model.model."
+SAVED = by_saves("a save stands", lambda saves: bool(saves.committed))
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -61,7 +63,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         lora={"match": [r"\.(q|down)_proj$"], "rank": 4, "alpha": 8, "path": str(adapter)},
         hardware__num_shards=2,
     )
-    first = cli("train", str(write_config(tmp_path / "first.yaml", tree)), RAY_ADDRESS=ray_address)
+    first = cli_here("train", str(write_config(tmp_path / "first.yaml", tree)))
     assert first.returncode == 0, first.stderr
     manifest = read_manifest(run_dir / "saves" / "step_3")
     saved = {(blob.kind, piece.layer) for blob in manifest.blobs() for piece in blob.pieces}
@@ -97,20 +99,20 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
     assert "step 5: good" in capsys.readouterr().out
 
 
-def test_killed_and_resumed(tmp_path: Path) -> None:
+def test_killed_and_resumed(tmp_path: Path, ray_address: str) -> None:
     """A shard is replaced, which keeps the base; then everything dies, and a new crew loads it again."""
-    tree, path = prepare(tmp_path, train__steps=8, save_every=2)
+    tree, path = prepare(tmp_path, train__steps=12, save_every=2)
     adapter = build_adapter(tmp_path / "adapter", tmp_path / "model", ["up_proj", "o_proj"])
     tree["lora"] = {"match": [r"\.(up|o)_proj$"], "rank": 4, "alpha": 8, "path": str(adapter)}
     write_config(path, tree)
     with training(tmp_path, path) as run:
         kill(run, BACKWARD, SHARD_0)
-        kill(run, BACKWARD, DRIVER)
+        kill(run, SAVED, DRIVER)
         assert run.process.wait(END_S) == -signal.SIGKILL
         assert "optimizer shard 0 died and was replaced" in run.text()
-    with training(tmp_path, path) as run:
-        assert run.process.wait(END_S) == 0, run.text()
-        assert "resuming from the save of step" in run.text()
+    done = cli_here("train", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "resuming from the save of step" in done.stderr
     theirs = reference_of(tmp_path / "run", tree)
     assert losses(tmp_path / "run") == theirs.losses
     assert [row["grad_norm"] for row in rows(tmp_path / "run")] == theirs.grad_norms

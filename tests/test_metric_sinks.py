@@ -1,4 +1,6 @@
-"""Rows of metrics as TensorBoard reads them; trackers that are missing, fail, or go on where a run went back."""
+"""Rows of metrics as TensorBoard reads them; trackers that are missing, fail, or go on where a run went back.
+
+Of a whole run and its resume: test_run.py."""
 
 from __future__ import annotations
 
@@ -14,8 +16,7 @@ import pytest
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 from megatrain_ray.metric_sinks import End, MetricSinks, check_packages, open_sinks
-from tests.runs import cli, config, rows, write_config
-from tests.tiny import build_tiny
+from tests.runs import config
 
 
 def settings(folder: Path, **changes: Any) -> TrainConfig:
@@ -243,14 +244,3 @@ def test_a_tracker_that_cannot_be_opened_ends_the_others(
     with pytest.raises(ConfigError, match=r"log.mlflow: .*no database\); name a server in MLFLOW_TRACKING_URI, or pip"):
         trained(wanted, tmp_path, 1, None)
     assert wandb_told[-1] == ("finish", 1)
-
-
-def test_a_whole_run_and_its_resume(tmp_path: Path, ray_address: str) -> None:
-    path = write_config(tmp_path / "config.yaml", config(tmp_path / "run", build_tiny(tmp_path / "model")))
-    for steps in (3, 5):
-        done = cli("train", str(path), f"train.steps={steps}", RAY_ADDRESS=ray_address)
-        assert done.returncode == 0, done.stderr
-    drawn = scalars(tmp_path / "run" / "tensorboard")
-    assert [step for step, _ in drawn["loss"]] == [1, 2, 3, 4, 5]
-    assert [value for _, value in drawn["loss"]] == pytest.approx([r["loss"] for r in rows(tmp_path / "run")])
-    assert {"lr", "grad_norm", "tokens_per_s", "exposed_s/optimizer"} <= drawn.keys()

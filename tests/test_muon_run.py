@@ -8,7 +8,7 @@ import pytest
 
 from megatrain_ray.cli import main
 from megatrain_ray.io.manifest import read_manifest
-from tests.runs import assert_equals_reference, cli, config, plan_of, write_config
+from tests.runs import assert_equals_reference, cli_here, config, plan_of, write_config
 from tests.tiny import build_tiny
 
 OTHERS = [
@@ -32,7 +32,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         save_every=1,
         hardware__num_shards=2,
     )
-    first = cli("train", str(write_config(tmp_path / "first.yaml", tree)), RAY_ADDRESS=ray_address)
+    first = cli_here("train", str(write_config(tmp_path / "first.yaml", tree)))
     assert first.returncode == 0, first.stderr
     manifest = read_manifest(run_dir / "saves" / "step_2")
     embedding, block = manifest.layers[:2]
@@ -45,7 +45,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         assert main(["train", str(tmp_path / "first.yaml"), *overrides, "train.steps=4", "train.groups=[]"]) == 2
         assert says in capsys.readouterr().err
     tree["train"]["steps"], tree["hardware"]["num_shards"] = 4, 3
-    second = cli("train", str(write_config(tmp_path / "second.yaml", tree)), RAY_ADDRESS=ray_address)
+    second = cli_here("train", str(write_config(tmp_path / "second.yaml", tree)))
     assert second.returncode == 0, second.stderr
     assert_equals_reference(run_dir, tree, tmp_path / "fp32")
     assert main(["inspect", str(run_dir)]) == 0

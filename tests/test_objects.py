@@ -17,7 +17,7 @@ from megatrain_ray import Trainer
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.bpe import special_tokens, train_bpe, write_tokenizer
 from megatrain_ray.objects import Objects
-from tests.runs import cli, config, losses, write_config
+from tests.runs import cli_here, config, losses, write_config
 from tests.tiny import TEXT, build_tiny
 
 WORDS = TEXT.read_bytes()
@@ -65,7 +65,7 @@ def test_a_run_on_objects_is_that_on_files_and_goes_on(tmp_path: Path, ray_addre
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     files = settings(tmp_path / "files", train__steps=4, train__schedule="constant") | {"model": {"path": str(folder)}}
     files["data"] |= {"path": str(tmp_path / "a.jsonl"), "kind": "tokens"}
-    done = cli("train", str(write_config(tmp_path / "config.yaml", files)), RAY_ADDRESS=ray_address)
+    done = cli_here("train", str(write_config(tmp_path / "config.yaml", files)))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "files")
 

@@ -12,7 +12,7 @@ from tests.family_models import family_batches
 from tests.own_code import build_own_code
 from tests.reference import Recipe, load_model, train_reference
 from tests.run_engine import Mode, train_engine
-from tests.runs import cli, config, write_config
+from tests.runs import cli_here, config, write_config
 
 
 def test_fp32_is_bit_equal(tmp_path: Path) -> None:
@@ -25,13 +25,13 @@ def test_fp32_is_bit_equal(tmp_path: Path) -> None:
     assert [name for name, m in theirs.masters.items() if not torch.equal(ours.masters[name], m)] == []
 
 
-def test_an_export_holds_code_and_buffers(tmp_path: Path) -> None:
+def test_an_export_holds_code_and_buffers(tmp_path: Path, ray_address: str) -> None:
     folder, run, out = build_own_code(tmp_path / "own", vocab_size=257), tmp_path / "run", tmp_path / "out"
     settings = {"model__trust_remote_code": True, "train__steps": 1, "data__packing": False, "data__tokenizer": "bytes"}
     build = load_file(folder / SINGLE_NAME)
-    trained = cli("train", str(write_config(tmp_path / "config.yaml", config(run, folder, **settings))))
+    trained = cli_here("train", str(write_config(tmp_path / "config.yaml", config(run, folder, **settings))))
     assert trained.returncode == 0, trained.stderr
-    assert cli("export", str(run), str(out), "--dtype", "fp32").returncode == 0
+    assert cli_here("export", str(run), str(out), "--dtype", "fp32").returncode == 0
     exported = load_file(out / SINGLE_NAME)
     assert exported.keys() == build.keys()
     buffers = [name for name in build if name.endswith((".scale", ".order"))]

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from tests.runs import cli, config, losses, rows, write_config
+from tests.runs import cli_here, config, losses, rows, write_config
 from tests.tiny import TEXT, build_tiny
 
 PIECES = [TEXT.read_text()[at : at + 150] for at in range(0, 30_000, 150)]
@@ -30,12 +30,12 @@ def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(tmp_path: Path, ra
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=6, save_every=3, save_keep=9)
     tree["data"] |= {"path": write_sources(tmp_path / "data"), "packing": False}
     path = write_config(tmp_path / "config.yaml", tree)
-    first = cli("train", str(path), RAY_ADDRESS=ray_address)
+    first = cli_here("train", str(path))
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("\ntokenized ") + first.stderr.startswith("tokenized ") == 3
     whole = losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "saves" / "step_6")
-    second = cli("train", str(path), RAY_ADDRESS=ray_address)
+    second = cli_here("train", str(path))
     assert second.returncode == 0, second.stderr
     assert "tokenized" not in second.stderr
     phases = [line.partition(" s  ")[2] for line in second.stderr.splitlines() if " s  " in line]
@@ -46,7 +46,7 @@ def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(tmp_path: Path, ra
     assert [row["tokens"] for row in rows(tmp_path / "run")] == [4 * 32] * 6
 
     (tmp_path / "data" / "lines.jsonl").write_text('{"text": "something else"}\n')
-    refused = cli("train", str(path), "train.steps=7", RAY_ADDRESS=ray_address)
+    refused = cli_here("train", str(path), "train.steps=7")
     assert refused.returncode == 2
     assert "belongs to other data" in refused.stderr
     assert f"(data.path[1], {tmp_path / 'data' / '*.jsonl'})" in refused.stderr

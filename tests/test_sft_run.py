@@ -16,7 +16,7 @@ from megatrain_ray.config import DataConfig
 from megatrain_ray.data_worker import open_stream
 from megatrain_ray.io.batches import IGNORED, Batch
 from tests.chat_fixtures import FAMILIES, build
-from tests.runs import ROOT, assert_equals_reference, cli, config, losses, rows, write_config
+from tests.runs import ROOT, assert_equals_reference, cli_here, config, losses, rows, write_config
 from tests.texts import tokens_of
 from tests.tiny import build_tiny
 
@@ -66,13 +66,13 @@ def test_a_run_on_chats_equals_the_reference_and_goes_on_where_it_was_saved(tmp_
     tree = settings(tmp_path, train__steps=4, train__batch_size=3, save_every=2, save_keep=9)
     run_dir = Path(tree["run_dir"])
     path = write_config(tmp_path / "config.yaml", tree)
-    first = cli("train", str(path), RAY_ADDRESS=ray_address)
+    first = cli_here("train", str(path))
     assert first.returncode == 0, first.stderr
     assert "\n400 records: " in first.stderr
     assert "too long, cut inside an answer" in first.stderr
     whole = losses(run_dir)
     shutil.rmtree(run_dir / "saves" / "step_4")
-    second = cli("train", str(path), RAY_ADDRESS=ray_address)
+    second = cli_here("train", str(path))
     assert second.returncode == 0, second.stderr
     assert "records: " not in second.stderr
     assert losses(run_dir) == whole
@@ -94,7 +94,7 @@ def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, ray_ad
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "packing": True}
-    done = cli("train", str(write_config(tmp_path / "config.yaml", tree)), RAY_ADDRESS=ray_address)
+    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     run_dir = Path(tree["run_dir"])
     batches = batches_of(tree, run_dir)

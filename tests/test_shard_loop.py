@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.arena_owner import state_views
+from megatrain_ray.arenas import state_views
 from megatrain_ray.engine.host_words import HostWords, TornLayer
 from megatrain_ray.engine.journal import Journal, serial_of
 from megatrain_ray.engine.layout import ModelLayout, Span

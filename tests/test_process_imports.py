@@ -1,0 +1,30 @@
+"""What processes of a run load. A run begins when the last of them has: PyTorch takes 2 s, Transformers 3 s."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.family_models import build_family
+from tests.run_engine import folder_source
+from tests.runs import ROOT
+
+
+def test_the_arena_owner_loads_no_torch() -> None:
+    code = "import sys, megatrain_ray.arena_owner\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_shard_reads_weights_without_transformers(tmp_path: Path) -> None:
+    """Of a model whose experts a checkpoint holds apart."""
+    source = folder_source(build_family("Mixtral", tmp_path / "model"))
+    (tmp_path / "source").write_bytes(pickle.dumps(source))
+    code = (
+        "import pathlib, pickle, sys, megatrain_ray.shard_worker\n"
+        "weights = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()).weights()\n"
+        "assert weights.read('model.layers.0.mlp.experts.gate_up_proj', 0, 8).numel() == 8\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "source"], check=True, cwd=ROOT)
