@@ -62,7 +62,7 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
     if config.eval_every and config.data.eval_path is None:
         yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     if (trace := config.log.trace) and not trace[0] <= trace[1] <= train.steps:
-        yield f"log.trace: {list(trace)}: expected [first, last] with 1 ≤ first ≤ last ≤ train.steps: {train.steps}"
+        yield f"log.trace: {list(trace)}: expected two steps with 1 ≤ first ≤ last ≤ train.steps: {train.steps}"
     for number, group in enumerate(train.groups):
         if group.lr is None and group.weight_decay is None and group.optimizer is None:
             yield f"train.groups.{number}: no lr, weight_decay or optimizer; set one of them, or leave the group out"

@@ -322,6 +322,10 @@ class HostState:
                 flat[self.layout.starts[i] :][: spans[i].size] = part.cpu()
         return flat
 
+    def working_of(self, layer: int) -> Tensor:
+        """The working copy of a layer."""
+        return self.whole_working()[self.layout.starts[layer] :][: self.layout.layers[layer].size]
+
     def whole_working(self) -> Tensor:
         """Of all layers, wherever they live."""
         flat = torch.zeros(self.layout.size, dtype=self.working.dtype)

@@ -19,7 +19,8 @@ from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS, CompileTrial
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.plan_request import Machine, Request
-from megatrain_ray.engine.planner import build_plan, candidates, make_plan
+from megatrain_ray.engine.plan_search import candidates, make_plan
+from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.structure import ActivationBytes, discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning import prepare

@@ -72,6 +72,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "num_gpus": 1,
             "hbm_limit": None,
             "ram_limit": None,
+            "hbm_layers": None,
             "num_shards": None,
             "profile": "auto",
             "compile": "auto",
@@ -160,8 +161,8 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"trian": {}}, "trian: unknown key; did you mean train?"),
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
-                                "hardware.hbm_limit, hardware.ram_limit, hardware.num_shards, hardware.profile, "
-                                    "hardware.compile"),
+                                "hardware.hbm_limit, hardware.ram_limit, hardware.hbm_layers, hardware.num_shards, "
+                                    "hardware.profile, hardware.compile"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str) -> None:
@@ -227,8 +228,8 @@ def test_all_problems_come_in_one_message() -> None:
         (RANDOM_MODEL, "data.tokenizer is required with model.config"),
         ({"train__min_lr": 1.0}, "train.min_lr: 1.0 is more than train.lr: 0.0001"),
         ({"train__warmup_steps": 5}, "train.warmup_steps: 5 is more than train.steps: 4"),
-        ({"log__trace": [3, 2]}, "log.trace: [3, 2]: expected [first, last] with 1 ≤ first ≤ last ≤ train.steps: 4"),
-        ({"log__trace": [3, 5]}, "log.trace: [3, 5]: expected [first, last] with 1 ≤ first ≤ last ≤ train.steps: 4"),
+        ({"log__trace": [3, 2]}, "log.trace: [3, 2]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
+        ({"log__trace": [3, 5]}, "log.trace: [3, 5]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
         ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft, and data.kind is pretrain; leave the key"),
         ({"data__chat_template_args": {"a": 1}}, "data.chat_template_args: goes with data.kind: sft"),
         ({"data__kind": "sft", "data__text_field": "body"}, "data.text_field: goes with data.kind: pretrain, and"),

@@ -47,7 +47,7 @@ def saved(folder: Path, model: Path, recipe: Recipe) -> Manifest:
     for name, values in state.named(state.working).items():
         if not is_adapter(name):
             values *= 1.5
-    checksums = frozen_checksums(state.layout, state.working, 1)
+    checksums = frozen_checksums(state.layout, state.working_of, 1)
     manifest = save(state, folder, Precision(recipe.precision), checksums)  # type: ignore[arg-type]  # all it looks at
     return dataclasses.replace(manifest, model=json.loads((model / "config.json").read_text()))
 

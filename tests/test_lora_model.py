@@ -274,19 +274,19 @@ def test_checksums_of_what_is_frozen(tmp_path: Path) -> None:
         structure, plan = plan_for(source.factory, Recipe(1, precision="bf16"), mode, (1, 8))
         state = HostState(structure.layout(mode.num_fragments), plan, Recipe(1))
         state.load(source.weights())
-        found.add(frozen_checksums(state.layout, state.working, 2))
+        found.add(frozen_checksums(state.layout, state.working_of, 2))
     assert len(found) == 1
     before = found.pop()
     assert None not in before
     segment = state.layout.layers[2].segment("model.layers.1.mlp.up_proj.weight")
     state.working[state.layout.starts[2] + segment.start + 5] += 1
-    pairs = zip(frozen_checksums(state.layout, state.working, 2), before, strict=True)
+    pairs = zip(frozen_checksums(state.layout, state.working_of, 2), before, strict=True)
     assert [now == then for now, then in pairs] == [True, True, False, True, True]
     trained = state.layout.layers[2].segment("model.layers.1.mlp.up_proj.lora_A.weight")
     state.working[state.layout.starts[2] + trained.start] += 1
-    assert frozen_checksums(state.layout, state.working, 1)[3:] == before[3:]
+    assert frozen_checksums(state.layout, state.working_of, 1)[3:] == before[3:]
     whole, plan = plan_for(folder_source(tmp_path).factory, Recipe(1), Mode(), (1, 8))
-    assert set(frozen_checksums(whole.layout(), torch.zeros(whole.layout().size), 1)) == {None}
+    assert set(frozen_checksums(whole.layout(), lambda i: torch.zeros(whole.layout().layers[i].size), 1)) == {None}
 
 
 def test_layers_with_equal_pairs_share_a_template(tmp_path: Path) -> None:
