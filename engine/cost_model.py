@@ -17,6 +17,7 @@ from megatrain_ray.engine.layer_work import LayerWork, Product
 from megatrain_ray.engine.layout import DIRECTION_BYTES, FlatLayout, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, UpdateOrder
+from megatrain_ray.engine.plan_rows import logits_bytes
 from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.simulation import SimulatedStep, Simulation, operations
@@ -225,7 +226,13 @@ class Prices:
         products, chunk = self._setting.work[layer].products, self._plan.loss_chunk_tokens
         num_chunks = math.ceil(self.num_tokens / chunk)
         item = self._plan.precision.working_dtype.itemsize
-        of_one = self._setting.structure.vocab_size * (2 * item + (12 if self._setting.z_loss else 8))
+        of_one = logits_bytes(
+            self._setting.structure,
+            self._plan.precision,
+            1,
+            z_loss=self._setting.z_loss,
+            compiled=self._plan.compiled_loss,
+        )
         trained = sum(p.elements for p in products if p.trained)
         sums = num_chunks * trained * (2 * item + 8) if num_chunks > 1 else 0
         working_s = (self.num_tokens * LOSS_TRAFFIC * of_one + sums) / self._profile.device_bytes_per_s

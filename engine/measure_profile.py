@@ -25,7 +25,8 @@ from megatrain_ray.io.arena_holder import ArenaHolder
 from megatrain_ray.trace import Op, Stage
 
 CALLS = 3  # of what is measured, at least
-SMALL_COPIES, SMALL_OPERATORS = 64, 256
+ROUNDS = 4  # in which a measurement's time is spent; within a round nobody waits
+SMALL_BYTES = 4096  # of a copy that costs what every copy does
 ATTENDED = 8192  # tokens of all sequences of one call
 HEADS, HEAD_DIM = 16, 128
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -68,7 +69,7 @@ class _Measurement:
             copies = _Copies(device, memory, effort.copy_bytes)
             h2d_s, d2h_s, both_s = map(self._copies_s, itertools.repeat(copies), _DIRECTIONS)
             adamw_s, busy_s = self._updates_s(memory, copies, both_s)
-            copy_s = self._median_s(copies.run_small) / SMALL_COPIES
+            copy_s = self._median_s(lambda count: copies.run((Stage.H2D,), count, SMALL_BYTES))
             with device.activate():
                 triad_s, device_s, launch_s = self._triad_s(memory), self._device_s(device), self._launch_s(device)
                 attention = tuple(self._attention(device))
@@ -88,15 +89,17 @@ class _Measurement:
             attention=attention,
         )
 
-    def _median_s(self, call: Callable[[], object]) -> float:
-        """Seconds of a call that ends when the work is done. The first one takes memory and is not counted."""
+    def _median_s(self, work: Callable[[int], object]) -> float:
+        """Seconds of some work. `work`: does it so many times and then waits for all of it. The first call takes memory
+        and is not counted; the second says how many times a round may have, so that waiting costs little."""
+        for count in (1, 1):
+            once_s = _seconds(partial(work, count))
+        count = max(1, int(self._effort.budget_s / ROUNDS / once_s))
         times: list[float] = []
         end_s = time.perf_counter() + self._effort.budget_s
-        while len(times) < 1 + CALLS or time.perf_counter() < end_s:
-            start_s = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start_s)
-        return statistics.median(times[1:])
+        while len(times) < CALLS or time.perf_counter() < end_s:
+            times.append(_seconds(partial(work, count)) / count)
+        return statistics.median(times)
 
     @contextmanager
     def _host_memory(self) -> Iterator[torch.Tensor]:
@@ -116,7 +119,7 @@ class _Measurement:
             start = stop
 
     def _copies_s(self, copies: _Copies, stages: Sequence[Stage]) -> float:
-        return self._median_s(lambda: copies.run(stages))
+        return self._median_s(lambda count: copies.run(stages, count))
 
     def _updates_s(self, memory: torch.Tensor, copies: _Copies, both_s: float) -> tuple[float, float]:
         """Of one update: alone, and while both copies run."""
@@ -129,41 +132,29 @@ class _Measurement:
         serials = itertools.count(1)
         with closing(open_kernel(self._num_threads, HYPER)) as kernel:
 
-            def update() -> None:
+            def update(count: int) -> None:
                 rates = Rates(torch.tensor(10.0), 1e-4, 0.3)
-                kernel.update(parts, gradient, rates, Transaction(journal, next(serials)))
+                for _ in range(count):
+                    kernel.update(parts, gradient, rates, Transaction(journal, next(serials)))
 
             alone_s = self._median_s(update)
             with copies.running(2 + int(2 * alone_s / both_s)):  # more than last as long
-                start_s = time.perf_counter()
-                update()
-                busy_s = time.perf_counter() - start_s
+                busy_s = _seconds(partial(update, 1))
         return alone_s, max(alone_s, busy_s)
 
     def _triad_s(self, memory: torch.Tensor) -> float:
         a, b, c = self._views(memory, (torch.float32,) * 3)
-        return self._median_s(lambda: torch.add(b, c, alpha=3.0, out=a))
+        return self._median_s(_repeated(partial(torch.add, b, c, alpha=3.0, out=a)))
 
     def _device_s(self, device: Device) -> float:
         """Of a copy inside of the device's memory."""
         source, target = (device.allocate(self._effort.device_bytes).zero_() for _ in range(2))
-
-        def copy() -> None:
-            target.copy_(source)
-            _finish(device)
-
-        return self._median_s(copy)
+        return self._median_s(_repeated(partial(target.copy_, source), device))
 
     def _launch_s(self, device: Device) -> float:
         """Of each of many small operators in a row."""
         value = torch.zeros(16, device=device.torch_device)
-
-        def run() -> None:
-            for _ in range(SMALL_OPERATORS):
-                value.add_(1.0)
-            _finish(device)
-
-        return self._median_s(run) / SMALL_OPERATORS
+        return self._median_s(_repeated(partial(value.add_, 1.0), device))
 
     def _matmul(self, precision: Precision) -> Iterator[RatePoint]:
         """Of products of square matrices, until one is slow."""
@@ -171,7 +162,7 @@ class _Measurement:
             for width in self._effort.widths:
                 # Not zeros: a GPU multiplies those at a clock that it does not keep with numbers.
                 a = torch.randn(width, width, dtype=precision.working_dtype, device=device.torch_device)
-                seconds = self._median_s(partial(_multiply, device, a))
+                seconds = self._median_s(_repeated(partial(torch.mm, a, a), device))
                 yield RatePoint(2.0 * width**3, 2.0 * width**3 / seconds)
                 if seconds > self._effort.slow_s:
                     return
@@ -182,7 +173,7 @@ class _Measurement:
             batch = max(1, ATTENDED // length)
             shape = batch, HEADS, length, HEAD_DIM
             query = torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device, requires_grad=True)
-            seconds = self._median_s(partial(_attend, device, query))
+            seconds = self._median_s(_repeated(partial(_attend, query), device))
             yield RatePoint(float(length), 6.0 * HEADS * HEAD_DIM * batch * length**2 / seconds)
             if seconds > self._effort.slow_s:
                 return
@@ -201,12 +192,8 @@ class _Copies:
         target, source = (on_device, host) if stage is Stage.H2D else (host, on_device)
         return self._device.copy(stage, target, source, Op("measure", 0, num_bytes=target.nbytes), ())
 
-    def run(self, stages: Sequence[Stage]) -> None:
-        for event in [self._submit(stage) for stage in stages]:
-            event.synchronize()
-
-    def run_small(self) -> None:
-        for event in [self._submit(Stage.H2D, 4096) for _ in range(SMALL_COPIES)]:
+    def run(self, stages: Sequence[Stage], count: int, num_bytes: int | None = None) -> None:
+        for event in [self._submit(stage, num_bytes) for _ in range(count) for stage in stages]:
             event.synchronize()
 
     @contextmanager
@@ -218,16 +205,24 @@ class _Copies:
             event.synchronize()
 
 
-def _finish(device: Device) -> None:
-    device.record().synchronize()
+def _seconds(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
 
 
-def _multiply(device: Device, a: torch.Tensor) -> None:
-    torch.mm(a, a)
-    _finish(device)
+def _repeated(work: Callable[[], object], device: Device | None = None) -> Callable[[int], None]:
+    """Does it so many times, then waits for the device."""
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            work()
+        if device is not None:
+            device.record().synchronize()
+
+    return run
 
 
-def _attend(device: Device, query: torch.Tensor) -> None:
+def _attend(query: torch.Tensor) -> None:
     made = F.scaled_dot_product_attention(query, query, query, is_causal=True)
     torch.autograd.grad(made, query, torch.ones_like(made))
-    _finish(device)

@@ -22,9 +22,13 @@ PROCESS_BYTES = 640 << 20
 CONTEXT_BYTES = 1 << 30
 
 
-def logits_bytes(structure: ModelStructure, precision: Precision, num_tokens: int, *, z_loss: bool) -> int:
-    """Logits of so many tokens in the working type, in FP32, and their gradient in both; that of a z-loss in FP32."""
-    return num_tokens * structure.vocab_size * (2 * precision.working_dtype.itemsize + (12 if z_loss else 8))
+def logits_bytes(
+    structure: ModelStructure, precision: Precision, num_tokens: int, *, z_loss: bool, compiled: bool
+) -> int:
+    """Logits of so many tokens and their gradient in the working type; if nothing fuses what is between them, both in
+    FP32, too, and those of a z-loss."""
+    between = 0 if compiled else 12 if z_loss else 8
+    return num_tokens * structure.vocab_size * (2 * precision.working_dtype.itemsize + between)
 
 
 def hbm_rows(
@@ -125,17 +129,17 @@ def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
 
 
 def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boundary: int, *, z_loss: bool) -> int:
-    """Logits of a chunk, the hidden state's gradient, the head's gradient sum, and one gradient of every tied weight
-    for each micro-batch whose owner of it has not had its backward."""
+    """Logits of a chunk, the hidden state's gradient, the head's gradient sum and that of a chunk, and one gradient of
+    every tied weight for each micro-batch whose owner of it has not had its backward."""
     head = layout.layers[-1]
     chunked = plan.loss_chunk_tokens < plan.micro_batch_size * plan.seq_len
     trained = [s for layer in layout.layers for s in layer.segments if s.group.trained]
     elements = sum(max(s.numel, _size(s.shape)) for s in head.segments if s.group.trained)
     tied = sum({s.tied_to: _size(s.shape) for s in trained if s.tied_to}.values())
     return (
-        logits_bytes(structure, plan.precision, plan.loss_chunk_tokens, z_loss=z_loss)
+        logits_bytes(structure, plan.precision, plan.loss_chunk_tokens, z_loss=z_loss, compiled=plan.compiled_loss)
         + 2 * boundary
-        + (elements * 4 if chunked else 0)
+        + (elements * (4 + plan.precision.working_dtype.itemsize) if chunked else 0)
         + tied * plan.precision.working_dtype.itemsize * _live_micro_batches(plan)
     )
 

@@ -39,19 +39,19 @@ class Observed:
 
 @dataclass(frozen=True)
 class Measured:
-    """`rows`, `in_process`: of all steps, warm-up first and the traced one last; the latter None where it was not asked
-    for. `busy_share`: of the compute stage, from the trace."""
+    """`rows`, `in_process`: of all steps, warm-up first and the traced one last; the latter, like `ceiling`, None where
+    it was not asked for. `busy_share`: of the compute stage, from the trace."""
 
     config: TrainConfig
     observed: Observed
     rows: Sequence[Mapping[str, Any]]
     busy_share: float
-    ceiling: Ceiling
+    ceiling: Ceiling | None
     in_process: Sequence[Mapping[str, Any]] | None
 
 
 def measure(config: TrainConfig, options: BenchOptions) -> Measured:
-    """Trains, then takes the ceiling, then perhaps trains in one process; standard output stays empty meanwhile.
+    """Trains, then, where asked for, takes the ceiling and trains in one process; standard output stays empty.
 
     Raises what a training does.
     """
@@ -60,9 +60,10 @@ def measure(config: TrainConfig, options: BenchOptions) -> Measured:
         (trace,) = find_traces(summary.run_dir)
         busy = busy_share(read_trace(trace))
         startup = Startup()
-        with startup.phase("measuring the resident ceiling"):
-            ceiling = in_own_process("the process of the resident ceiling", measure_ceiling, observed.prepared)
-        in_process = None
+        ceiling = in_process = None
+        if options.with_ceiling:
+            with startup.phase("measuring the resident ceiling"):
+                ceiling = in_own_process("the process of the resident ceiling", measure_ceiling, observed.prepared)
         if options.compare_in_process:
             with startup.phase("making the same steps in one process"):
                 arguments = observed.prepared, observed.tokens

@@ -28,7 +28,8 @@ class BenchOptions:
 
     warmup: int
     steps: int
-    compare_in_process: bool
+    compare_in_process: bool = False
+    with_ceiling: bool = True
     commit: str | None = None
 
     @property

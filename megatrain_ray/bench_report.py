@@ -82,8 +82,10 @@ def _losses(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
     return [loss if (loss := row["loss"]) is not None and math.isfinite(loss) else None for row in rows]
 
 
-def _ceiling(measured: Measured, tflops: float) -> dict[str, Any]:
+def _ceiling(measured: Measured, tflops: float) -> dict[str, Any] | None:
     ceiling = measured.ceiling
+    if ceiling is None:
+        return None
     best = ceiling.best.model_tflops if ceiling.best else None
     return {
         "model_tflops": best,
@@ -134,12 +136,17 @@ def _moved(measured: Measured) -> dict[str, float]:
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    """The plan without the list of layers."""
+    """The plan with sums instead of the list of layers. Activation budgets: how many compiled layers have each."""
     tree = json.loads(plan.to_json())
     layers = tree.pop("layers")
-    activations = Counter(layer["activations"] for layer in layers)
     sizes = {"num_layers": len(layers), "num_parameters": plan.num_parameters, "num_trained": plan.num_trained}
-    return {**sizes, "activations": dict(activations), **tree}
+    return {
+        **sizes,
+        "hbm_layers": len(plan.hbm_layers),
+        "activations": dict(Counter(layer["activations"] for layer in layers)),
+        "activation_budgets": dict(Counter(str(layer.activation_budget) for layer in plan.layers if layer.compiled)),
+        **tree,
+    }
 
 
 def print_table(report: Mapping[str, Any]) -> None:
@@ -160,7 +167,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if predicted := report["prediction"]:
         error = predicted["step_s"] / step_s["median"] - 1
         yield "predicted", f"{predicted['step_s']:.4g} s a step by the plan ({error:+.1%})"
-    yield "ceiling", _ceiling_line(report["ceiling"])
+    if ceiling := report["ceiling"]:
+        yield "ceiling", _ceiling_line(ceiling)
     if compared := report["in_process"]:
         difference = compared["run_is_slower_by_percent"]
         same = "the same losses" if compared["same_losses"] else "other losses"

@@ -95,6 +95,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before those that count (2)")
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps that count (8)")
     parser.add_argument("--compare-in-process", action="store_true", help="the same steps once more without Ray")
+    parser.add_argument("--no-ceiling", action="store_true", help="do not measure the resident ceiling")
     parser.add_argument("--commit", metavar="HASH", help="of the code, where it is no git checkout")
 
 
@@ -166,7 +167,13 @@ def _plan(config: TrainConfig, *, as_json: bool) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    settings = BenchOptions(options.warmup, options.steps, options.compare_in_process, options.commit)
+    settings = BenchOptions(
+        warmup=options.warmup,
+        steps=options.steps,
+        compare_in_process=options.compare_in_process,
+        with_ceiling=not options.no_ceiling,
+        commit=options.commit,
+    )
     with tempfile.TemporaryDirectory(prefix="megatrain-bench-") as folder:
         config = bench_config(options.config, options.overrides, settings, Path(folder) / "run")
         from megatrain_ray.startup import spinner

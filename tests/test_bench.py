@@ -25,7 +25,7 @@ from megatrain_ray.process_memory import DeviceMemory, device_memory, pss
 from tests.runs import ROOT, cli, config, write_config
 from tests.tiny import VOCAB_SIZE
 
-OPTIONS = BenchOptions(warmup=1, steps=3, compare_in_process=False)
+OPTIONS = BenchOptions(warmup=1, steps=3)
 MODEL = {
     "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 176,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -114,8 +114,8 @@ def test_the_table(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     [
         (["train.steps=5"], OPTIONS, "train.steps: a benchmark sets it itself"),
         (["log.wandb=mine"], OPTIONS, "log.wandb: a benchmark sets it itself"),
-        ([], BenchOptions(-1, 3, False), "--warmup -1"),
-        ([], BenchOptions(2, 0, False), "--steps 0"),
+        ([], BenchOptions(-1, 3), "--warmup -1"),
+        ([], BenchOptions(2, 0), "--steps 0"),
     ],
 )
 def test_what_a_benchmark_sets_itself(
@@ -138,7 +138,7 @@ def test_the_run_directory(tmp_path: Path) -> None:
      ("qwen2.5_32.8b", 32_763_876_352), ("llama3.2_depth", 1_965_672_448)],
 )  # fmt: skip
 def test_the_configurations_have_the_sizes_of_their_names(name: str, num_parameters: int) -> None:
-    options = BenchOptions(2, 8, False)
+    options = BenchOptions(2, 8)
     settings = bench_config(ROOT / "benchmarks/configs/speed" / f"{name}.yaml", [], options, Path("run"))
     model = build_empty(open_model(settings.model).factory, torch.bfloat16)
     model.tie_weights()  # type: ignore[operator]  # of every PreTrainedModel
