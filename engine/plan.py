@@ -197,7 +197,8 @@ class Plan:
     @property
     def departing_layers(self) -> tuple[int, ...]:
         """Of these the ones that the shards update, in the order in which their gradients leave: after the backward."""
-        return tuple(i for i in self.layer_order if i in self.waiting_layers)
+        waiting = self.waiting_layers
+        return tuple(i for i in self.layer_order if i in waiting)
 
     @property
     def gradients_are_brief(self) -> bool:

@@ -97,7 +97,7 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     size = layout.size_among(plan.host_layers)
     working = size * plan.precision.working_dtype.itemsize
     threads = plan.num_shards * plan.num_shard_threads
-    units = max(sum(num_units(segment.numel) for segment in layer.trained_segments) for layer in layout.layers)
+    units = max(sum(map(num_units, sizes)) for sizes in layout.trained_numels)
     marks = WORD_BYTES * (units + plan.num_shards)
     processes = 4 + plan.num_shards
     rows: dict[str, tuple[int, str]] = {
@@ -139,8 +139,8 @@ def _waiting_rows(plan: Plan, layout: ModelLayout, held: Sequence[int]) -> dict[
     """Of gradients that wait on the device. `held`: bytes of each layer's activations before its backward."""
     if not plan.waiting_layers:
         return {}
-    item = plan.accumulation_dtype.itemsize
-    sizes = [layer.trained.size * item if i in plan.waiting_layers else 0 for i, layer in enumerate(layout.layers)]
+    item, waiting = plan.accumulation_dtype.itemsize, plan.waiting_layers
+    sizes = [layer.trained.size * item if i in waiting else 0 for i, layer in enumerate(layout.layers)]
     formula = f"{item} bytes × {sum(sizes) // item}"
     if not plan.gradients_are_brief:
         return {"gradients in HBM": (sum(sizes), formula)}

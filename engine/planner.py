@@ -91,9 +91,7 @@ def group_of(kind: LayerKind, fragment: int) -> str:
 
 def needed_fragments(layout: ModelLayout, layer: int) -> tuple[FragmentId, ...]:
     """Of the layer itself and of the owners of its tied parameters."""
-    segments = layout.layers[layer].segments
-    owners = sorted({layout.owner[s.tied_to] for s in segments if s.tied_to} | {layer})
-    return tuple(FragmentId(i, f) for i in owners for f in range(len(layout.layers[i].fragments)))
+    return tuple(FragmentId(i, f) for i in layout.sources[layer] for f in range(len(layout.layers[i].fragments)))
 
 
 def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[FragmentId, ...]:
@@ -103,7 +101,7 @@ def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[Fra
 
 def _blocks_together(structure: ModelStructure, layout: ModelLayout, layer: int, hbm_layers: Set[int]) -> int:
     """Blocks that must be in slots at once for a visit to the layer: itself and those it shares weights with."""
-    needed = {fragment.layer for fragment in streamed(needed_fragments(layout, layer), hbm_layers)}
+    needed = (i for i in layout.sources[layer] if i not in hbm_layers)
     return sum(structure.layers[i].kind is LayerKind.BLOCK for i in needed)
 
 
