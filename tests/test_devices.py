@@ -256,12 +256,12 @@ def test_where_gradients_wait_changes_no_bit(
         assert torch.equal(ours.masters[name], master), name
 
 
-@pytest.mark.parametrize("shape", [(1,), (4097,), (3, 8192), (1000, 1001)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4097), (3, 8192), (1000, 1001)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_sum_is_torchs(device: Device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     target, source = torch.randn(shape), torch.randn(shape).to(dtype)
     for turned in (False, True):
-        here, there = (t.to(device.torch_device) for t in (target, source))
+        here, there = (t.to(device.torch_device, copy=True) for t in (target, source))
         with device.activate():
             device.add(here.T if turned else here, there.T if turned else there)
             device.record().synchronize()
