@@ -169,7 +169,7 @@ class Common:
             "fits": True,
         }
         if mode.is_limited:
-            return expected | {"layers_that_keep_all": 0}
+            return expected | {"layers_that_keep_all": 0, "fills_hbm_limit": True}
         return expected | {
             "order": mode.order.value,
             "sums": mode.sums.value,
@@ -203,6 +203,7 @@ def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
         "hbm_bytes": plan.total_bytes(Tier.HBM),
         "host_bytes": plan.total_bytes(Tier.HOST),
         "fits": fits(plan),
+        "fills_hbm_limit": plan.total_bytes(Tier.HBM) == plan.hbm_limit_bytes,
     }
 
 

@@ -1,5 +1,6 @@
 """Training in plain PyTorch, which parity is measured against: the unmodified model whole on the device, autograd,
-torch's clipping and torch.optim.AdamW on FP32 masters, the whole of a micro-batch's logits at once."""
+torch's clipping and torch.optim.AdamW on FP32 masters, the whole of a micro-batch's logits at once. Of models without
+dropout."""
 
 from __future__ import annotations
 
@@ -52,6 +53,8 @@ def check_settings(config: TrainConfig) -> None:
     train = config.train
     if train != OptimizationConfig(**{key: getattr(train, key) for key in KNOWN}):
         raise ConfigError(f"train: the plain training knows {', '.join(KNOWN)}; leave the other keys at their defaults")
+    if train.precision == "tf32":
+        raise ConfigError("train.precision: no tolerance of tf32 is stated; set bf16 or fp32")
     if config.lora is not None or config.data.packing:
         raise ConfigError("the plain training has no pairs and one document a row: unset lora, set data.packing: false")
 
