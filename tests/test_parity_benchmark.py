@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 
 from benchmarks import parity
 from benchmarks.parity import CONFIG, compare, what_runs_uncompiled
-from benchmarks.parity_modes import MODES, Common
+from benchmarks.parity_modes import MODES, Common, Mode
 from benchmarks.plain_training import Grouping, Numbers, check_settings, train_plain
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
 from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.model import build_empty
+from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.model_source import open_model
 from megatrain_ray.planning import Prepared
@@ -57,13 +60,29 @@ def test_the_plain_training_is_the_reference(tmp_path: Path, clip: float | None)
     assert ours == Numbers(tuple(theirs.losses), tuple(theirs.grad_norms))
 
 
-def test_a_plan_is_that_of_its_mode_and_of_no_other(tmp_path: Path) -> None:
+def test_every_mode_has_a_plan_and_another_plan_is_seen(tmp_path: Path) -> None:
     common = Common.of(tiny(tmp_path), compiled=True)
+
+    def wrong(mode: Mode, plan: Plan) -> list[str]:
+        return [problem.partition(":")[0] for problem in common.problems(mode, plan)]
+
     plans = {name: common.prepared(mode).plan for name, mode in MODES.items()}
-    for name, mode in MODES.items():
-        passing = [other for other, plan in plans.items() if not [*common.problems(mode, plan)]]
-        others = ["limited"] if name == "host_sums" else []  # the smallest plan has its sums there, too
-        assert passing == [name, *others]
+    assert [name for name, mode in MODES.items() if wrong(mode, plans[name])] == []
+    mode = MODES["micro_batches_outer"]
+    for change, seen in (
+        ({"order": LoopOrder.LAYERS_OUTER}, ["order"]),
+        ({"sums": Tier.HOST}, ["sums"]),
+        ({"budget": 0.4}, ["activation_budgets"]),
+        ({"budget": 1.0}, ["activation_budgets", "layers_that_keep_all"]),
+        ({"budget": 0.0, "compiled": False}, ["compiled_layers", "compiled_loss", "activation_budgets"]),
+        ({"hbm_share": 0.5}, ["hbm_layers"]),
+        ({"num_micro_batches": 2}, ["num_micro_batches"]),
+        ({"clips": False}, ["update_order"]),
+    ):
+        assert wrong(mode, common.prepared(replace(mode, **change)).plan) == seen
+    small = replace(plans["streamed"], ram_limit_bytes=1)
+    assert wrong(MODES["streamed"], small) == ["fits"]
+    assert wrong(MODES["limited"], plans["host_sums"]) == ["fills_hbm_limit"]
 
 
 def test_what_runs_uncompiled_is_heard() -> None:
