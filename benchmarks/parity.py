@@ -140,7 +140,7 @@ def forget() -> None:
     """What the run before left in the compiler and on the device."""
     torch.compiler.reset()
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # by the first device, which has a say in it
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

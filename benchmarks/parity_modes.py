@@ -31,8 +31,10 @@ SEVERAL = 4  # micro-batches
 @dataclass(frozen=True)
 class Mode:
     """How a step runs. `budget`: of compiled layers; where none is compiled 1.0 keeps activations and 0.0 recomputes
-    them. `hbm_share`: of the layers, from the embedding on, those that live on the device. `is_limited`: the split
-    alone is given, and a device without a byte more than the smallest plan needs; the rest is the product's choice."""
+    them. `late_budget`: of the second half of the blocks. `hbm_share`: of the layers, from the embedding on, those that
+    live on the device. `gradients`: where complete ones of the other layers wait for the scale of clipping.
+    `is_limited`: the split alone is given, and a device without a byte more than the smallest plan needs; the rest is
+    the product's choice."""
 
     about: str
     num_micro_batches: int = 1
@@ -40,26 +42,36 @@ class Mode:
     budget: float = 1.0
     sums: Tier = Tier.HBM
     hbm_share: float = 0.0
+    late_budget: float | None = None
+    gradients: Tier = Tier.HOST
     compiled: bool = True
     clips: bool = True
     is_limited: bool = False
 
     def matches(self, candidate: Candidate) -> bool:
-        """Whether it is one of the ways to run such a step."""
-        if not self.compiled:
-            recomputes = candidate.activations is ActivationPolicy.RECOMPUTE
-            return (candidate.order, candidate.sums, recomputes) == (self.order, self.sums, self.budget == 0.0)
-        budget = candidate.activation_budget
-        return (candidate.order, candidate.sums, budget) == (self.order, self.sums, self.budget)
+        """Whether it is one of the ways to run such a step, placement of layers aside."""
+        c = candidate
+        if (c.order, c.sums, c.gradients) != (self.order, self.sums, self.gradients):
+            return False
+        if self.compiled:
+            return c.activation_budget == self.budget
+        return (c.activations is ActivationPolicy.RECOMPUTE) == (self.budget == 0.0)
 
 
 MODES: Mapping[str, Mode] = {
     "hbm": Mode("all layers live in HBM; activations kept", hbm_share=1.0),
-    "half_hbm": Mode("half of the layers live in HBM, the others stream; budget 0.8", budget=0.8, hbm_share=0.5),
+    "half_hbm": Mode(
+        "half of the layers live in HBM, the others stream; gradients of these wait in HBM; budget 0.8, late blocks 1",
+        budget=0.8, late_budget=1.0, hbm_share=0.5, gradients=Tier.HBM,
+    ),
     "streamed": Mode("no layer lives in HBM; activations kept"),
     "no_clip": Mode("as streamed, without clipping: updates run under the backward", clips=False),
     "micro_batches_outer": Mode("4 micro-batches, outermost; budget 0.6", SEVERAL, budget=0.6),
     "micro_batches_hbm": Mode("4 micro-batches, all layers in HBM; budget 0.4", SEVERAL, budget=0.4, hbm_share=1.0),
+    "late_gradients": Mode(
+        "4 micro-batches, outermost, half of the layers in HBM; gradients of the others wait there too; budget 0.4",
+        SEVERAL, budget=0.4, hbm_share=0.5, gradients=Tier.HBM,
+    ),
     "layers_outer": Mode("4 micro-batches, layers outermost; budget 0.2", SEVERAL, LoopOrder.LAYERS_OUTER, 0.2),
     "host_sums": Mode("4 micro-batches, sums wait on the host; budget 0", SEVERAL, budget=0.0, sums=Tier.HOST),
     "limited": Mode("4 micro-batches, the smallest hbm_limit that any plan fits", SEVERAL, is_limited=True),
@@ -133,10 +145,16 @@ class Common:
             return make_plan(self.structure, activations, machine, request)
         candidate = next(filter(mode.matches, candidates(self.structure, request)))
         candidate = replace(candidate, hbm_layers=frozenset(range(self.num_hbm_layers(mode))))
+        if mode.late_budget is not None:
+            candidate = replace(candidate, num_late=self.num_late, late_budget=mode.late_budget)
         return build_plan(self.structure, activations, self.machine, request, candidate)
 
     def num_hbm_layers(self, mode: Mode) -> int:
         return round(mode.hbm_share * len(self.structure.layers))
+
+    @property
+    def num_late(self) -> int:
+        return len(_blocks(self.structure)) // 2
 
     def _smallest_machine(self, request: Request, activations: ActivationBytes) -> Machine:
         """With the least memory that a plan fits into; the less there is, the smaller are chunks of the loss."""
@@ -170,12 +188,19 @@ class Common:
         }
         if mode.is_limited:
             return expected | {"layers_that_keep_all": 0, "fills_hbm_limit": True}
+        waiting = len(self.structure.layers) - self.num_hbm_layers(mode) if mode.gradients is Tier.HBM else 0
         return expected | {
             "order": mode.order.value,
             "sums": mode.sums.value,
-            "activation_budgets": {str(mode.budget): num_blocks} if mode.compiled else {},
-            "layers_that_keep_all": num_blocks if mode.budget == 1.0 else 0,
+            "gradients_waiting_in_hbm": waiting,
+            "activation_budgets": self._budgets(mode) if mode.compiled else {},
+            "layers_that_keep_all": self._budgets(mode).get("1.0", 0),
         }
+
+    def _budgets(self, mode: Mode) -> dict[str, int]:
+        num_late = 0 if mode.late_budget is None else self.num_late
+        counts = {str(mode.budget): len(_blocks(self.structure)) - num_late}
+        return counts | ({str(mode.late_budget): num_late} if num_late else {})
 
 
 def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
@@ -188,6 +213,7 @@ def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_size,
         "num_micro_batches": plan.num_micro_batches,
         "sums": plan.sums.value,
+        "gradients_waiting_in_hbm": len(plan.departing_layers),
         "num_layers": len(plan.layers),
         "hbm_layers": len(plan.hbm_layers),
         "compiled_layers": len(budgets),

@@ -75,7 +75,9 @@ def test_every_mode_has_a_plan_and_another_plan_is_seen(tmp_path: Path) -> None:
         ({"budget": 0.4}, ["activation_budgets"]),
         ({"budget": 1.0}, ["activation_budgets", "layers_that_keep_all"]),
         ({"budget": 0.0, "compiled": False}, ["compiled_layers", "compiled_loss", "activation_budgets"]),
+        ({"late_budget": 0.8}, ["activation_budgets"]),
         ({"hbm_share": 0.5}, ["hbm_layers"]),
+        ({"gradients": Tier.HBM}, ["gradients_waiting_in_hbm"]),
         ({"num_micro_batches": 2}, ["num_micro_batches"]),
         ({"clips": False}, ["update_order"]),
     ):
