@@ -157,17 +157,19 @@ class Common:
         return len(_blocks(self.structure)) // 2
 
     def _smallest_machine(self, request: Request, activations: ActivationBytes) -> Machine:
-        """With the least memory that a plan fits into; the less there is, the smaller are chunks of the loss."""
+        """With the least memory that a plan fits into. What is needed depends on what there is: chunks of the loss do,
+        and smaller ones may need more."""
         machine = self.machine
-        while True:
-            plans = (
-                build_plan(self.structure, activations, machine, request, candidate)
-                for candidate in candidates(self.structure, request)
-            )
-            needed = min(plan.total_bytes(Tier.HBM) for plan in plans)
-            if machine.hbm_bytes is not None and needed >= machine.hbm_bytes:
-                return machine
+        while (needed := self._least_bytes(request, activations, machine)) != machine.hbm_bytes:
             machine = replace(machine, hbm_bytes=needed)
+        return machine
+
+    def _least_bytes(self, request: Request, activations: ActivationBytes, machine: Machine) -> int:
+        plans = (
+            build_plan(self.structure, activations, machine, request, candidate)
+            for candidate in candidates(self.structure, request)
+        )
+        return min(plan.total_bytes(Tier.HBM) for plan in plans)
 
     def problems(self, mode: Mode, plan: Plan) -> Iterator[str]:
         """What of the plan is not what the mode is about, a line each."""

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import parity
 from benchmarks.parity import CONFIG, compare, what_runs_uncompiled
-from benchmarks.parity_modes import MODES, Common, Mode
+from benchmarks.parity_modes import MODES, Common, DrawnSource, Mode
 from benchmarks.plain_training import Grouping, Numbers, check_settings, train_plain
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
@@ -22,6 +22,8 @@ from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.model import build_empty
 from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.model_source import open_model
@@ -85,6 +87,18 @@ def test_every_mode_has_a_plan_and_another_plan_is_seen(tmp_path: Path) -> None:
     small = replace(plans["streamed"], ram_limit_bytes=1)
     assert wrong(MODES["streamed"], small) == ["fits"]
     assert wrong(MODES["limited"], plans["host_sums"]) == ["fills_hbm_limit"]
+
+
+def test_modes_have_plans_on_a_gpu() -> None:
+    """Logits of a micro-batch are whole with all of its memory, and in chunks, which need more, with the least."""
+    settings = load_config(CONFIG, ["model.config.num_hidden_layers=2"]).resolve()
+    source = open_model(settings.model)
+    found = discover(source.factory, torch.bfloat16, 1, settings.data.seq_len, compiled=True)
+    gpu = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=120 << 30, hbm_bytes=139 << 30)
+    common = Common(settings, DrawnSource(**vars(source)), *found, gpu)
+    plans = {name: common.prepared(mode).plan for name, mode in MODES.items()}
+    assert [name for name, plan in plans.items() if [*common.problems(MODES[name], plan)]] == []
+    assert (plans["host_sums"].loss_chunk_tokens, plans["limited"].loss_chunk_tokens) == (2048, 1024)
 
 
 def test_what_runs_uncompiled_is_heard() -> None:
