@@ -1,0 +1,225 @@
+"""Losses of 50 steps beside those of plain PyTorch on the same machine, in every mode that a row of results uses.
+
+    python -m benchmarks.parity OUT.json [--commit HASH] [--steps 50] [--config FILE] [--modes a,b,…] [key=value …]
+
+All in one process: the model's first values are drawn once, by the function that a run draws them with, and the batches
+come from a run's own data worker. Plain PyTorch (plain_training.py) trains first; then every mode (parity_modes.py)
+trains through the engine as `megatrain bench --compare-in-process` does: the classes that the actors wrap, the same
+shared memory, no Ray. A mode's plan is not left to the cost model: it is built from the one of the product's own
+candidates that the mode is about, and "limited" is what make_plan chooses where HBM has no byte to spare. The report
+says of each mode what its plan is. A mode is compared with the plain training of the same micro-batches and clipping.
+
+Exit code 0: all modes within the tolerance. 1: one is not, or its run was not what it is about: another plan, a layer
+that was to be compiled and ran uncompiled, a skipped step, a failure. 2: a setting is wrong.
+
+The tolerance of bf16 is 2e-2, absolute, at losses that fall from 12 to 3. It is chosen by what can be told apart.
+Measured on a CPU with a model of 1.5M parameters (hidden 128, 6 layers, 8 × 128 tokens, 50 steps, loss 6.3 to 4.5):
+plain PyTorch differs from itself by up to 2e-4 when a step is 2 or 4 micro-batches, and by 3e-4 when layers are
+compiled; with BF16 masters by 7e-2, without clipping by 6e-2, with a warm-up of 11 steps for 10 by 3e-2, with one of
+the six layers not trained by 3e-2; a learning rate 1 % higher (1.2e-2) would pass. The deeper the model the larger the
+first two figures; the report measures them again as its yardstick. At a learning rate at which training is unstable
+they pass the tolerance themselves (3e-2 for 2e-3 in place of 3e-4), and such a comparison shows nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.parity_modes import MODES, Common, Mode, summary
+from benchmarks.plain_training import Grouping, Numbers, check_settings, train_plain
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.config_file import config_to_dict, load_config
+from megatrain_ray.data_worker import DataWorker
+from megatrain_ray.engine import compiled_call
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.gpu_worker import make_device
+from megatrain_ray.in_process import run_in_process
+from megatrain_ray.io.batches import Batch
+from megatrain_ray.planning import Prepared
+from megatrain_ray.surroundings import commit, hardware, versions
+from megatrain_ray.tokenizing import tokenize
+
+CONFIG = Path(__file__).parent / "configs" / "speed" / "qwen2.5_0.5b.yaml"
+TOLERANCES = {"bf16": 2e-2, "fp32": 1e-4}
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The comparison of one configuration. `tokens`: folders of the data's sources. `made`: plain trainings, each once,
+    by grouping and clipping."""
+
+    common: Common
+    tokens: Sequence[Path]
+    batches: Sequence[Batch]
+    made: dict[tuple[Grouping, float | None], Numbers] = field(default_factory=dict)
+
+    @staticmethod
+    def of(config: TrainConfig, *, compiled: bool) -> Parity:
+        """`compiled`: layers are in some modes."""
+        common = Common.of(config, compiled=compiled)
+        vocab_size = common.structure.vocab_size
+        tokens = tokenize(config.data, config.tokenizer, vocab_size, Path(config.run_dir))
+        data = DataWorker(config.data, tokens, vocab_size, config.train.batch_size or 0, 0, None)
+        return Parity(common, tokens, [data.batch(step) for step in range(1, config.train.steps + 1)])
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.common.config.train.precision]
+
+    def plain(self, prepared: Prepared, *, compiled: bool = False) -> Numbers:
+        """Of the micro-batches and the clipping of such a run."""
+        grouping = Grouping(prepared.plan.micro_batch_size, compiled)
+        key = grouping, prepared.config.train.clip
+        if key not in self.made:
+            forget()
+            device = make_device(prepared.plan, deterministic=prepared.config.train.deterministic)
+            arguments = prepared.config, self.common.source, self.common.structure, self.common.source.drawn
+            self.made[key] = train_plain(*arguments, self.batches, grouping, device)
+            device.close()
+        return self.made[key]
+
+    def yardstick(self, *, compiled: bool) -> dict[str, Any]:
+        """How far plain trainings are from one another that differ in how products are grouped."""
+        whole, parts = (self.common.prepared(MODES[name]) for name in ("uncompiled", "recomputed"))
+        plain = self.plain(whole)
+        found = {"micro_batches": compare(self.plain(parts), plain, self.tolerance)}
+        if compiled:
+            found["compiled"] = compare(self.plain(whole, compiled=True), plain, self.tolerance)
+        return {"plain": asdict(plain), **found}
+
+    def mode(self, mode: Mode) -> dict[str, Any]:
+        prepared = self.common.prepared(mode)
+        plain = self.plain(prepared)
+        forget()
+        start_s = time.perf_counter()
+        with what_runs_uncompiled() as uncompiled:
+            rows = run_in_process(prepared, self.tokens)
+        seconds = time.perf_counter() - start_s
+        ours = Numbers(tuple(row["loss"] for row in rows), tuple(row["grad_norm"] for row in rows))
+        skipped = [f"step {row['step']} was skipped" for row in rows if row["skipped"]]
+        return {
+            "about": mode.about,
+            "problems": [*self.common.problems(mode, prepared.plan), *uncompiled, *skipped],
+            **compare(ours, plain, self.tolerance),
+            "plan": summary(prepared.plan, self.common.structure),
+            "hbm_peak_bytes": rows[-1]["hbm_peak_bytes"],
+            "seconds": seconds,
+            "step_s": statistics.median(row["step_s"] for row in rows),
+        }
+
+
+def compare(ours: Numbers, theirs: Numbers, tolerance: float) -> dict[str, Any]:
+    """Losses step by step, and the gradients' norms in shares of theirs. A loss that is no number is not within."""
+    differences = [a - b for a, b in zip(ours.losses, theirs.losses, strict=True)]
+    norms = [abs(a / b - 1) for a, b in zip(ours.grad_norms, theirs.grad_norms, strict=True)]
+    return {
+        "within": all(abs(difference) <= tolerance for difference in differences),
+        "greatest": max(map(abs, differences)),
+        "mean": statistics.fmean(map(abs, differences)),
+        "same_bits": ours == theirs,
+        "greatest_of_grad_norms": max(norms),
+        "differences": differences,
+        **asdict(ours),
+    }
+
+
+def forget() -> None:
+    """What the run before left in the compiler and on the device."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # by the first device, which has a say in it
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def what_runs_uncompiled() -> Iterator[list[str]]:
+    """Fills with a line for each function that was to be compiled and runs as it is in the block."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(compiled_call.__name__)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield heard
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def measure(config: TrainConfig, names: Sequence[str], out: Path, commit_hash: str | None) -> list[str]:
+    """Writes the report, anew after each mode; the modes that failed."""
+    compiled = any(MODES[name].compiled for name in names)
+    parity = Parity.of(config, compiled=compiled)
+    measured = parity.yardstick(compiled=compiled)
+    for name in [name for name in measured if name != "plain"]:
+        show(f"plain, {name}", measured[name])
+    modes: dict[str, Any] = {}
+    report = {
+        "commit": commit_hash or commit(),
+        "hardware": hardware(parity.common.machine.device),
+        "versions": versions(),
+        "config": config_to_dict(config),
+        "tolerance": parity.tolerance,
+        "yardstick": measured,
+        "modes": modes,
+    }
+    for name in names:
+        try:
+            modes[name] = parity.mode(MODES[name])
+        except Exception as error:  # of one mode: the others still run
+            modes[name] = {"within": False, "problems": [f"failed: {type(error).__name__}: {error}"]}
+        out.write_text(json.dumps(report, indent=1) + "\n")
+        show(name, modes[name])
+    return [name for name in names if modes[name]["problems"] or not modes[name]["within"]]
+
+
+def show(name: str, found: Mapping[str, Any]) -> None:
+    """A line, and one for each reason why it is not what it should be."""
+    if "greatest" in found:
+        same = ", same bits" if found["same_bits"] else ""
+        verdict = "within" if found["within"] else "OUTSIDE"
+        print(f"{name:<28}greatest {found['greatest']:.2e}  mean {found['mean']:.2e}  {verdict}{same}", flush=True)
+    for problem in found.get("problems", ()):
+        print(f"{name}: {problem}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--commit")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(arguments)
+    names = options.modes.split(",")
+    if unknown := [name for name in names if name not in MODES]:
+        parser.error(f"--modes: there is no {', '.join(unknown)}; expected some of {', '.join(MODES)}")
+    try:
+        config = load_config(options.config, [f"train.steps={options.steps}", *options.overrides]).resolve()
+        check_settings(config)
+        failed = measure(config, names, options.out, options.commit)
+    except ConfigError as error:
+        parser.error(str(error))
+    print(f"{len(names) - len(failed)} of {len(names)} modes as they should be; others: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

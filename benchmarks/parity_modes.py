@@ -1,0 +1,255 @@
+"""The ways to run a step that parity is shown in, the plan of each, and whether a plan is what its mode is about."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier, UpdateOrder
+from megatrain_ray.engine.plan_request import Candidate, Machine, Request
+from megatrain_ray.engine.plan_search import candidates, make_plan
+from megatrain_ray.engine.planner import build_plan, fits
+from megatrain_ray.engine.structure import ActivationBytes, discover
+from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.machine import probe_machine
+from megatrain_ray.model_source import ModelSource, open_model
+from megatrain_ray.planning import Prepared
+from megatrain_ray.profiles import with_profile
+
+SEVERAL = 4  # micro-batches
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a step runs. `budget`: of compiled layers; where none is compiled 1.0 keeps activations and 0.0 recomputes
+    them. `late_budget`: of the second half of the blocks. `hbm_share`: of the layers, from the embedding on, those that
+    live on the device. `gradients`: where complete ones of the other layers wait for the scale of clipping.
+    `is_limited`: the split alone is given, and a device without a byte more than the smallest plan needs; the rest is
+    the product's choice."""
+
+    about: str
+    num_micro_batches: int = 1
+    order: LoopOrder = LoopOrder.MICRO_BATCHES_OUTER
+    budget: float = 1.0
+    sums: Tier = Tier.HBM
+    hbm_share: float = 0.0
+    late_budget: float | None = None
+    gradients: Tier = Tier.HOST
+    compiled: bool = True
+    clips: bool = True
+    is_limited: bool = False
+
+    def matches(self, candidate: Candidate) -> bool:
+        """Whether it is one of the ways to run such a step, placement of layers aside."""
+        c = candidate
+        if (c.order, c.sums, c.gradients) != (self.order, self.sums, self.gradients):
+            return False
+        if self.compiled:
+            return c.activation_budget == self.budget
+        return (c.activations is ActivationPolicy.RECOMPUTE) == (self.budget == 0.0)
+
+
+MODES: Mapping[str, Mode] = {
+    "hbm": Mode("all layers live in HBM; activations kept", hbm_share=1.0),
+    "half_hbm": Mode(
+        "half of the layers live in HBM, the others stream; gradients of these wait in HBM; budget 0.8, late blocks 1",
+        budget=0.8, late_budget=1.0, hbm_share=0.5, gradients=Tier.HBM,
+    ),
+    "streamed": Mode("no layer lives in HBM; activations kept"),
+    "no_clip": Mode("as streamed, without clipping: updates run under the backward", clips=False),
+    "micro_batches_outer": Mode("4 micro-batches, outermost; budget 0.6", SEVERAL, budget=0.6),
+    "micro_batches_hbm": Mode("4 micro-batches, all layers in HBM; budget 0.4", SEVERAL, budget=0.4, hbm_share=1.0),
+    "late_gradients": Mode(
+        "4 micro-batches, outermost, half of the layers in HBM; gradients of the others wait there too; budget 0.4",
+        SEVERAL, budget=0.4, hbm_share=0.5, gradients=Tier.HBM,
+    ),
+    "layers_outer": Mode("4 micro-batches, layers outermost; budget 0.2", SEVERAL, LoopOrder.LAYERS_OUTER, 0.2),
+    "host_sums": Mode("4 micro-batches, sums wait on the host; budget 0", SEVERAL, budget=0.0, sums=Tier.HOST),
+    "limited": Mode("4 micro-batches, the smallest hbm_limit that any plan fits", SEVERAL, is_limited=True),
+    "uncompiled": Mode("as streamed, nothing compiled", compiled=False),
+    "recomputed": Mode(
+        "4 micro-batches, layers outermost, all recomputed, nothing compiled",
+        SEVERAL, LoopOrder.LAYERS_OUTER, 0.0, compiled=False,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DrawnWeights:
+    """Values by name, 1-D, for whoever reads a WeightSource."""
+
+    values: Mapping[str, Tensor]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self.values[name][start:stop]
+
+
+@dataclass(frozen=True)
+class DrawnSource(ModelSource):
+    """A source whose values were drawn once, for all modes and for the plain training."""
+
+    drawn: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def base_weights(self) -> WeightSource:
+        return DrawnWeights(self.drawn)
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all modes of a configuration share. `activations`: of one sequence."""
+
+    config: TrainConfig
+    source: DrawnSource
+    structure: ModelStructure
+    activations: ActivationBytes
+    machine: Machine
+
+    @staticmethod
+    def of(config: TrainConfig, *, compiled: bool) -> Common:
+        """`compiled`: some modes are. Draws the model's first values as a run would. Raises ConfigError."""
+        if (config.train.batch_size or 0) % SEVERAL:
+            raise ConfigError(f"train.batch_size: {config.train.batch_size} sequences are not {SEVERAL} equal parts")
+        source, hardware = open_model(config.model), config.hardware
+        dtype = Precision(config.train.precision).working_dtype
+        structure, activations = discover(source.factory, dtype, 1, config.data.seq_len, compiled=compiled)
+        weights = source.weights()
+        owned = [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
+        drawn = {p.name: weights.read(p.name, 0, math.prod(p.shape)) for p in owned}
+        machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit)
+        machine = with_profile(machine, hardware.profile)
+        return Common(config, DrawnSource(**vars(source), drawn=drawn), structure, activations, machine)
+
+    def prepared(self, mode: Mode) -> Prepared:
+        """A run in this mode. Raises CapacityError where a limited one fits nowhere."""
+        batch_size = self.config.train.batch_size or 0
+        config = self.config.with_split(batch_size // mode.num_micro_batches, mode.num_micro_batches)
+        if not mode.clips:
+            config = config.model_copy(update={"train": config.train.model_copy(update={"clip": None})})
+        return Prepared(config, self.source, self.structure, self._plan(config, mode))
+
+    def _plan(self, config: TrainConfig, mode: Mode) -> Plan:
+        """That of the first of the product's own candidates that the mode matches, or what make_plan chooses."""
+        request = _request(config, compiled=mode.compiled)
+        activations = self.activations.times(request.micro_batch_size)
+        if mode.is_limited:
+            machine = self._smallest_machine(request, activations)
+            return make_plan(self.structure, activations, machine, request)
+        candidate = next(filter(mode.matches, candidates(self.structure, request)))
+        candidate = replace(candidate, hbm_layers=frozenset(range(self.num_hbm_layers(mode))))
+        if mode.late_budget is not None:
+            candidate = replace(candidate, num_late=self.num_late, late_budget=mode.late_budget)
+        return build_plan(self.structure, activations, self.machine, request, candidate)
+
+    def num_hbm_layers(self, mode: Mode) -> int:
+        return round(mode.hbm_share * len(self.structure.layers))
+
+    @property
+    def num_late(self) -> int:
+        return len(_blocks(self.structure)) // 2
+
+    def _smallest_machine(self, request: Request, activations: ActivationBytes) -> Machine:
+        """With the least memory that a plan fits into. What is needed depends on what there is: chunks of the loss do,
+        and smaller ones may need more."""
+        machine = self.machine
+        while (needed := self._least_bytes(request, activations, machine)) != machine.hbm_bytes:
+            machine = replace(machine, hbm_bytes=needed)
+        return machine
+
+    def _least_bytes(self, request: Request, activations: ActivationBytes, machine: Machine) -> int:
+        plans = (
+            build_plan(self.structure, activations, machine, request, candidate)
+            for candidate in candidates(self.structure, request)
+        )
+        return min(plan.total_bytes(Tier.HBM) for plan in plans)
+
+    def problems(self, mode: Mode, plan: Plan) -> Iterator[str]:
+        """What of the plan is not what the mode is about, a line each."""
+        got = summary(plan, self.structure)
+        for key, expected in self._expected(mode).items():
+            if got[key] != expected:
+                yield f"{key}: expected {expected}, the plan has {got[key]}"
+
+    def _expected(self, mode: Mode) -> dict[str, Any]:
+        num_blocks = len(_blocks(self.structure))
+        expected = {
+            "num_micro_batches": mode.num_micro_batches,
+            "hbm_layers": self.num_hbm_layers(mode),
+            "compiled_layers": num_blocks if mode.compiled else 0,
+            "compiled_loss": mode.compiled,
+            "update_order": (UpdateOrder.FORWARD if mode.clips else UpdateOrder.BACKWARD).value,
+            "fits": True,
+        }
+        if mode.is_limited:
+            return expected | {"layers_that_keep_all": 0, "fills_hbm_limit": True}
+        waiting = len(self.structure.layers) - self.num_hbm_layers(mode) if mode.gradients is Tier.HBM else 0
+        return expected | {
+            "order": mode.order.value,
+            "sums": mode.sums.value,
+            "gradients_waiting_in_hbm": waiting,
+            "activation_budgets": self._budgets(mode) if mode.compiled else {},
+            "layers_that_keep_all": self._budgets(mode).get("1.0", 0),
+        }
+
+    def _budgets(self, mode: Mode) -> dict[str, int]:
+        num_late = 0 if mode.late_budget is None else self.num_late
+        counts = {str(mode.budget): len(_blocks(self.structure)) - num_late}
+        return counts | ({str(mode.late_budget): num_late} if num_late else {})
+
+
+def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
+    """Plain data. Activation budgets: how many compiled layers have each."""
+    blocks = [plan.layers[i] for i in _blocks(structure)]
+    budgets = [layer.activation_budget for layer in blocks if layer.compiled]
+    whole = [x for x in blocks if x.activations is ActivationPolicy.KEEP and x.activation_budget == 1.0]
+    return {
+        "order": plan.order.value,
+        "micro_batch_size": plan.micro_batch_size,
+        "num_micro_batches": plan.num_micro_batches,
+        "sums": plan.sums.value,
+        "gradients_waiting_in_hbm": len(plan.departing_layers),
+        "num_layers": len(plan.layers),
+        "hbm_layers": len(plan.hbm_layers),
+        "compiled_layers": len(budgets),
+        "activation_budgets": dict(Counter(map(str, budgets))),
+        "layers_that_keep_all": len(whole),
+        "compiled_loss": plan.compiled_loss,
+        "loss_chunk_tokens": plan.loss_chunk_tokens,
+        "update_order": plan.update_order.value,
+        "gradient_dtype": plan.gradient_dtype,
+        "num_slots": len(plan.slots),
+        "uploads_per_step": plan.uploads_per_step,
+        "hbm_limit_bytes": plan.hbm_limit_bytes,
+        "hbm_bytes": plan.total_bytes(Tier.HBM),
+        "host_bytes": plan.total_bytes(Tier.HOST),
+        "fits": fits(plan),
+        "fills_hbm_limit": plan.total_bytes(Tier.HBM) == plan.hbm_limit_bytes,
+    }
+
+
+def _blocks(structure: ModelStructure) -> Collection[int]:
+    return [i for i, layer in enumerate(structure.layers) if layer.kind is LayerKind.BLOCK]
+
+
+def _request(config: TrainConfig, *, compiled: bool) -> Request:
+    """What planning.prepare asks for, of a dense model with one document a row and a given split."""
+    micro_batch_size, num_micro_batches = config.split()
+    return Request(
+        precision=Precision(config.train.precision),
+        round_gradients=False,
+        clip=config.train.clip is not None,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        seq_len=config.data.seq_len,
+        num_shards=config.hardware.num_shards,
+        saves=False,
+        compiled=compiled,
+    )
