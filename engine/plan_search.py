@@ -20,7 +20,7 @@ from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
 
-TIE = 0.005  # what is faster by less than this is not: the simpler of two plans is taken
+TIE = 0.002  # what is faster by less than this is not: the simpler of two plans is taken
 
 
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
