@@ -23,14 +23,15 @@ class Filling:
 
     Layers live there from the first of the forward on: those of the CPU are then updated under their forward. What they
     leave goes to blocks of the forward's end, which keep more for their backward: gradients take that place as it goes.
-    `able`: layers that may live there. `fixed`: how many must; None: as many as is best.
+    `able`: layers that may live there; `fewest` of them must (`fewest_layers`), `fixed`: and no more.
     """
 
     draft: Callable[[Candidate], Plan]
     candidate: Candidate
     able: Sequence[int]
     num_blocks: int
-    fixed: int | None
+    fewest: int
+    fixed: bool
 
     @property
     def most_kept(self) -> Candidate:
@@ -40,17 +41,15 @@ class Filling:
     def smallest(self) -> Plan:
         """With as little on the device as the host allows, or with as much as it has room for where the host has too
         little in any case."""
-        fewest = self._fewest
-        return self._plan(fewest if self.fixed is not None else min(fewest, max(0, self._most)), 0)
+        return self._plan(self.fewest if self.fixed else min(self.fewest, max(0, self._most)), 0)
 
     def plans(self) -> Iterator[Plan]:
         """Those that fit, the one with the most layers on the device first."""
-        fewest = self._fewest
-        if not fits(self._plan(fewest, 0)):
+        if not fits(self._plan(self.fewest, 0)):
             return
-        most = fewest if self.fixed is not None else max(fewest, self._most)
-        step = max(1, (most - fewest) // (NUM_BETWEEN + 1))
-        for count in dict.fromkeys((*range(most, fewest, -step), fewest)):
+        most = self.fewest if self.fixed else max(self.fewest, self._most)
+        step = max(1, (most - self.fewest) // (NUM_BETWEEN + 1))
+        for count in dict.fromkeys((*range(most, self.fewest, -step), self.fewest)):
             yield self._with_late(count)
 
     def _plan(self, count: int, num_late: int) -> Plan:
@@ -66,15 +65,6 @@ class Filling:
         return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
 
     @cached_property
-    def _fewest(self) -> int:
-        """Each layer on the device leaves room on the host."""
-        if self.fixed is not None:
-            return self.fixed
-        if spare_ram(self._plan(0, 0)) >= 0:
-            return 0
-        return _first(lambda count: spare_ram(self._plan(count, 0)) >= 0, len(self.able))
-
-    @cached_property
     def _most(self) -> int:
         return _first(lambda count: not _is_roomy(self._plan(count, 0)), len(self.able) + 1) - 1
 
@@ -84,6 +74,16 @@ class Filling:
             return without
         most = _first(lambda late: not _is_roomy(self._plan(count, late)), self.num_blocks + 1) - 1
         return self._plan(count, most) if most > 0 else without
+
+
+def fewest_layers(draft: Callable[[Candidate], Plan], candidate: Candidate, able: Sequence[int]) -> int:
+    """How many layers must live on the device for the host to have room for the others; all if it never has. What is
+    kept for a backward makes no difference."""
+
+    def has_room(count: int) -> bool:
+        return spare_ram(draft(replace(candidate, hbm_layers=frozenset(able[:count])))) >= 0
+
+    return 0 if has_room(0) else _first(has_room, len(able))
 
 
 def _first(condition: Callable[[int], bool], end: int) -> int:

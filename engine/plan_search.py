@@ -6,16 +6,17 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.cost_model import Setting, least_compute_s, least_s, predict
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
-from megatrain_ray.engine.plan_fill import Filling
+from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.planner import draft_plan, spare_ram, with_uploads
+from megatrain_ray.engine.planner import draft_plan, with_uploads
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
@@ -48,23 +49,28 @@ class _Search:
         self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in setting.structure.layers)
         self._found: list[tuple[float, Plan]] = []
         self._best_s = math.inf
-        self._smallest: Plan | None = None
+        self._last: Filling | None = None
 
     def try_split(self, request: Request, activations: ActivationBytes) -> None:
         def draft(candidate: Candidate) -> Plan:
             setting = self._setting
             return draft_plan(setting.structure, setting.layout, activations, self._machine, request, candidate)
 
+        @cache
+        def fewest(where: Candidate) -> int:
+            return fewest_layers(draft, where, self._able) if fixed is None else fixed
+
         fixed = self._fixed(request)
-        host_is_roomy = spare_ram(draft(next(candidates(self._setting.structure, request)))) >= 0
+        first = None
         for candidate in candidates(self._setting.structure, request):
-            if candidate.gradients is Tier.HBM and host_is_roomy and self._found:
-                continue  # they would leave late
-            filling = Filling(draft, candidate, self._able, self._num_blocks, fixed)
+            first = first or candidate  # of those that only differ in what is on the device
+            where = replace(first, order=candidate.order, sums=candidate.sums, gradients=candidate.gradients)
+            if candidate.gradients is Tier.HBM and self._found and not fewest(replace(where, gradients=Tier.HOST)):
+                continue  # the host has room for them, from where they would leave late
+            filling = Filling(draft, candidate, self._able, self._num_blocks, fewest(where), fixed is not None)
             if not self._may_win(least_compute_s(draft(filling.most_kept), self._setting, activations)):
                 continue
-            if not self._found:
-                self._smallest = filling.smallest()
+            self._last = filling
             for plan in filling.plans():
                 if self._may_win(least_s(plan, self._setting, activations)):
                     self._add(replace(plan, prediction=predict(plan, self._setting, activations)))
@@ -93,8 +99,8 @@ class _Search:
 
     def chosen(self) -> Plan:
         if not self._found:
-            assert self._smallest is not None
-            raise CapacityError(explain_misfit(self._smallest))
+            assert self._last is not None
+            raise CapacityError(explain_misfit(self._last.smallest()))
         return next(plan for step_s, plan in self._found if step_s <= self._best_s * (1 + TIE))
 
 
