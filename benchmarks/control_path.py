@@ -1,5 +1,5 @@
-"""What the control path costs the host, layer by layer: microseconds of each visit and of its parts, beside those of the
-same layer called alone. In one process, on any device.
+"""What the control path costs the host, layer by layer: microseconds of each visit and of its parts, beside those of
+the same layer called alone. In one process, on any device.
 
     python -m benchmarks.control_path OUT.json [--compiled] [--recompute] [--device cpu] [--layers 48 --hidden 64
         --vocab 256 --seq-len 16] [key=value …]
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -90,15 +91,13 @@ def prepared(options: argparse.Namespace) -> Prepared:
 def answer(buffer: mmap.mmap, plan: Plan) -> None:
     """What the shard's process does with each update, but for the update."""
     words = HostWords(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
-    update = 1
-    while True:
+    for update in itertools.count(1) if plan.layer_order else ():
         for layer in plan.layer_order:
             while not words.wait_landed(layer, update, 1.0):
                 if words.stopped:
                     return
             words.begin(0, layer, update)
             words.finish(0, layer, update)
-        update += 1
 
 
 class Seconds(NamedTuple):
@@ -193,7 +192,7 @@ def visits_of(spans: Sequence[Span], blocks: Sequence[int]) -> dict[str, dict[st
     first = [s for s in spans if s.name in ("forward", "recompute", "backward", "loss")]
     begins = [s for s, before in zip(first, [None, *first], strict=False) if before is None or s.layer != before.layer]
     parts: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for begin, end in zip(begins, begins[1:], strict=False):
+    for begin, end in itertools.pairwise(begins):
         if begin.layer not in blocks[1:-1]:
             continue
         inside = [s for s in spans if begin.start_ns <= s.start_ns < end.start_ns]
