@@ -78,12 +78,20 @@ def predict(plan: Plan, setting: Setting, activations: ActivationBytes) -> Predi
 
 def least_s(plan: Plan, setting: Setting, activations: ActivationBytes) -> float:
     """What a step takes at least, whatever hides behind whatever: the compute alone, or the updates alone."""
-    prices, count = Prices(plan, setting, activations), plan.num_micro_batches
+    prices = Prices(plan, setting, activations)
+    update_s = sum(prices(Stage.OPTIMIZER, Op("update", layer)) for layer in prices.updated_by_cpu)
+    return max(_compute_s(plan, setting, prices), update_s)
+
+
+def least_compute_s(plan: Plan, setting: Setting, activations: ActivationBytes) -> float:
+    """The same of the compute alone, but for updates on the device."""
+    return _compute_s(plan, setting, Prices(plan, setting, activations))
+
+
+def _compute_s(plan: Plan, setting: Setting, prices: Prices) -> float:
     order = visits(len(plan.layers), 1, LoopOrder.LAYERS_OUTER, setting.layout.lowest_trained)
     work = [(name, v.layer) for v in order for name in operations(v.phase, plan.layers[v.layer].activations)]
-    compute_s = count * sum(prices(Stage.COMPUTE, Op(name, layer)) for name, layer in work)
-    update_s = sum(prices(Stage.OPTIMIZER, Op("update", layer)) for layer in prices.updated_by_cpu)
-    return max(compute_s, update_s)
+    return plan.num_micro_batches * sum(prices(Stage.COMPUTE, Op(name, layer)) for name, layer in work)
 
 
 def _steady(plan: Plan, setting: Setting, prices: Prices) -> SimulatedStep:

@@ -42,6 +42,8 @@ class CudaDevice(Device):
         super().__init__(timeline)
         if not torch.cuda.is_available():
             raise ConfigError("hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu, or auto")
+        # Read when the first memory is taken. What activations leave can then be used for gradients of other sizes.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._deterministic = deterministic
         self._streams = {stage: torch.cuda.Stream() for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H)}

@@ -28,7 +28,7 @@ from megatrain_ray.engine.loss import ChunkSums, chunk_sums
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.muon import Muon
-from megatrain_ray.engine.offload import GradientOffloader, Transfer
+from megatrain_ray.engine.offload import Departure, GradientOffloader, Transfer
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import residency_of
@@ -137,6 +137,8 @@ class Engine:
         )
         self._device_shard = device_shard
         self._gate = gate
+        self._departures: list[Departure] = []  # of gradients that waited on the device until the scale was known
+        self._leaving: asyncio.Task[None] | None = None  # theirs
 
     def _transfer(self, transfer: Transfer) -> None:
         self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
@@ -155,9 +157,11 @@ class Engine:
         if settings.clip is None:
             header = _header(step.step, settings, 1.0, skip=False)
             await self._commit(header, 0.0)
-        offloading = self._offloader.run(step.step)
+        offloading = self._offload(step.step)
         output = await self._stream(self._residency, step.step - 1, self._compute(step, settings, header), offloading)
         self._end_on_timeline()
+        if self._departures:
+            self._leaving = self._loop.create_task(self._send_waiting(step.step), name="waiting gradients")
         skip = output.bad_parameter is not None
         if settings.clip is None and skip:
             raise MegatrainError(
@@ -178,6 +182,24 @@ class Engine:
             memory=self.device.memory(),
         )
 
+    async def _offload(self, update: int) -> None:
+        """Moves the step's gradients, after those of the update before."""
+        await self._all_left()
+        await self._offloader.run(update)
+
+    async def _send_waiting(self, update: int) -> None:
+        """Beside the next forward, as the shards make room."""
+        while self._departures:
+            self._offloader.submit_nowait(self._departures.pop(0))
+        self._offloader.submit_nowait(None)
+        await self._offloader.run(update)
+
+    async def _all_left(self) -> None:
+        """Raises what kept a gradient from leaving."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            await leaving
+
     def _end_on_timeline(self) -> None:
         """The next step begins when this one has computed and its gradients have landed."""
         timeline = self.device.timeline
@@ -188,6 +210,7 @@ class Engine:
     async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
         """Cross-entropy of the weights of this generation, summed over the supervised tokens: the model in evaluation
         mode, in the plan's loop order, nothing else changed. Between steps; waits until every layer has its update."""
+        await self._all_left()
         await self._host.drain(generation)
         order = forward_visits(len(self._plan.layers), len(micro_batches), self._plan.order)
 
@@ -249,6 +272,7 @@ class Engine:
         await self._commit(header, at_s)
 
         def run() -> None:
+            self._departures = self.runner.departures()
             self.runner.update_residents(header)
             self.runner.orthogonalize(scale)
 
@@ -274,6 +298,9 @@ class Engine:
 
     async def close(self) -> None:
         """Stops the compute thread and the device. Idempotent."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+            await asyncio.gather(self._leaving, return_exceptions=True)
         self._thread.shutdown()
         self.device.close()
 

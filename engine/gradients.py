@@ -77,7 +77,7 @@ class GradientStore:
         # The transfer's own bound, which names what is stuck, comes first.
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
-        leaving = [layer for layer in layout.updated if layer not in plan.hbm_layers]
+        leaving = [layer for layer in layout.updated if layer not in plan.waiting_layers]
 
         def slots(sizes: Sequence[int]) -> GradientSlots:
             return GradientSlots(device, sizes, leaving, self._timeout_s, poison=poison)
@@ -89,9 +89,12 @@ class GradientStore:
         self._leaving = slots(plan.leaving_slot_bytes) if plan.leaving_slot_bytes else None
         self._wire_dtype = plan.wire_dtype
         self.waits_on_host = plan.sums is Tier.HOST
-        self._own: dict[int, torch.Tensor] = {
-            layer: device.allocate(self._num_bytes(layer)) for layer in layout.updated if layer in plan.hbm_layers
-        }
+        self._waiting = plan.waiting_layers
+        # Sums that outlive micro-batches have a place for good; others take what activations have left.
+        self._places: dict[int, torch.Tensor] = {}
+        if not plan.gradients_are_brief:
+            self._places = {layer: device.allocate(self._num_bytes(layer)) for layer in sorted(self._waiting)}
+        self._departed: dict[int, Future[Event]] = {}  # after which a place may be written again
         self._poison = poison
         self._open: dict[int, torch.Tensor] = {}
         self._fetched: dict[int, Fetch] = {}
@@ -133,14 +136,14 @@ class GradientStore:
         flat = self._open.pop(layer)
         return Departure(layer, flat, self._device.record(), self._sums.leave(layer), final=False)
 
-    def stays(self, layer: int) -> bool:
-        """Whether the layer's gradient never leaves the device."""
-        return layer in self._own
+    def waits(self, layer: int) -> bool:
+        """Whether the layer's complete gradient waits on the device for its update."""
+        return layer in self._waiting
 
     def finish(self, layer: int) -> Departure | None:
         """Rounds where asked, measures each parameter's norm (of what the optimizer receives, in FP32), lets go. None
-        for one that stays: `complete` has it."""
-        if self.stays(layer):
+        for one that waits: `take` or `depart` has it."""
+        if self.waits(layer):
             self._round_in_place(layer)
             self._measure(layer, self._open[layer])
             return None
@@ -148,9 +151,14 @@ class GradientStore:
         self._measure(layer, flat)
         return Departure(layer, flat, self._device.record(), done, final=not self._layout.layers[layer].num_muon)
 
-    def complete(self, layer: int) -> torch.Tensor:
-        """The gradient of a layer whose gradient stays, 1-D, padded, from `finish` to the end of the step."""
-        return self._open[layer]
+    def take(self, layer: int) -> torch.Tensor:
+        """The complete gradient of a layer whose gradient waits, 1-D, padded, for what is submitted next."""
+        return self._open.pop(layer)
+
+    def depart(self, layer: int) -> Departure:
+        """Lets it go to the host."""
+        self._departed[layer] = Future()
+        return Departure(layer, self._open.pop(layer), self._device.record(), self._departed[layer], final=True)
 
     def _measure(self, layer: int, flat: torch.Tensor) -> None:
         flat_layout = self._layout.layers[layer]
@@ -189,10 +197,8 @@ class GradientStore:
 
     def _flat(self, layer: int) -> torch.Tensor:
         """Where the layer's sum is, or begins to be."""
-        if layer in self._own and layer not in self._open:
-            if self._poison:
-                self._own[layer].fill_(0xFF)
-            self._open[layer] = self._own[layer].view(self._sum_dtype)
+        if layer in self._waiting and layer not in self._open:
+            self._open[layer] = self._place(layer).view(self._sum_dtype)
         if layer not in self._open:
             fetch = self._fetched.pop(layer, None)
             if fetch is None:
@@ -202,6 +208,16 @@ class GradientStore:
                 region = fetch.region
             self._open[layer] = region.view(self._sum_dtype)
         return self._open[layer]
+
+    def _place(self, layer: int) -> torch.Tensor:
+        """Bytes for a sum that waits."""
+        departed = self._departed.pop(layer, None)
+        place = self._places.get(layer)
+        if place is None:
+            place = torch.empty(self._num_bytes(layer), dtype=torch.uint8, device=self._device.torch_device)
+        elif departed is not None:
+            wait_for(self._device, departed, "d2h", self._timeout_s)
+        return place.fill_(0xFF) if self._poison else place
 
     def _num_bytes(self, layer: int) -> int:
         return self._layout.layers[layer].trained.size * self._sum_dtype.itemsize

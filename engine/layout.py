@@ -278,6 +278,17 @@ class ModelLayout:
         """Of each layer's directions: bf16, at the coordinates of its gradient."""
         return tuple(layer.trained.size * DIRECTION_BYTES if layer.num_muon else 0 for layer in self.layers)
 
+    @cached_property
+    def trained_numels(self) -> frozenset[tuple[int, ...]]:
+        """Elements of what is trained of each layer, segment by segment: layers that are alike once."""
+        return frozenset(tuple(segment.numel for segment in layer.trained_segments) for layer in self.layers)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """Of each layer those whose weights it needs: itself, and the owners of its tied parameters."""
+        tied = ({self.owner[s.tied_to] for s in layer.segments if s.tied_to} for layer in self.layers)
+        return tuple(tuple(sorted(owners | {i})) for i, owners in enumerate(tied))
+
     @property
     def lowest_trained(self) -> int:
         """No gradient goes below this layer: nothing there needs one."""

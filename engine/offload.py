@@ -75,6 +75,7 @@ class _InFlight(NamedTuple):
     lease: Lease
     done: Event
     directions: Lease | None = None
+    flat: torch.Tensor | None = None  # what is copied: its memory must not be given to anything else before
 
 
 class GradientOffloader:
@@ -123,6 +124,7 @@ class GradientOffloader:
                 if not transfer.done.done():
                     transfer.done.set_exception(MegatrainError(f"a gradient could not move: {error!r}"))
                 raise
+            del transfer  # and with it the memory of a gradient that has left
         await self._in_flight.put(None)
 
     async def _move(self, transfer: Transfer, update: int) -> None:
@@ -148,7 +150,7 @@ class GradientOffloader:
         done = self._device.copy(Stage.D2H, lease.region[: source.nbytes], source, op, [departure.after])
         departure.done.set_result(done)
         if departure.final:
-            await self._in_flight.put(_InFlight(lease, done))
+            await self._in_flight.put(_InFlight(lease, done, flat=departure.flat))
         else:
             self._unfinished[departure.layer] = _InFlight(lease, done)
 
@@ -190,3 +192,4 @@ class GradientOffloader:
             await loop.run_in_executor(None, flight.done.synchronize)
             with self._device.spans.span(Row.LANDINGS, "land", flight.lease.layer):
                 await self._host.land(flight.lease, update, flight.done.at_s, flight.directions)
+            del flight

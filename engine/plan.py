@@ -88,7 +88,7 @@ class LayerPlan:
     num_fragments: int
     weights: Tier
     state: Tier
-    gradients: Tier
+    gradients: Tier  # where a complete gradient waits for its update
     activations: ActivationPolicy
     compiled: bool  # its modules run through torch.compile
     # Of a compiled layer: 1.0 keeps what a backward wants, 0.0 the inputs only; the backward computes the rest again.
@@ -187,6 +187,23 @@ class Plan:
     def host_layers(self) -> frozenset[int]:
         """The others."""
         return frozenset(range(len(self.layers))) - self.hbm_layers
+
+    @property
+    def waiting_layers(self) -> frozenset[int]:
+        """Those with something to train whose complete gradient waits on the device."""
+        waits = (i for i, layer in enumerate(self.layers) if layer.num_trained and layer.gradients is Tier.HBM)
+        return frozenset(waits)
+
+    @property
+    def departing_layers(self) -> tuple[int, ...]:
+        """Of these the ones that the shards update, in the order in which their gradients leave: after the backward."""
+        waiting = self.waiting_layers
+        return tuple(i for i in self.layer_order if i in waiting)
+
+    @property
+    def gradients_are_brief(self) -> bool:
+        """Whether a layer's gradient comes up in one visit of the backward; else its sum outlives micro-batches."""
+        return self.num_micro_batches == 1 or self.order is LoopOrder.LAYERS_OUTER
 
     @property
     def num_parameters(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -20,6 +21,9 @@ from megatrain_ray.units import format_bytes
 PROCESS_BYTES = 640 << 20
 # A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess until a plan is compared with NVML.
 CONTEXT_BYTES = 1 << 30
+# What a compiled layer's forward and backward hold at most, as a multiple of what it keeps with a budget of 1: 1.29 to
+# 1.60 for layers of Qwen2.5-3B, 7B and 14B with budgets of 0 to 1 on an H200 (benchmarks/README.md).
+COMPILED_BACKWARD = 1.6
 
 
 def logits_bytes(
@@ -36,9 +40,10 @@ def hbm_rows(
 ) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
     live = _live_micro_batches(plan)
-    kept = sum(_kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers))
-    boundary = sum(activations.boundary)
-    largest = max(layer.trained.size for layer in layout.layers) * plan.precision.working_dtype.itemsize
+    of_layers = [_kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers)]
+    kept, boundary = sum(of_layers), sum(activations.boundary)
+    held = [live * (mine + entering) for mine, entering in zip(of_layers, activations.boundary, strict=True)]
+    loss_bytes = _loss_bytes(plan, structure, layout, max(activations.boundary), z_loss=z_loss)
     rows: dict[str, tuple[int, str]] = {
         "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
         "gradient slots": (
@@ -46,6 +51,7 @@ def hbm_rows(
             f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving",
         ),
         **_resident_rows(plan, layout),
+        **_waiting_rows(plan, layout, held),
         "boundary activations": (live * boundary, f"{live} micro-batches × {format_bytes(boundary)}"),
         "kept activations": (live * kept, f"{live} micro-batches × {format_bytes(kept)}"),
         "attention masks": (
@@ -53,13 +59,9 @@ def hbm_rows(
             (live + 2) * activations.masks,
             f"({live} micro-batches + 2 while one is made) × {format_bytes(activations.masks)}",
         ),
-        "one layer's backward": (
-            2 * activations.largest + 2 * max(activations.boundary) + largest,
-            "2 × kept + 2 × boundary + gradients of the largest layer",
-        ),
-        "loss": (
-            _loss_bytes(plan, structure, layout, max(activations.boundary), z_loss=z_loss),
-            f"logits of {plan.loss_chunk_tokens} tokens, head gradient, tied gradients",
+        "work": (
+            max(loss_bytes, _backward_bytes(plan, layout, activations)),
+            f"one layer's backward, or the loss: logits of {plan.loss_chunk_tokens} tokens, head gradient, tied ones",
         ),
         "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
     }
@@ -75,12 +77,27 @@ def _kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> i
     return activations.kept_within(index, layer.activation_budget) if layer.compiled else activations.kept[index]
 
 
+def _backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> int:
+    """What the largest backward of a layer holds beyond what was kept: what it computes again, gradients of what is
+    kept and of the weights, both boundaries."""
+    item = plan.precision.working_dtype.itemsize
+
+    def of(index: int, layer: LayerPlan) -> int:
+        graph = 2 * activations.kept[index]
+        if layer.compiled and (budgets := activations.budgets_of(index)):
+            mine = activations.kept_within(index, layer.activation_budget)
+            graph = int(COMPILED_BACKWARD * max(cost.kept_bytes for cost in budgets)) - mine
+        return graph + layout.layers[index].trained.size * item
+
+    return max(of(i, layer) for i, layer in enumerate(plan.layers[:-1])) + 2 * max(activations.boundary)
+
+
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
     size = layout.size_among(plan.host_layers)
     working = size * plan.precision.working_dtype.itemsize
     threads = plan.num_shards * plan.num_shard_threads
-    units = max(sum(num_units(segment.numel) for segment in layer.trained_segments) for layer in layout.layers)
+    units = max(sum(map(num_units, sizes)) for sizes in layout.trained_numels)
     marks = WORD_BYTES * (units + plan.num_shards)
     processes = 4 + plan.num_shards
     rows: dict[str, tuple[int, str]] = {
@@ -110,14 +127,36 @@ def _resident_rows(plan: Plan, layout: ModelLayout) -> dict[str, tuple[int, str]
     if not layers:
         return {}
     size, trained = (sum(sizes) for sizes in zip(*((x.size, x.trained.size) for x in layers), strict=True))
-    sums = plan.accumulation_dtype.itemsize
     return {
         "layers in HBM": (
             size * plan.precision.working_dtype.itemsize + trained * plan.precision.state_bytes,
             f"{len(layers)} layers: working copy, and {plan.precision.state_bytes} bytes of state × {trained}",
-        ),
-        "their gradients": (trained * sums, f"{sums} bytes × {trained}"),
+        )
     }
+
+
+def _waiting_rows(plan: Plan, layout: ModelLayout, held: Sequence[int]) -> dict[str, tuple[int, str]]:
+    """Of gradients that wait on the device. `held`: bytes of each layer's activations before its backward."""
+    if not plan.waiting_layers:
+        return {}
+    item, waiting = plan.accumulation_dtype.itemsize, plan.waiting_layers
+    sizes = [layer.trained.size * item if i in waiting else 0 for i, layer in enumerate(layout.layers)]
+    formula = f"{item} bytes × {sum(sizes) // item}"
+    if not plan.gradients_are_brief:
+        return {"gradients in HBM": (sum(sizes), formula)}
+    # A backward's gradients come as activations go, and leave in the next forward as activations come.
+    departing = set(plan.departing_layers)
+    late = [size if i in departing else 0 for i, size in enumerate(sizes)]
+    held_up_to = list(accumulate(held))
+    backward = (before + after for before, after in zip(held_up_to, _remaining(sizes), strict=True))
+    forward = (before + after for before, after in zip([0, *held_up_to], [*_remaining(late), 0], strict=True))
+    beyond = max(*backward, *forward) - held_up_to[-1]
+    return {"gradients in HBM": (max(0, beyond), f"{formula}, beyond the activations that have gone by then")}
+
+
+def _remaining(sizes: Sequence[int]) -> list[int]:
+    """Of each and those behind it."""
+    return list(accumulate(reversed(sizes)))[::-1]
 
 
 def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
 
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
-from megatrain_ray.engine.cost_model import Setting, least_s, predict
+from megatrain_ray.engine.cost_model import Setting, least_compute_s, least_s, predict
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
+from megatrain_ray.engine.plan_fill import Filling
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.planner import draft_plan, fits, with_uploads
+from megatrain_ray.engine.planner import draft_plan, spare_ram, with_uploads
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
 
-# Of the device's memory, filled with layers that need not be there: what a plan counts is an estimate.
-FILLED_SHARE = 0.95
-TIE = 0.01  # what is faster by less than this is not: the simpler of two plans is taken
+TIE = 0.005  # what is faster by less than this is not: the simpler of two plans is taken
 
 
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
@@ -45,40 +43,37 @@ class _Search:
     def __init__(self, setting: Setting, machine: Machine) -> None:
         self._setting = setting
         self._machine = machine
+        # Not those that Muon trains, whose momenta are the shards'.
         self._able = [i for i, layer in enumerate(setting.layout.layers) if not layer.num_muon]
+        self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in setting.structure.layers)
         self._found: list[tuple[float, Plan]] = []
         self._best_s = math.inf
         self._smallest: Plan | None = None
 
     def try_split(self, request: Request, activations: ActivationBytes) -> None:
-        def draft(candidate: Candidate, count: int) -> Plan:
-            """With so many layers on the device, the first ones of the forward: those of the CPU are then updated under
-            their forward. Not those that Muon trains, whose momenta are the shards'."""
-            setting, placed = self._setting, replace(candidate, hbm_layers=frozenset(self._able[:count]))
-            return draft_plan(setting.structure, setting.layout, activations, self._machine, request, placed)
+        def draft(candidate: Candidate) -> Plan:
+            setting = self._setting
+            return draft_plan(setting.structure, setting.layout, activations, self._machine, request, candidate)
 
-        def placed(candidate: Candidate) -> Plan:
-            with_count = partial(draft, candidate)
-            return _filled(with_count, len(self._able)) if fills else with_count(wanted)
+        fixed = self._fixed(request)
+        host_is_roomy = spare_ram(draft(next(candidates(self._setting.structure, request)))) >= 0
+        for candidate in candidates(self._setting.structure, request):
+            if candidate.gradients is Tier.HBM and host_is_roomy and self._found:
+                continue  # they would leave late
+            filling = Filling(draft, candidate, self._able, self._num_blocks, fixed)
+            if not self._may_win(least_compute_s(draft(filling.most_kept), self._setting, activations)):
+                continue
+            if not self._found:
+                self._smallest = filling.smallest()
+            for plan in filling.plans():
+                if self._may_win(least_s(plan, self._setting, activations)):
+                    self._add(replace(plan, prediction=predict(plan, self._setting, activations)))
 
-        @cache
-        def least_of_kind(kind: Candidate) -> float:
-            """Seconds; infinity where it does not fit."""
-            self._smallest = placed(kind)
-            return least_s(self._smallest, self._setting, activations) if fits(self._smallest) else math.inf
-
-        wanted = self._wanted(request)
-        fills = request.hbm_layers is None and self._machine.device == "cuda"
-        *_, last = all_of_them = list(candidates(self._setting.structure, request))
-        for candidate in all_of_them:
-            # Slots are what candidates of a kind differ in: if two do not fit, three do not either.
-            kind = replace(candidate, num_block_slots=last.num_block_slots, num_edge_slots=last.num_edge_slots)
-            if self._may_win(least_of_kind(kind)) and fits(plan := placed(candidate)):
-                self._add(replace(plan, prediction=predict(plan, self._setting, activations)))
-
-    def _wanted(self, request: Request) -> int:
+    def _fixed(self, request: Request) -> int | None:
         """How many layers must live on the device. Raises ConfigError where that many cannot."""
-        count = request.hbm_layers or 0
+        count = request.hbm_layers
+        if count is None:
+            return None if self._machine.device == "cuda" else 0
         if count > len(self._able):
             raise ConfigError(
                 f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._able)} of "
@@ -103,27 +98,17 @@ class _Search:
         return next(plan for step_s, plan in self._found if step_s <= self._best_s * (1 + TIE))
 
 
-def _filled(plan_with: Callable[[int], Plan], most: int) -> Plan:
-    """The plan with as many layers on the device as it has room for, by bisection: each takes room that none gives
-    back. It may fit the host only with them there."""
-    fewest, more = 0, most + 1
-    while more - fewest > 1:
-        middle = (fewest + more) // 2
-        plan = plan_with(middle)
-        roomy = plan.hbm_limit_bytes is None or plan.total_bytes(Tier.HBM) <= FILLED_SHARE * plan.hbm_limit_bytes
-        fewest, more = (middle, more) if roomy else (fewest, middle)
-    return plan_with(fewest)
-
-
 def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidate]:
     """The simpler before what is to be tried only where it helps: activations are kept before they are recomputed,
     weights streamed once a step before once for each micro-batch, and sums wait on the device before they wait on the
-    host, which costs 8 bytes per parameter over PCIe for every micro-batch."""
+    host, which costs 8 bytes per parameter over PCIe for every micro-batch. Complete gradients wait on the host where
+    it has room for them."""
     num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in structure.layers)
     several = request.num_micro_batches > 1
-    orders = [(LoopOrder.MICRO_BATCHES_OUTER, Tier.HBM)]
+    orders = [LoopOrder.MICRO_BATCHES_OUTER]
     if several:
-        orders.insert(0, (LoopOrder.LAYERS_OUTER, Tier.HBM))
+        orders.insert(0, LoopOrder.LAYERS_OUTER)
+    waits = (Tier.HOST, Tier.HBM) if request.clip and not request.round_gradients else (Tier.HOST,)
     # Three slots: one in use, one arriving, one to let a late load catch up; two still overlap; with one for each block
     # nothing is uploaded twice in a step.
     counts = dict.fromkeys((min(3, num_blocks), num_blocks))
@@ -131,10 +116,10 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     policies = [(ActivationPolicy.KEEP, 1.0), (ActivationPolicy.RECOMPUTE, 0.0)]
     if request.compiled:  # what is not compiled is recomputed as soon as what is keeps less
         policies[1:] = [(ActivationPolicy.RECOMPUTE, budget) for budget in ACTIVATION_BUDGETS[1:]]
-    for (policy, budget), num_slots, (order, sums) in itertools.product(policies, slots, orders):
-        yield Candidate(order, policy, *num_slots, sums, activation_budget=budget)
+    for (policy, budget), wait, num_slots, order in itertools.product(policies, waits, slots, orders):
+        yield Candidate(order, policy, *num_slots, gradients=wait, activation_budget=budget)
     for (policy, budget), num_slots in itertools.product(policies, slots if several else ()):
-        yield Candidate(LoopOrder.MICRO_BATCHES_OUTER, policy, *num_slots, Tier.HOST, activation_budget=budget)
+        yield Candidate(orders[-1], policy, *num_slots, sums=Tier.HOST, activation_budget=budget)
 
 
 def _splits(request: Request) -> Iterator[Request]:

@@ -91,9 +91,7 @@ def group_of(kind: LayerKind, fragment: int) -> str:
 
 def needed_fragments(layout: ModelLayout, layer: int) -> tuple[FragmentId, ...]:
     """Of the layer itself and of the owners of its tied parameters."""
-    segments = layout.layers[layer].segments
-    owners = sorted({layout.owner[s.tied_to] for s in segments if s.tied_to} | {layer})
-    return tuple(FragmentId(i, f) for i in owners for f in range(len(layout.layers[i].fragments)))
+    return tuple(FragmentId(i, f) for i in layout.sources[layer] for f in range(len(layout.layers[i].fragments)))
 
 
 def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[FragmentId, ...]:
@@ -103,7 +101,7 @@ def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[Fra
 
 def _blocks_together(structure: ModelStructure, layout: ModelLayout, layer: int, hbm_layers: Set[int]) -> int:
     """Blocks that must be in slots at once for a visit to the layer: itself and those it shares weights with."""
-    needed = {fragment.layer for fragment in streamed(needed_fragments(layout, layer), hbm_layers)}
+    needed = (i for i in layout.sources[layer] if i not in hbm_layers)
     return sum(structure.layers[i].kind is LayerKind.BLOCK for i in needed)
 
 
@@ -185,6 +183,7 @@ class _Builder:
     def _layer(self, index: int) -> LayerPlan:
         layer = self.layout.layers[index]
         tier = Tier.HBM if index in self.candidate.hbm_layers else Tier.HOST
+        waits = Tier.HBM if self._waits_on_device(index) else Tier.HOST
         return LayerPlan(
             name=layer.name,
             num_parameters=layer.logical_size,
@@ -193,12 +192,19 @@ class _Builder:
             num_fragments=len(layer.fragments),
             weights=tier,
             state=tier,
-            gradients=tier,
+            gradients=waits,
             activations=self._policy(index),
             compiled=self._is_compiled(index),
-            activation_budget=self.candidate.activation_budget if self._is_compiled(index) else 1.0,
+            activation_budget=self._budget(index) if self._is_compiled(index) else 1.0,
             updated_by=("gpu" if tier is Tier.HBM else "cpu") if layer.num_trained else "nobody",
         )
+
+    def _waits_on_device(self, index: int) -> bool:
+        """What leaves rounded, and what Muon trains, leaves as soon as it is complete."""
+        if index in self.candidate.hbm_layers:
+            return True
+        leaves_late = self.candidate.gradients is Tier.HBM and self.request.clip and self._wire is self._sums
+        return leaves_late and not self.layout.with_muon
 
     def _policy(self, layer: int) -> ActivationPolicy:
         """The embedding keeps only indices, the head's loss runs at once, a compiled layer has its budget: for these
@@ -209,7 +215,12 @@ class _Builder:
     def _is_compiled(self, layer: int) -> bool:
         """Where it can have the candidate's budget."""
         budgets = [cost.activation_budget for cost in self.activations.budgets_of(layer)]
-        return self.request.compiled and self.candidate.activation_budget in budgets
+        return self.request.compiled and self._budget(layer) in budgets
+
+    def _budget(self, layer: int) -> float:
+        """Blocks of the forward's end have the larger one: what they keep goes first, and gradients take its place."""
+        c = self.candidate
+        return c.late_budget if layer >= len(self.layout.layers) - 1 - c.num_late else c.activation_budget
 
     def _slots(self) -> tuple[SlotSpec, ...]:
         item = self.request.precision.working_dtype.itemsize
@@ -233,8 +244,8 @@ class _Builder:
         return (*blocks, *(SlotSpec("edge", num_bytes) for num_bytes in edges))
 
     def _gradient_sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of the gradients that leave the device, in the order of a forward."""
-        leaving = [i for i in self.layout.updated if i not in self.candidate.hbm_layers]
+        """Bytes of the gradients that leave the device when they are complete, in the order of a forward."""
+        leaving = [i for i in self.layout.updated if not self._waits_on_device(i)]
         return [self.layout.layers[i].trained.size * dtype.itemsize for i in leaving]
 
     def _gradient_slots(self) -> tuple[int, ...]:
@@ -256,8 +267,10 @@ class _Builder:
     def _slab_bytes(self) -> int:
         if self.candidate.sums is Tier.HOST:
             return sum(self._gradient_sizes(self._sums))
+        on_host = [i for i in self.layout.updated if i not in self.candidate.hbm_layers]
+        late = [self.layout.layers[i].trained.size * self._wire.itemsize for i in on_host if self._waits_on_device(i)]
         sizes = self._gradient_sizes(self._wire)
-        return sum(sizes) if self.request.clip else _in_flight(sizes)
+        return (sum(sizes) if self.request.clip else _in_flight(sizes)) + _in_flight(late)
 
     def _muon_slots(self, itemsize: int) -> tuple[int, ...]:
         """Two, so that what is made of a layer overlaps with what moves for its neighbours."""
@@ -278,8 +291,8 @@ class _Builder:
 
 
 def _in_flight(sizes: Sequence[int]) -> int:
-    """Room for four layers, or for all where that is less."""
-    return min(sum(sizes), 4 * max(sizes, default=0))
+    """Room for the largest, and for four like most of them; or for all where that is less."""
+    return min(sum(sizes), max(*sizes, 4 * sorted(sizes)[len(sizes) // 2])) if sizes else 0
 
 
 def _name(dtype: torch.dtype) -> str:

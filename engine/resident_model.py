@@ -126,11 +126,14 @@ class NoGradients:
     def finish(self, layer: int) -> Departure:
         return Departure(layer, self._nothing, self._device.record(), Future(), final=True)
 
-    def stays(self, layer: int) -> bool:
+    def waits(self, layer: int) -> bool:
         return False
 
-    def complete(self, layer: int) -> torch.Tensor:
+    def take(self, layer: int) -> torch.Tensor:
         return self._nothing
+
+    def depart(self, layer: int) -> Departure:
+        return self.finish(layer)
 
     def total_norm(self) -> torch.Tensor:
         return self._nothing

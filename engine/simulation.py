@@ -7,7 +7,7 @@ a backward up that the next forward would otherwise wait for, and a step takes a
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,13 +66,15 @@ class Simulation:
         self._cost = cost
         self._on_device = {i for i, layer in enumerate(plan.layers) if layer.weights is Tier.HBM}
         self._by_gpu = {i for i, layer in enumerate(plan.layers) if layer.updated_by == "gpu"}
+        self._waiting = plan.waiting_layers
         self._end = dict.fromkeys(Stage, 0.0)
         self._generation_s = [0.0] * len(plan.layers)
+        self._moved_s = 0.0  # when the step's own gradients and directions had left
         self._begin()
 
     def _begin(self) -> None:
         """A step begins when the one before has computed and its gradients have landed."""
-        backward = tuple(layer for layer in reversed(self._layout.updated) if layer not in self._by_gpu)
+        backward = tuple(layer for layer in reversed(self._layout.updated) if layer not in self._waiting)
         muon = tuple(reversed(self._layout.with_muon))
         self._sums = _ring(backward, self._plan.gradient_slot_bytes)
         self._leaving = _ring(backward, self._plan.leaving_slot_bytes)
@@ -98,7 +100,7 @@ class Simulation:
         for visit in self._visits:
             self._visit(visit)
         self._update()
-        self._wait(self._end[Stage.D2H], "d2h")
+        self._wait(self._moved_s, "d2h")
         return SimulatedStep(
             self._end[Stage.COMPUTE] - start_s, self._compute_s, self._exposed_s, self._busy_s, self._num_bytes
         )
@@ -173,14 +175,14 @@ class Simulation:
         if self._plan.sums is not Tier.HOST or index == len(self._visits):
             return
         visit = self._visits[index]
-        if self._has_gradient(visit) and visit.micro_batches[0] > 0 and visit.layer not in self._by_gpu:
+        if self._has_gradient(visit) and visit.micro_batches[0] > 0 and visit.layer not in self._waiting:
             op = Op("fetch", visit.layer, num_bytes=self._gradient_bytes(visit.layer, self._plan.accumulation_dtype))
             after_s = self._stored_s[visit.layer], self._sums.empty(visit.layer)
             self._fetched_s[visit.layer] = self._run(Stage.H2D, op, *after_s)
 
     def _open_sum(self, visit: Visit) -> None:
         """Where the sum is, or begins to be; of a layer that lives on the device at a place of its own."""
-        if visit.layer in self._open or visit.layer in self._by_gpu:
+        if visit.layer in self._open or visit.layer in self._waiting:
             return
         self._open.add(visit.layer)
         if visit.layer in self._fetched_s:
@@ -191,8 +193,8 @@ class Simulation:
     def _complete(self, visit: Visit) -> None:
         """What happens to the sum after the visit."""
         layer = visit.layer
-        if layer in self._by_gpu:
-            if visit.last and self._plan.update_order is UpdateOrder.BACKWARD:
+        if layer in self._waiting:
+            if visit.last and layer in self._by_gpu and self._plan.update_order is UpdateOrder.BACKWARD:
                 self._run(Stage.COMPUTE, Op("update", layer))
         elif visit.last:
             self._finish(layer)
@@ -231,10 +233,22 @@ class Simulation:
                 self._run(Stage.COMPUTE, Op("update", layer))
             for layer in self._layout.with_muon:
                 self._recall(layer)
+        self._moved_s = self._end[Stage.D2H]
+        staged: deque[int] = deque()  # layers whose gradients are in the slab, beside the next forward
         for layer in self._plan.layer_order:
-            if layer not in self._by_gpu:
-                after_s = committed_s, self._landed_s[layer]
-                self._generation_s[layer] = self._run(Stage.OPTIMIZER, Op("update", layer), *after_s)
+            if layer in self._waiting:
+                self._landed_s[layer] = self._leave_late(layer, staged, committed_s)
+            after_s = committed_s, self._landed_s[layer]
+            self._generation_s[layer] = self._run(Stage.OPTIMIZER, Op("update", layer), *after_s)
+
+    def _leave_late(self, layer: int, staged: deque[int], committed_s: float) -> float:
+        """A gradient that waited on the device leaves when the slab has room. Counted as the step's that made it."""
+        sizes = {i: self._gradient_bytes(i, self._plan.wire_dtype) for i in (*staged, layer)}
+        room_s = committed_s
+        while sum(sizes[i] for i in (*staged, layer)) > self._plan.slab_bytes:
+            room_s = self._generation_s[staged.popleft()]
+        staged.append(layer)
+        return self._run(Stage.D2H, Op("offload", layer, num_bytes=sizes[layer]), room_s)
 
     def _recall(self, layer: int) -> None:
         """Muon with clipping: the gradient comes back, its directions leave."""

@@ -13,10 +13,11 @@ from megatrain_ray.errors import CapacityError
 
 
 class SlabPool:
-    """Leases of a slab that holds what waits of every layer, each at its own place, or of a smaller one in equal parts.
+    """Leases of a slab that holds what waits of every layer, each at its own place; or of a smaller one, each in the
+    first gap that is large enough.
 
-    Event loop only. A lease is released when every shard has its update; clipped steps need a slab for all gradients,
-    because no update may start before the last gradient's norm is known.
+    Event loop only. A lease is released when every shard has its update. Where clipped gradients wait here for the
+    scale, the slab must hold all of them.
     """
 
     def __init__(
@@ -31,28 +32,23 @@ class SlabPool:
         self._slab = slab
         self._first = start
         self._sizes = sizes
-        self._own_place = slab.nbytes >= sum(sizes)
-        part = max(sizes)
-        if slab.nbytes < part:
-            raise CapacityError(f"the slab has {slab.nbytes} bytes, the largest layer needs {part}")
-        num_parts = len(sizes) if self._own_place else slab.nbytes // part
-        self._starts = starts_of(sizes) if self._own_place else ()
-        self._free = [i * part for i in range(num_parts)]
-        self._held: dict[int, int] = {}
+        if slab.nbytes < max(sizes):
+            raise CapacityError(f"the slab has {slab.nbytes} bytes, the largest layer needs {max(sizes)}")
+        self._places = starts_of(sizes) if slab.nbytes >= sum(sizes) else None
+        self._held: dict[int, int] = {}  # where each lease starts
         self._changed = asyncio.Condition()
 
     async def lease(self, layer: int) -> Lease:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._available(layer))
-            start = self._starts[layer] if self._own_place else self._free.pop(0)
+            await self._changed.wait_for(lambda: self._place(layer) is not None)
+            start = self._place(layer)
+            assert start is not None
             self._held[layer] = start
         return Lease(layer, self._first + start, self._slab[start : start + self._sizes[layer]])
 
     async def release(self, layer: int) -> None:
         async with self._changed:
-            start = self._held.pop(layer)
-            if not self._own_place:
-                self._free.append(start)
+            del self._held[layer]
             self._changed.notify_all()
 
     async def wake(self) -> None:
@@ -60,6 +56,17 @@ class SlabPool:
         async with self._changed:
             self._changed.notify_all()
 
-    def _available(self, layer: int) -> bool:
+    def _place(self, layer: int) -> int | None:
+        """Where the layer's lease may start; None while there is no room."""
         self._check()
-        return layer not in self._held and (self._own_place or bool(self._free))
+        if layer in self._held:
+            return None
+        return self._places[layer] if self._places else self._gap(self._sizes[layer])
+
+    def _gap(self, size: int) -> int | None:
+        end = 0
+        for start, held in sorted((start, layer) for layer, start in self._held.items()):
+            if start - end >= size:
+                return end
+            end = start + self._sizes[held]
+        return end if self._slab.nbytes - end >= size else None

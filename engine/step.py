@@ -23,7 +23,7 @@ from megatrain_ray.engine.layout import ModelLayout, Segment
 from megatrain_ray.engine.loss import ChunkSums, Objective, chunked_loss
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.offload import Transfer
+from megatrain_ray.engine.offload import Departure, Transfer
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.residents import Residents
@@ -140,11 +140,16 @@ class StepRunner:
         for layer in self._device_shard.updated if self._device_shard else ():
             self._update_resident(layer, header)
 
+    def departures(self) -> list[Departure]:
+        """After the backward of a clipped step: of gradients that waited on the device, in the order of the shards'
+        update."""
+        return [self._store.depart(layer) for layer in self._plan.departing_layers]
+
     def _update_resident(self, layer: int, header: UpdateHeader) -> None:
         assert self._device_shard is not None  # the layer lives on the device
         if self._gate:
             self._gate.enter(layer, header.update)
-        self._device_shard.update(layer, self._store.complete(layer), header)
+        self._device_shard.update(layer, self._store.take(layer), header)
 
     def _finish(self, layer: int, header: UpdateHeader | None) -> None:
         with self._device.timed(Op("norms", layer)):
@@ -164,7 +169,7 @@ class StepRunner:
                 self._transfer(self._store.fetch(visit.layer))
 
     def _waits_on_host(self, layer: int) -> bool:
-        return self._store.waits_on_host and not self._store.stays(layer)
+        return self._store.waits_on_host and not self._store.waits(layer)
 
     def _has_gradient(self, visit: Visit) -> bool:
         return visit.phase is not Phase.FORWARD and self._layout.layers[visit.layer].trained.size > 0

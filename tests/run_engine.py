@@ -62,6 +62,7 @@ class Mode:
     num_block_slots: int = 2
     num_edge_slots: int = 2
     sums: Tier = Tier.HBM
+    gradients: Tier = Tier.HOST
     packed_attention: Attention = Attention.SDPA
     hbm_layers: frozenset[int] = frozenset()
     activation_budget: float | None = None  # of compiled layers; None: none is compiled
@@ -123,9 +124,16 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         packed_attention=mode.packed_attention,
         compiled=mode.activation_budget is not None,
     )
-    slots = mode.num_block_slots, mode.num_edge_slots
-    budget = mode.activation_budget or 0.0
-    candidate = Candidate(mode.order, mode.activations, *slots, mode.sums, mode.hbm_layers, budget)
+    candidate = Candidate(
+        order=mode.order,
+        activations=mode.activations,
+        num_block_slots=mode.num_block_slots,
+        num_edge_slots=mode.num_edge_slots,
+        sums=mode.sums,
+        gradients=mode.gradients,
+        hbm_layers=mode.hbm_layers,
+        activation_budget=mode.activation_budget or 0.0,
+    )
     plan = build_plan(structure, activations, MACHINE, request, candidate)
     changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads}
     if recipe.loss_chunk_tokens:

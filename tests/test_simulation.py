@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -110,3 +111,15 @@ def test_sums_that_wait_on_the_host(tmp_path: Path) -> None:
     steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
     assert [step.step_s for step in simulated(folder, recipe, mode, cost)] == pytest.approx(steps_s, rel=0.1)
     assert simulated(folder, recipe, mode, cost)[1].exposed_s["host_accumulation"] > 0
+
+
+@pytest.mark.parametrize("slow", ["COMPUTE", "OPTIMIZER", "D2H"])
+@pytest.mark.parametrize("mode", [Mode(gradients=Tier.HBM), Mode(LAYERS, gradients=Tier.HBM)], ids=["sums", "brief"])
+def test_gradients_that_wait_on_the_device(tmp_path: Path, mode: Mode, slow: str) -> None:
+    """They leave through a slab for four layers, beside the next forward, which follows the end of the compute."""
+    folder = build_tiny(tmp_path, num_layers=8)
+    recipe, cost = Recipe(NUM_STEPS, micro_batch_size=2), costs(0, **{slow: 4.0})
+    result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, mode, cost=cost)
+    computed = [max(r.end_s for r in records if r.stage is Stage.COMPUTE) for records in result.records]
+    steps_s = [b - a for a, b in itertools.pairwise([0.0, *computed])]
+    assert [step.step_s for step in simulated(folder, recipe, mode, cost)] == pytest.approx(steps_s)

@@ -17,14 +17,18 @@ async def test_a_whole_model_slab_gives_every_layer_its_own_place() -> None:
 
 
 async def test_a_small_slab_is_shared_in_turn() -> None:
-    pool = SlabPool(torch.zeros(2 * 8192, dtype=torch.uint8), [4096, 8192, 4096, 4096])
-    first, second = await pool.lease(2), await pool.lease(1)
-    assert {first.start_bytes, second.start_bytes} == {0, 8192}
-    waiting = asyncio.create_task(pool.lease(0))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await pool.release(2)
-    assert (await waiting).start_bytes == first.start_bytes
+    """The first gap that is large enough: of two that together would be, neither is."""
+    pool = SlabPool(torch.zeros(16384, dtype=torch.uint8), [4096, 8192, 4096, 8192])
+    starts = [(await pool.lease(i)).start_bytes for i in (0, 1, 2)]
+    assert starts == [0, 4096, 12288]
+    waiting = asyncio.create_task(pool.lease(3))
+    for released in (0, 2):
+        await pool.release(released)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    assert (await pool.lease(0)).start_bytes == 0
+    await pool.release(1)
+    assert (await waiting).start_bytes == 4096
 
 
 async def test_a_layer_has_one_lease_at_a_time() -> None:

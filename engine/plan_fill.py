@@ -1,0 +1,99 @@
+"""What a plan does with device memory that it need not use: layers that live there, and activations that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
+from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan_request import Candidate
+from megatrain_ray.engine.planner import fits, spare_ram
+
+# Of the device's memory, for what need not be there: what a plan counts is an estimate.
+FILLED_SHARE = 0.95
+NUM_BETWEEN = 3  # counts of layers on the device that are tried between the fewest and the most
+
+
+@dataclass(frozen=True)
+class Filling:
+    """One way to run a step, with more and more on the device.
+
+    Layers live there from the first of the forward on: those of the CPU are then updated under their forward. What they
+    leave goes to blocks of the forward's end, which keep more for their backward: gradients take that place as it goes.
+    `able`: layers that may live there. `fixed`: how many must; None: as many as is best.
+    """
+
+    draft: Callable[[Candidate], Plan]
+    candidate: Candidate
+    able: Sequence[int]
+    num_blocks: int
+    fixed: int | None
+
+    @property
+    def most_kept(self) -> Candidate:
+        """Nothing that the filling makes computes less: no layer's state on the device, and every block keeps more."""
+        return self._candidate(0, self.num_blocks if self._may_keep_more else 0)
+
+    def smallest(self) -> Plan:
+        """With as little on the device as the host allows, or with as much as it has room for where the host has too
+        little in any case."""
+        fewest = self._fewest
+        return self._plan(fewest if self.fixed is not None else min(fewest, max(0, self._most)), 0)
+
+    def plans(self) -> Iterator[Plan]:
+        """Those that fit, the one with the most layers on the device first."""
+        fewest = self._fewest
+        if not fits(self._plan(fewest, 0)):
+            return
+        most = fewest if self.fixed is not None else max(fewest, self._most)
+        step = max(1, -(-(most - fewest) // (NUM_BETWEEN + 1)))
+        for count in dict.fromkeys((*range(most, fewest, -step), fewest)):
+            yield self._with_late(count)
+
+    def _plan(self, count: int, num_late: int) -> Plan:
+        return self.draft(self._candidate(count, num_late))
+
+    def _candidate(self, count: int, num_late: int) -> Candidate:
+        larger = min((b for b in ACTIVATION_BUDGETS if b > self.candidate.activation_budget), default=1.0)
+        layers = frozenset(self.able[:count])
+        return replace(self.candidate, hbm_layers=layers, num_late=num_late, late_budget=larger)
+
+    @property
+    def _may_keep_more(self) -> bool:
+        return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
+
+    @cached_property
+    def _fewest(self) -> int:
+        """Each layer on the device leaves room on the host."""
+        if self.fixed is not None:
+            return self.fixed
+        if spare_ram(self._plan(0, 0)) >= 0:
+            return 0
+        return _first(lambda count: spare_ram(self._plan(count, 0)) >= 0, len(self.able))
+
+    @cached_property
+    def _most(self) -> int:
+        return _first(lambda count: not _is_roomy(self._plan(count, 0)), len(self.able) + 1) - 1
+
+    def _with_late(self, count: int) -> Plan:
+        without = self._plan(count, 0)
+        if without.hbm_limit_bytes is None or not self._may_keep_more:
+            return without
+        most = _first(lambda late: not _is_roomy(self._plan(count, late)), self.num_blocks + 1) - 1
+        return self._plan(count, most) if most > 0 else without
+
+
+def _first(condition: Callable[[int], bool], end: int) -> int:
+    """The first number from 0 on for which the condition holds, `end` if it holds for none before; by bisection: what
+    holds for one holds for those after it."""
+    low, high = 0, end
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if condition(middle) else (middle + 1, high)
+    return low
+
+
+def _is_roomy(plan: Plan) -> bool:
+    return plan.hbm_limit_bytes is None or plan.total_bytes(Tier.HBM) <= FILLED_SHARE * plan.hbm_limit_bytes
