@@ -7,9 +7,12 @@ the same layer called alone. In one process, on any device.
 Without options the model is so small that its layers cost their launches only. Qwen2.5-0.5B on a GPU:
 `--device cuda --compiled --layers 24 --hidden 896 --vocab 151936 --seq-len 1024`, with and without
 `hardware.hbm_layers=0`. A step is one micro-batch of one sequence. Optimizer shards are a process that answers as they
-do and updates nothing, so nothing waits for an update. `visits` are of three traced steps, medians over blocks; what no
-part names is `rest`. `step_s` is that of steps that are not traced. On a GPU `kernels_s` is how long its kernels run in
-one step, by torch's profiler, and `span_us` a block's time on its compute stream.
+do and updates nothing, so nothing waits for an update.
+
+`visits` are of three traced steps, medians over blocks; what no part names is `rest`. `update_us`: of a layer that
+lives on the device. `step_s` is that of steps that are not traced, `thread_s` the compute thread's processor time in
+them (on a GPU without backwards, which autograd runs on a thread of its own). On a GPU `kernels_s` is how long its
+kernels run in one step, by torch's profiler, and `span_us` a block's time on its compute stream.
 """
 
 from __future__ import annotations
@@ -169,11 +172,15 @@ async def measure(ready: Prepared, words: HostWords) -> dict[str, Any]:
     spans = await run.traced()
     blocks = [i for i, layer in enumerate(ready.structure.layers) if layer.kind is LayerKind.BLOCK]
     on_gpu = run.device.kind == "cuda"
+    of_thread = Row.SUBMIT if on_gpu else Row.COMPUTE
     found: dict[str, Any] = {
         "step_s": shortest_and_median(s.step for s in steps),
         "thread_s": shortest_and_median(s.thread for s in steps),
-        "visits": visits_of([s for s in spans if s.row is (Row.SUBMIT if on_gpu else Row.COMPUTE)], blocks),
+        "visits": visits_of([s for s in spans if s.row is of_thread], blocks),
     }
+    if ready.plan.hbm_layers:
+        updates = [s.end_ns - s.start_ns for s in spans if s.name == "update" and s.row is of_thread]
+        found["update_us"] = round(statistics.median(updates) / 1000, 1)
     if on_gpu:
         found["span_us"] = span_us([s for s in spans if s.row is Row.COMPUTE and s.layer in blocks])
         found["kernels_s"] = await kernels_s(run)

@@ -101,10 +101,10 @@ class Residents:
         if isinstance(tensor, FakeTensor):
             return tensor  # seen by a compiler, which makes nothing of a slot
         address = tensor.data_ptr()
-        if not any(memory.start <= address < memory.stop for memory in self._memories):
-            return tensor
-        fragment, start = self._place_of(address)
-        return SavedWeight(fragment, start, tensor.dtype, tensor.size(), tensor.stride())
+        for start, stop in self._memories:
+            if start <= address < stop:
+                return SavedWeight(*self._place_of(address), tensor.dtype, tensor.size(), tensor.stride())
+        return tensor
 
     def _place_of(self, address: int) -> tuple[FragmentId, int]:
         """The fragment that holds it, and the byte in that."""
