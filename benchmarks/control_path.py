@@ -289,7 +289,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--commit", default=None)
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     ready = prepared(options)
     with shard_of(ready.plan) as words:
         if options.compiled:
