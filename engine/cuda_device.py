@@ -68,6 +68,10 @@ class CudaDevice(Device):
                     target.data[part].copy_(source[part], non_blocking=True)
         return CudaEvent(stream, end_s)
 
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        # Pageable memory would be read once the stream has come there, and the host would wait for it.
+        return host.pin_memory().to(self.torch_device, non_blocking=True)
+
     def _wait(self, event: Event, cause: str) -> None:
         awaited = _cuda(event)
         if awaited.query():  # nothing to wait for, and nothing to measure

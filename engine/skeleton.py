@@ -37,7 +37,6 @@ class Skeleton:
         self._stand_in = _StandIn(self._base)
         _replace(model, structure.base, self._stand_in)
         self._model = model
-        self._device = device
         self.attention = AttentionSwitch(model)
         answer_packed()
         anchor = torch.empty(0, dtype=next(dtypes), device=device)
@@ -45,11 +44,10 @@ class Skeleton:
             if hasattr(module, "base_model_prefix"):
                 _anchor(module, anchor)
 
-    def forward_of(self, micro_batch: MicroBatch) -> Callable[[], Any]:
+    def forward_of(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
         """The forward of a micro-batch, for a ForwardPass; its ids are brought to the device at once."""
-        input_ids, positions = micro_batch.input_ids.to(self._device), micro_batch.positions
-        if positions is not None:
-            positions = positions.to(self._device)
+        input_ids = upload(micro_batch.input_ids)
+        positions = None if micro_batch.positions is None else upload(micro_batch.positions)
         packed = micro_batch.is_packed
 
         def forward() -> Any:
