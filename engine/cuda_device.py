@@ -177,6 +177,14 @@ class CudaDevice(Device):
 
         return open_triton(hyper, self.torch_device)
 
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        from megatrain_ray.engine import triton_sums  # as above
+
+        if triton_sums.can_add(target, source):
+            triton_sums.add(target, source)
+        else:
+            super().add(target, source)
+
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)
 

@@ -111,6 +111,10 @@ class Device(ABC):
         """Spans of what was submitted are complete on return. Compute thread only, between steps."""
         self.spans.on = False
 
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """target += source, rounded once. Compute thread only."""
+        target.add_(source)
+
     @abstractmethod
     def record(self) -> Event:
         """An event after everything submitted to the compute stage so far."""

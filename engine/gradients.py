@@ -129,7 +129,7 @@ class GradientStore:
             elif first:
                 target.copy_(gradient)
             else:
-                target.add_(gradient)
+                self._device.add(target, gradient)
 
     def suspend(self, layer: int) -> Departure:
         """Lets the unfinished sum go to the host until `fetch`."""

@@ -11,8 +11,9 @@ from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.engine.plan_request import Candidate
 from megatrain_ray.engine.planner import fits, spare_ram
 
-# Of the device's memory, for what need not be there: what a plan counts is an estimate.
-FILLED_SHARE = 0.95
+# Of the device's memory, for what need not be there: what a plan counts is an estimate. Three plans of 140 to 143 GB on
+# an H200 took 134 to 142 GB by NVML.
+FILLED_SHARE = 0.97
 NUM_BETWEEN = 3  # counts of layers on the device that are tried between the fewest and the most
 
 
@@ -48,7 +49,7 @@ class Filling:
         if not fits(self._plan(fewest, 0)):
             return
         most = fewest if self.fixed is not None else max(fewest, self._most)
-        step = max(1, -(-(most - fewest) // (NUM_BETWEEN + 1)))
+        step = max(1, (most - fewest) // (NUM_BETWEEN + 1))
         for count in dict.fromkeys((*range(most, fewest, -step), fewest)):
             yield self._with_late(count)
 

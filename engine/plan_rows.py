@@ -21,8 +21,8 @@ from megatrain_ray.units import format_bytes
 PROCESS_BYTES = 640 << 20
 # A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess until a plan is compared with NVML.
 CONTEXT_BYTES = 1 << 30
-# What a compiled layer's forward and backward hold at most, as a multiple of what it keeps with a budget of 1: 1.29 to
-# 1.60 for layers of Qwen2.5-3B, 7B and 14B with budgets of 0 to 1 on an H200 (benchmarks/README.md).
+# What a compiled layer's backward holds at most, boundaries included, as a multiple of what it keeps with a budget of
+# 1: 1.29 to 1.60 for layers of Qwen2.5-3B, 7B and 14B with budgets of 0 to 1 on an H200 (benchmarks/README.md).
 COMPILED_BACKWARD = 1.6
 
 
@@ -80,16 +80,16 @@ def _kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> i
 def _backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> int:
     """What the largest backward of a layer holds beyond what was kept: what it computes again, gradients of what is
     kept and of the weights, both boundaries."""
-    item = plan.precision.working_dtype.itemsize
+    item, boundaries = plan.precision.working_dtype.itemsize, 2 * max(activations.boundary)
 
     def of(index: int, layer: LayerPlan) -> int:
-        graph = 2 * activations.kept[index]
+        graph = 2 * activations.kept[index] + boundaries
         if layer.compiled and (budgets := activations.budgets_of(index)):
             mine = activations.kept_within(index, layer.activation_budget)
             graph = int(COMPILED_BACKWARD * max(cost.kept_bytes for cost in budgets)) - mine
         return graph + layout.layers[index].trained.size * item
 
-    return max(of(i, layer) for i, layer in enumerate(plan.layers[:-1])) + 2 * max(activations.boundary)
+    return max(of(i, layer) for i, layer in enumerate(plan.layers[:-1]))
 
 
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:

@@ -227,13 +227,14 @@ class _Builder:
         kinds = [spec.kind for spec in self.structure.layers]
         largest: dict[int, int] = {}
         resident = self.candidate.hbm_layers
+        num_streamed = sum(kind is LayerKind.BLOCK and i not in resident for i, kind in enumerate(kinds))
         for i, (layer, kind) in enumerate(zip(self.layout.layers, kinds, strict=True)):
             for f, span in enumerate(layer.fragments if kind is LayerKind.BLOCK and i not in resident else ()):
                 largest[f] = max(largest.get(f, 0), span.size * item)
         together = max(_blocks_together(self.structure, self.layout, i, resident) for i in range(len(kinds)))
         blocks = [
             SlotSpec(group_of(LayerKind.BLOCK, f), num_bytes)
-            for _ in range(self.candidate.num_block_slots + together - 1)
+            for _ in range(min(self.candidate.num_block_slots, num_streamed) + together - 1)
             for f, num_bytes in largest.items()
         ]
         ends = {0, len(kinds) - 1} - resident

@@ -233,6 +233,7 @@ class StepRunner:
                 [parameter for _, parameter in named],
                 chunk_tokens=self._plan.loss_chunk_tokens,
                 num_supervised=state.step.world.num_supervised,
+                add=self._device.add,
             )
             auxiliary = self._skeleton.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)

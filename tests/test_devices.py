@@ -16,7 +16,7 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice, num_gpus
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.journal import Part
-from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import split
@@ -233,6 +233,39 @@ def test_where_layers_live_changes_no_bit(
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name
         assert torch.equal(ours.exp_avg_sq[name], theirs.exp_avg_sq[name]), name
+
+
+@pytest.mark.parametrize("hbm_layers", [frozenset(), frozenset({0, 2})], ids=["none", "some"])
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("micro_batch_size", [2, 4])
+def test_where_gradients_wait_changes_no_bit(
+    tmp_path: Path, make: Make, micro_batch_size: int, order: LoopOrder, hbm_layers: frozenset[int]
+) -> None:
+    """In poison mode: the memory of a gradient that leaves beside the next forward is nobody else's until it has."""
+    build_tiny(tmp_path, num_layers=8)
+    recipe = Recipe(4, precision="bf16", micro_batch_size=micro_batch_size)
+    ours, theirs = (
+        train_engine(
+            tmp_path, tiny_batches(4), recipe, Mode(order, gradients=tier, hbm_layers=hbm_layers), make_device=make
+        )
+        for tier in (Tier.HBM, Tier.HOST)
+    )
+    assert ours.plan.departing_layers
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4097), (3, 8192), (1000, 1001)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_is_torchs(device: Device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    target, source = torch.randn(shape), torch.randn(shape).to(dtype)
+    for turned in (False, True):
+        here, there = (t.to(device.torch_device, copy=True) for t in (target, source))
+        with device.activate():
+            device.add(here.T if turned else here, there.T if turned else there)
+            device.record().synchronize()
+        assert torch.equal(here.cpu(), target + source)
 
 
 def test_cuda_is_refused_where_there_is_none() -> None:
