@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 FLEX = "flex_attention"  # Transformers' name for it
+PACKED: ContextVar[bool | None] = ContextVar("packed", default=None)  # of one forward; None: it must be looked up
 MIN_HEAD_DIM = 16  # the smallest that flex attention's kernels multiply
 
 
@@ -64,6 +67,25 @@ def packed_arguments(model: nn.Module, positions: torch.Tensor | None) -> dict[s
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return {"position_ids": positions.expand(4, -1, -1) if "mrope_section" in rope else positions}
+
+
+def answer_packed() -> None:
+    """From now on Transformers does not look a forward's positions up where PACKED says whether a row holds several
+    documents: they are on the device, so the host would wait for all that was submitted before. Idempotent."""
+    from transformers import masking_utils
+
+    if not isinstance(masking_utils.find_packed_sequence_indices, partial):
+        answer = partial(_document_numbers, masking_utils.find_packed_sequence_indices)
+        masking_utils.find_packed_sequence_indices = answer
+
+
+def _document_numbers(look_up: Any, positions: torch.Tensor) -> torch.Tensor | None:
+    """Of each token within its row, [B, T]; None: every row is one document. As `look_up` does."""
+    packed = PACKED.get()
+    if packed is None:
+        found: torch.Tensor | None = look_up(positions)
+        return found
+    return (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1) if packed else None
 
 
 @contextmanager

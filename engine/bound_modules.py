@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,9 +14,25 @@ from megatrain_ray.engine.layer_call import Function
 from megatrain_ray.engine.layout import ModelLayout, Segment
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import LayerPlan
+from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
-from megatrain_ray.engine.template import Template, Templates, positions_of
+from megatrain_ray.engine.template import Positions, Template, Templates
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module of a layer: what is the same in every call of it. `parameters`: as they were bound, by where the
+    fragments that hold them were."""
+
+    layer: int
+    segments: Sequence[Segment]
+    fragments: Sequence[FragmentId]
+    template: Template
+    positions: Positions
+    function: Function
+    compiled: CompiledCall | None
+    parameters: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
 
 
 class BoundModules:
@@ -30,47 +47,48 @@ class BoundModules:
         layers: Sequence[LayerPlan],
     ) -> None:
         self.segments = _segments_by_module(structure, layout)
-        self._structure = structure
         self._residents = residents
+        self._modules: dict[str, _Module] = {}
         templates = Templates()
-        self._templates: dict[str, Template] = {
-            path: templates.get(module, [segment.local for segment in self.segments[path]])
-            for path, module in skeleton.modules.items()
-        }
-        self._positions = {path: positions_of(module) for path, module in skeleton.modules.items()}
-        self._functions: dict[str, Function] = {}
-        self._compiled: dict[str, CompiledCall] = {}
         calls: dict[tuple[Template, float], CompiledCall] = {}
-        for path, template in self._templates.items():
-            self._functions[path] = partial(skeleton.recorder.run, template.module)
-            layer = layers[structure.layer_of(path)]
-            if layer.compiled:
-                key = (template, layer.activation_budget)
-                if key not in calls:
-                    name = f"layers like {path} (activation budget {layer.activation_budget})"
-                    calls[key] = CompiledCall(name, self._functions[path], layer.activation_budget)
-                self._functions[path] = self._compiled[path] = calls[key]
+        for path, module in skeleton.modules.items():
+            segments, layer = self.segments[path], structure.layer_of(path)
+            template = templates.get(module, [segment.local for segment in segments])
+            function: Function = partial(skeleton.recorder.run, template.module)
+            key = template, layers[layer].activation_budget
+            if layers[layer].compiled and key not in calls:
+                calls[key] = CompiledCall(f"layers like {path} (activation budget {key[1]})", function, key[1])
+            compiled = calls[key] if layers[layer].compiled else None
+            fragments, positions = residents.fragments_of(layer, segments), template.positions_of(module)
+            self._modules[path] = _Module(
+                layer, segments, fragments, template, positions, compiled or function, compiled
+            )
 
     @contextmanager
     def bound(self, path: str) -> Iterator[tuple[Function, list[torch.Tensor]]]:
         """The module as a function, and its parameters in the order of `segments`; its layer must be on the device."""
-        layer = self._structure.layer_of(path)
-        parameters = [self._residents.parameter(layer, segment) for segment in self.segments[path]]
-        with self._templates[path].bound(parameters, self._positions[path]):
-            yield self._functions[path], parameters
+        module = self._modules[path]
+        addresses = self._residents.addresses(module.fragments)
+        parameters = module.parameters.get(addresses)
+        if parameters is None:
+            parameters = [self._residents.parameter(module.layer, segment) for segment in module.segments]
+            module.parameters[addresses] = parameters
+        with module.template.bound(parameters, module.positions):
+            yield module.function, parameters
 
     def compiled(self, path: str) -> CompiledCall | None:
         """What the plan wants compiled of the module's function; None: nothing."""
-        return self._compiled.get(path)
+        return self._modules[path].compiled
 
     def graph_of(self, path: str) -> object:
         """Hashable: modules of which it is equal run the same function of their parameters."""
-        trained = tuple(segment.group.trained for segment in self.segments[path])
-        return self._compiled.get(path, self._templates[path]), trained
+        module = self._modules[path]
+        trained = tuple(segment.group.trained for segment in module.segments)
+        return module.compiled or module.template, trained
 
     def keeps(self, path: str) -> bool:
         """Whether a forward may keep what a backward wants: not where the plan counts on the compiler to keep less."""
-        compiled = self._compiled.get(path)
+        compiled = self._modules[path].compiled
         return compiled is None or compiled.problem is None
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -47,6 +47,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._deterministic = deterministic
         self._streams = {stage: torch.cuda.Stream() for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H)}
+        self._generator = torch.cuda.default_generators[self.torch_device.index]
         self._pinned: list[int] = []
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._traced: list[tuple[Span, torch.cuda.Event, torch.cuda.Event]] = []  # spans whose times are not known yet
@@ -67,9 +68,16 @@ class CudaDevice(Device):
                     target.data[part].copy_(source[part], non_blocking=True)
         return CudaEvent(stream, end_s)
 
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        # Pageable memory would be read once the stream has come there, and the host would wait for it.
+        return host.pin_memory().to(self.torch_device, non_blocking=True)
+
     def _wait(self, event: Event, cause: str) -> None:
+        awaited = _cuda(event)
+        if awaited.query():  # nothing to wait for, and nothing to measure
+            return
         with self.exposed(cause):
-            self._streams[Stage.COMPUTE].wait_event(_cuda(event))
+            self._streams[Stage.COMPUTE].wait_event(awaited)
 
     @contextmanager
     def exposed(self, cause: str) -> Iterator[None]:
@@ -79,8 +87,11 @@ class CudaDevice(Device):
         self._waits.append((cause, before, behind))
         self._trace(Span(Row.COMPUTE, f"wait {cause}", 0, 0, waits=True), before, behind)
 
+    def timed(self, op: Op) -> AbstractContextManager[None]:
+        return self._timed(op) if self.spans.on else nullcontext()
+
     @contextmanager
-    def timed(self, op: Op) -> Iterator[None]:
+    def _timed(self, op: Op) -> Iterator[None]:
         """The block on the host, too: the time in which it submits."""
         with self._traced_on(Stage.COMPUTE, op), self.spans.span(Row.SUBMIT, op.name, op.layer, op.micro_batch):
             yield
@@ -175,7 +186,7 @@ class CudaDevice(Device):
             super().add(target, source)
 
     def seed(self, seed: int) -> None:
-        torch.cuda.manual_seed(seed)
+        self._generator.manual_seed(seed)
 
     def pin(self, host: torch.Tensor) -> None:
         runtime = torch.cuda.cudart()

@@ -59,6 +59,11 @@ class Device(ABC):
         end_s = self.timeline.account(stage, op, [e.at_s for e in after])
         return self._copy(stage, target, source, op, after, end_s)
 
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy on the device of a small tensor of ordinary memory, in the order of the compute stage, which the host
+        does not wait for. Compute thread only."""
+        return host.to(self.torch_device)
+
     @contextmanager
     def compute(self, op: Op) -> Iterator[None]:
         """Operations of the block belong to `op`. Compute thread only."""

@@ -52,7 +52,7 @@ class DeviceShard(ShardState):
         self.updated = tuple(i for i in self.layers if layout.layers[i].trained.size)
         self._device = device
         self.spans = device.spans
-        self._hyper = hyper
+        self._parts = {layer: self.parts(layer, hyper) for layer in self.updated}
         self._kernel = device.open_update_kernel(hyper)
 
     def regions(self) -> Mapping[FragmentId, Tensor]:
@@ -74,7 +74,7 @@ class DeviceShard(ShardState):
         if header.skip:
             return
         with self._device.compute(Op("update", layer)):
-            self._kernel.update(self.parts(layer, self._hyper), gradient, header.rates, None)
+            self._kernel.update(self._parts[layer], gradient, header.rates, None)
 
     def load(self, source: WeightSource) -> None:
         super().load(source)

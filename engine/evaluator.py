@@ -45,8 +45,10 @@ class Evaluator:
 
     def run(self, micro_batches: Sequence[MicroBatch], visits: Sequence[Visit]) -> float:
         """Cross-entropy summed over the supervised tokens: in FP32 over a chunk, over chunks in double on the host."""
-        passes = [ForwardPass(self._skeleton.forward_of(micro_batch)) for micro_batch in micro_batches]
-        targets = [micro_batch.targets.to(self._device.torch_device) for micro_batch in micro_batches]
+        passes = [
+            ForwardPass(self._skeleton.forward_of(micro_batch, self._device.upload)) for micro_batch in micro_batches
+        ]
+        targets = [self._device.upload(micro_batch.targets) for micro_batch in micro_batches]
         sums: list[torch.Tensor] = []
         with self._skeleton.evaluating(), torch.no_grad():
             for visit in visits:

@@ -94,16 +94,16 @@ class LayerCall:
         kept for backward; with None only the arguments are, and nothing where nothing needs a gradient.
         """
         self.needs_gradient = bool(self.ports) or any(parameter.requires_grad for parameter in parameters)
-        if saving is None or not self.needs_gradient:
+        if not self.needs_gradient or saving is None:
             with torch.no_grad():
                 outcome = self._call(function, [port.tensor for port in self.ports])
+            if not self.needs_gradient:
+                return outcome
+            values, spec = tree_flatten(tuple(outcome))
         else:
-            outcome = self._build(function, parameters, saving)
-        if not self.needs_gradient:
-            return outcome
-        values, spec = tree_flatten(tuple(outcome))
+            values, spec = self._build(function, parameters, saving)
         for i, value in enumerate(values):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if _is_floating(value):
                 self.leaves.append(value.detach().requires_grad_(True))
                 values[i] = _Handed.apply(self.leaves[-1])  # type: ignore[no-untyped-call]
                 self.handed.append(values[i])
@@ -176,13 +176,15 @@ class LayerCall:
 
     def _build(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
-    ) -> Outcome:
+    ) -> tuple[list[Any], TreeSpec]:
+        """The outcome, flattened."""
         inputs = [port.tensor.detach().requires_grad_(True) for port in self.ports]
         with torch.enable_grad(), saving:
             entries = [tensor.view_as(tensor) for tensor in inputs]
             outcome = self._call(function, entries)
-        self._graph = _Graph(inputs, entries, parameters, _floating(outcome))
-        return outcome
+        values, spec = tree_flatten(tuple(outcome))
+        self._graph = _Graph(inputs, entries, parameters, [value for value in values if _is_floating(value)])
+        return values, spec
 
     def _call(self, function: Function, inputs: Sequence[torch.Tensor]) -> Outcome:
         values = list(self._arguments)
@@ -230,5 +232,5 @@ class _Handed(torch.autograd.Function):
         return gradient
 
 
-def _floating(outcome: Outcome) -> list[torch.Tensor]:
-    return [v for v in tree_flatten(tuple(outcome))[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

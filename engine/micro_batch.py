@@ -20,6 +20,12 @@ class MicroBatch:
     targets: torch.Tensor
     positions: torch.Tensor | None = None
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row holds several documents."""
+        positions = self.positions
+        return positions is not None and bool((positions[:, 1:] != positions[:, :-1] + 1).any())
+
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
     """The sequences of an update, `size` at a time. All of them have positions or none has."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 from accelerate import init_empty_weights
@@ -67,7 +68,11 @@ class ModelStructure:
         return self.layout().lowest_trained
 
     def layer_of(self, path: str) -> int:
-        return next(i for i, layer in enumerate(self.layers) if path in layer.modules)
+        return self._layers_by_module[path]
+
+    @cached_property
+    def _layers_by_module(self) -> Mapping[str, int]:
+        return {path: i for i, layer in enumerate(self.layers) for path in layer.modules}
 
 
 def kept_in_fp32(model: nn.Module, name: str) -> bool:

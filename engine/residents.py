@@ -7,9 +7,10 @@ the layer when backward asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,8 +20,7 @@ from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.slots import SlotStateError
 
 
-@dataclass(frozen=True)
-class SavedWeight:
+class SavedWeight(NamedTuple):
     """A view of a weight: fragment, byte offset in it, geometry."""
 
     fragment: FragmentId
@@ -37,29 +37,40 @@ class Residents:
         """`memory`: the allocation that all slots were cut from."""
         self._layout = layout
         self._dtype = dtype
-        self._storages = {memory.untyped_storage().data_ptr()}
+        self._memories = [_Bytes.of(memory)]
         self._regions: dict[FragmentId, torch.Tensor] = {}
+        self._visiting: Mapping[FragmentId, torch.Tensor] = {}
+        self._settled: list[tuple[int, FragmentId]] = []  # by address
 
     def settle(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
         """Fragments that live on the device, in an allocation of their own, are bound from now on."""
-        self._storages.add(memory.untyped_storage().data_ptr())
+        self._memories.append(_Bytes.of(memory))
         self._regions.update(regions)
+        self._settled = sorted((region.data_ptr(), fragment) for fragment, region in regions.items())
 
     @contextmanager
     def bound(self, regions: Mapping[FragmentId, torch.Tensor]) -> Iterator[None]:
         self._regions.update(regions)
+        self._visiting = regions
         try:
             yield
         finally:
+            self._visiting = {}
             for fragment in regions:
                 del self._regions[fragment]
+
+    def addresses(self, fragments: Sequence[FragmentId]) -> tuple[int, ...]:
+        """Where these begin. A parameter of theirs is the same view wherever they are the same."""
+        return tuple([self._region(fragment).data_ptr() for fragment in fragments])
+
+    def fragments_of(self, layer: int, segments: Sequence[Segment]) -> tuple[FragmentId, ...]:
+        """Those that hold the parameters of a layer."""
+        return tuple(dict.fromkeys(self._fragment_of(*self._owner_of(layer, segment)) for segment in segments))
 
     def parameter(self, layer: int, segment: Segment) -> torch.Tensor:
         """A leaf that is a view of the slot and wants a gradient if it is trained; a tied parameter is a view of its
         owner's."""
-        if segment.tied_to is not None:
-            layer = self._layout.owner[segment.tied_to]
-            segment = self._layout.layers[layer].segment(segment.tied_to)
+        layer, segment = self._owner_of(layer, segment)
         fragment = self._fragment_of(layer, segment)
         start = segment.start - self._layout.layers[layer].fragments[fragment.index].start
         flat = self._region(fragment).view(self._dtype)
@@ -68,6 +79,12 @@ class Residents:
     def saving(self) -> AbstractContextManager[None]:
         """Graphs built in this context save weights by identity."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _owner_of(self, layer: int, segment: Segment) -> tuple[int, Segment]:
+        if segment.tied_to is None:
+            return layer, segment
+        owner = self._layout.owner[segment.tied_to]
+        return owner, self._layout.layers[owner].segment(segment.tied_to)
 
     def _fragment_of(self, layer: int, segment: Segment) -> FragmentId:
         spans = self._layout.layers[layer].fragments
@@ -81,17 +98,43 @@ class Residents:
         return region
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
-        if isinstance(tensor, FakeTensor) or tensor.untyped_storage().data_ptr() not in self._storages:
-            return tensor  # a fake one is seen by a compiler, which makes nothing of a slot
+        if isinstance(tensor, FakeTensor):
+            return tensor  # seen by a compiler, which makes nothing of a slot
         address = tensor.data_ptr()
-        for fragment, region in self._regions.items():
+        for start, stop in self._memories:
+            if start <= address < stop:
+                return SavedWeight(*self._place_of(address), tensor.dtype, tensor.size(), tensor.stride())
+        return tensor
+
+    def _place_of(self, address: int) -> tuple[FragmentId, int]:
+        """The fragment that holds it, and the byte in that."""
+        before = bisect_right(self._settled, (address, _LAST)) - 1
+        settled = [self._settled[before][1]] if before >= 0 else []
+        for fragment in (*self._visiting, *settled):
+            region = self._regions[fragment]
             start = address - region.data_ptr()
             if 0 <= start < region.nbytes:
-                return SavedWeight(fragment, start, tensor.dtype, tensor.size(), tensor.stride())
+                return fragment, start
         raise SlotStateError("autograd saved a tensor of a slot that is bound to no template")
 
     def _unpack(self, saved: torch.Tensor | SavedWeight) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         flat = self._region(saved.fragment).view(saved.dtype)
-        return flat[saved.start_bytes // saved.dtype.itemsize :].as_strided(saved.size, saved.stride)
+        start = flat.storage_offset() + saved.start_bytes // saved.dtype.itemsize
+        return flat.as_strided(saved.size, saved.stride, start)
+
+
+_LAST = FragmentId(1 << 62, 0)  # behind every other in an order
+
+
+class _Bytes(NamedTuple):
+    """Addresses of an allocation."""
+
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(memory: torch.Tensor) -> _Bytes:
+        storage = memory.untyped_storage()
+        return _Bytes(storage.data_ptr(), storage.data_ptr() + storage.nbytes())

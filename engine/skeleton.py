@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatrain_ray.engine.attention import AttentionSwitch, packed_arguments
+from megatrain_ray.engine.attention import PACKED, AttentionSwitch, answer_packed, packed_arguments
 from megatrain_ray.engine.forward_pass import LayerProxy
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
@@ -37,19 +37,24 @@ class Skeleton:
         self._stand_in = _StandIn(self._base)
         _replace(model, structure.base, self._stand_in)
         self._model = model
-        self._device = device
         self.attention = AttentionSwitch(model)
+        answer_packed()
         anchor = torch.empty(0, dtype=next(dtypes), device=device)
         for module in {model, *self._base.modules()}:
             if hasattr(module, "base_model_prefix"):
                 _anchor(module, anchor)
 
-    def forward_of(self, micro_batch: MicroBatch) -> Callable[[], Any]:
+    def forward_of(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
         """The forward of a micro-batch, for a ForwardPass; its ids are brought to the device at once."""
-        input_ids, positions = micro_batch.input_ids.to(self._device), micro_batch.positions
-        if positions is not None:
-            positions = positions.to(self._device)
-        return lambda: self.forward(input_ids, positions)
+        input_ids = upload(micro_batch.input_ids)
+        positions = None if micro_batch.positions is None else upload(micro_batch.positions)
+        packed = micro_batch.is_packed
+
+        def forward() -> Any:
+            PACKED.set(packed)  # for this forward alone: a greenlet has a context of its own
+            return self.forward(input_ids, positions)
+
+        return forward
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -109,7 +109,10 @@ class StepRunner:
         if self._orthogonalizer:
             self._orthogonalizer.begin()
         state = _StepState(
-            step, [ForwardPass(self._skeleton.forward_of(mb)) for mb in step.micro_batches], self._targets(step), header
+            step,
+            [ForwardPass(self._skeleton.forward_of(mb, self._device.upload)) for mb in step.micro_batches],
+            self._targets(step),
+            header,
         )
         for visit in visits:
             if self._store.waits_on_host:
@@ -175,8 +178,8 @@ class StepRunner:
         return visit.phase is not Phase.FORWARD and self._layout.layers[visit.layer].trained.size > 0
 
     def _targets(self, step: StepInput) -> list[torch.Tensor]:
-        """On the device before the first layer: a copy from pageable memory later would wait for the compute stage."""
-        return [micro_batch.targets.to(self._device.torch_device) for micro_batch in step.micro_batches]
+        """On the device before the first layer."""
+        return [self._device.upload(micro_batch.targets) for micro_batch in step.micro_batches]
 
     def _visit(self, visit: Visit, j: int, state: _StepState) -> None:
         forward_pass = state.passes[j]

@@ -135,8 +135,11 @@ class LayerStreamer:
     async def _load(self, load: Load, generation: int) -> None:
         after = []
         if load.after_visit >= 0:
-            with self._waiting("slot", load):
-                after.append(await asyncio.wrap_future(self._released[load.after_visit]))
+            released = self._released[load.after_visit]
+            if not released.done():
+                with self._waiting("slot", load):
+                    await asyncio.wrap_future(released)
+            after.append(released.result())
         with self._waiting("generation", load):
             weights = await self._source.fetch(load.fragment.layer, generation)
         span = self._layout.layers[load.fragment.layer].fragments[load.fragment.index]

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 # Which of several equal layers a module is: set for each call, since a forward may use it.
 POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
 
-Positions = Sequence[tuple[str, str, object]]  # path below the layer, attribute, value
+Positions = Sequence[tuple[dict[str, object], str, object]]  # attributes of a part of a template, name, value
 
 
 class Template:
@@ -27,28 +27,27 @@ class Template:
         self.names = tuple(names)
         self._places = [_place(module, name) for name in names]
 
+    def positions_of(self, module: nn.Module) -> Positions:
+        """Where a module of the template's structure stands, and the parts inside it."""
+        return [
+            (vars(self.module.get_submodule(path)), name, vars(part)[name])
+            for path, part in module.named_modules()
+            for name in sorted(POSITION_ATTRIBUTES & vars(part).keys())
+        ]
+
     @contextmanager
     def bound(self, parameters: Sequence[torch.Tensor], positions: Positions = ()) -> Iterator[Callable[..., Any]]:
         """The module with these tensors as its parameters, standing where `positions` say."""
         before = [owner._parameters[name] for owner, name in self._places]
         for (owner, name), parameter in zip(self._places, parameters, strict=True):
             owner._parameters[name] = cast(nn.Parameter, parameter)  # a plain tensor: it must stay a view
-        for path, attribute, value in positions:
-            setattr(self.module.get_submodule(path), attribute, value)
+        for attributes, name, value in positions:
+            attributes[name] = value
         try:
             yield self.module
         finally:
             for (owner, name), original in zip(self._places, before, strict=True):
                 owner._parameters[name] = original
-
-
-def positions_of(module: nn.Module) -> Positions:
-    """The position attributes of a module and those inside it."""
-    return [
-        (path, attribute, vars(part)[attribute])
-        for path, part in module.named_modules()
-        for attribute in sorted(POSITION_ATTRIBUTES & vars(part).keys())
-    ]
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -82,18 +82,24 @@ class TritonAdamW:
         transaction: Transaction | None,
         directions: Tensor | None = None,
     ) -> None:
-        for part in parts:
-            self._update(part, gradient[part.gradient_start : part.gradient_start + part.length], rates)
-
-    def _update(self, part: Part, gradient: Tensor, rates: Rates) -> None:
-        whole, body = part.length // BLOCK * BLOCK, part.length - part.length % VECTOR
-        move = Move.of(self._hyper, rates, part.weighting)
-        for span in (Span(0, whole), Span(whole, part.length)):
-            if span.size:
-                self._launch(part.state.cut(span), gradient[slice(*span)], body - span.start, rates, move)
-
-    def _launch(self, state: AdamState, gradient: Tensor, body: int, rates: Rates, move: Move) -> None:
         coefficients = Coefficients.of(self._hyper, rates)
+        for part in parts:
+            of_part = gradient[part.gradient_start : part.gradient_start + part.length]
+            self._update(part, of_part, rates, coefficients)
+
+    def _update(self, part: Part, gradient: Tensor, rates: Rates, coefficients: Coefficients) -> None:
+        length = part.length
+        whole, body = length // BLOCK * BLOCK, length - length % VECTOR
+        move = Move.of(self._hyper, rates, part.weighting)
+        if whole in (0, length):  # most are: cutting costs the host more than the launch
+            self._launch(part.state, gradient, body, rates, coefficients, move)
+            return
+        for span in (Span(0, whole), Span(whole, length)):
+            self._launch(part.state.cut(span), gradient[slice(*span)], body - span.start, rates, coefficients, move)
+
+    def _launch(
+        self, state: AdamState, gradient: Tensor, body: int, rates: Rates, coefficients: Coefficients, move: Move
+    ) -> None:
         is_split, length = state.residual is not None, gradient.numel()
         _adamw[(triton.cdiv(length, BLOCK),)](
             gradient,
@@ -135,9 +141,9 @@ class _FromHost(TritonAdamW):
         super().__init__(num_threads, hyper)
         self._device = device
 
-    def _update(self, part: Part, gradient: Tensor, rates: Rates) -> None:
+    def _update(self, part: Part, gradient: Tensor, rates: Rates, coefficients: Coefficients) -> None:
         moved = AdamState(*(None if t is None else t.to(self._device) for t in part.state))  # type: ignore[arg-type]
-        super()._update(part._replace(state=moved), gradient.to(self._device), rates)
+        super()._update(part._replace(state=moved), gradient.to(self._device), rates, coefficients)
         for here, there in zip(part.state, moved, strict=True):
             if here is not None and there is not None:
                 here.copy_(there)

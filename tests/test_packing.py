@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import masking_utils
 
 from megatrain_ray.architecture import Architecture
-from megatrain_ray.engine.attention import packed_arguments
+from megatrain_ray.engine.attention import PACKED, answer_packed, packed_arguments
+from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.segments import positions_of
@@ -97,3 +102,47 @@ def test_the_engine_equals_the_reference(tmp_path: Path, name: str) -> None:
     assert ours.losses == theirs.losses
     assert ours.grad_norms == theirs.grad_norms
     assert [name for name, m in theirs.masters.items() if not torch.equal(ours.masters[name], m)] == []
+
+
+def side_by_side(*batches: Batch) -> Batch:
+    """Their rows in one batch."""
+    segments = [torch.zeros_like(b.input_ids, dtype=torch.int32) if b.segments is None else b.segments for b in batches]
+    ids, targets = torch.cat([b.input_ids for b in batches]), torch.cat([b.targets for b in batches])
+    num_supervised = sum(b.num_supervised for b in batches)
+    return Batch(ids, targets, torch.cat(segments), num_supervised, ids.numel(), ids.numel() * SEQ_LEN)
+
+
+def test_documents_are_numbered_as_transformers_numbers_them() -> None:
+    answer_packed()
+    answer = masking_utils.find_packed_sequence_indices
+    assert isinstance(answer, partial)
+    (look_up,) = answer.args
+    for micro_batch in micro_batches_of(side_by_side(packed(1), separate(1), packed(2)), 2):
+        positions = micro_batch.positions
+        expected = look_up(positions)
+        assert micro_batch.is_packed == (expected is not None)
+        token = PACKED.set(micro_batch.is_packed)
+        found = answer(positions)
+        PACKED.reset(token)
+        assert (found is None and expected is None) or torch.equal(found, expected)
+
+
+def test_no_forward_asks_the_device_what_the_host_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it would wait for the answer. Of four micro-batches that stand at a layer together some are packed."""
+    build_family("Llama", tmp_path)
+    answer_packed()
+    (answer, (look_up,)) = (found := masking_utils.find_packed_sequence_indices).func, found.args
+    asked: list[Tensor] = []
+
+    def asking(positions: Tensor) -> Tensor | None:
+        if not isinstance(positions, FakeTensor):  # of the plan's trial
+            asked.append(positions)
+        return look_up(positions)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", partial(answer, asking))
+    batches, recipe = [side_by_side(packed(1), separate(1)), separate(2)], Recipe(2, seed=3)
+    ours = train_engine(tmp_path, batches[:1], recipe, Mode(order=LoopOrder.LAYERS_OUTER))
+    train_engine(tmp_path, batches[1:], recipe, Mode())
+    assert asked == []
+    assert ours.losses == train_reference(tmp_path, batches[:1], recipe).losses
+    assert asked != [], "the reference, whose forwards nobody answers for"

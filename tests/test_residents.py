@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from megatrain_ray.engine.compiled_call import CompiledCall
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
+from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, Segment
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.slots import SlotStateError
 from megatrain_ray.engine.template import Template
+from tests.reference import Recipe
+from tests.run_engine import Mode, train_engine
+from tests.tiny import build_tiny, tiny_batches
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
 
@@ -124,3 +129,22 @@ def test_parameters_are_views_and_the_template_keeps_none() -> None:
     storage = rig.memory.untyped_storage().data_ptr()
     assert all(p.untyped_storage().data_ptr() == storage for p in parameters)
     assert all(p.untyped_storage().data_ptr() != storage for p in rig.module.parameters())
+
+
+def test_parameters_are_viewed_once_for_each_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer comes to the same slots in every step; so whatever a second one needs is there."""
+    made: list[str] = []
+    parameter = Residents.parameter
+
+    def counting(self: Residents, layer: int, segment: Segment) -> torch.Tensor:
+        made.append(segment.name)
+        return parameter(self, layer, segment)
+
+    monkeypatch.setattr(Residents, "parameter", counting)
+    build_tiny(tmp_path)
+    numbers = []
+    for num_steps in (1, 3):
+        train_engine(tmp_path, tiny_batches(num_steps), Recipe(num_steps), Mode())
+        numbers.append(len(made))
+        made.clear()
+    assert numbers[0] == numbers[1]

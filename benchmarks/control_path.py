@@ -1,0 +1,321 @@
+"""What the control path costs the host, layer by layer: microseconds of each visit and of its parts, beside those of
+the same layer called alone. In one process, on any device.
+
+    python -m benchmarks.control_path OUT.json [--compiled] [--recompute] [--device cpu] [--layers 48 --hidden 64
+        --vocab 256 --seq-len 16] [key=value …]
+
+Without options the model is so small that its layers cost their launches only. Qwen2.5-0.5B on a GPU:
+`--device cuda --compiled --layers 24 --hidden 896 --vocab 151936 --seq-len 1024`, with and without
+`hardware.hbm_layers=0`. A step is one micro-batch of one sequence. Optimizer shards are a process that answers as they
+do and updates nothing, so nothing waits for an update.
+
+`visits` are of three traced steps, medians over blocks; what no part names is `rest`. `update_us`: of a layer that
+lives on the device. `step_s` is that of steps that are not traced, `thread_s` the compute thread's processor time in
+them (on a GPU without backwards, which autograd runs on a thread of its own). On a GPU `kernels_s` is how long its
+kernels run in one step, by torch's profiler, and `span_us` a block's time on its compute stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import mmap
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.config_file import override
+from megatrain_ray.device_layers import DeviceLayers
+from megatrain_ray.engine.compiled_call import OPTIONS, keep_compiled_graphs
+from megatrain_ray.engine.device import Device
+from megatrain_ray.engine.engine import Engine, UpdateSettings
+from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.micro_batch import MicroBatch
+from megatrain_ray.engine.model import LayerKind
+from megatrain_ray.engine.momenta import Momenta
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.rehearsal import Coming
+from megatrain_ray.engine.shared_host import SharedHost
+from megatrain_ray.engine.step import StepInput, World
+from megatrain_ray.gpu_worker import make_device
+from megatrain_ray.io.words import WORD_BYTES
+from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.spans import Row, Span
+
+WARMUP_STEPS, PLAIN_STEPS, TRACED_STEPS = 3, 10, 3
+ALONE_ROUNDS = 100
+WEIGHT = 0.02  # all weights: finite numbers are all that is wanted of them
+
+
+class Constant:
+    """In place of a model's weights."""
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return torch.full((stop - start,), WEIGHT)
+
+
+def prepared(options: argparse.Namespace) -> Prepared:
+    heads = options.hidden // 64 or 1
+    shape = {
+        "model_type": "qwen2", "vocab_size": options.vocab, "hidden_size": options.hidden, "tie_word_embeddings": True,
+        "num_hidden_layers": options.layers, "intermediate_size": options.hidden * 38 // 7,
+        "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 7), "max_position_embeddings": 1 << 15,
+    }  # fmt: skip
+    tree: dict[str, Any] = {
+        "model": {"config": shape},
+        "data": {"path": "unread", "tokenizer": "bytes", "seq_len": options.seq_len},
+        "train": {"steps": 1, "batch_size": 1},
+        "hardware": {"device": options.device, "compile": options.compiled, "num_shards": 1},
+        "run_dir": "unused",
+    }
+    for setting in options.overrides:
+        override(tree, setting)
+    ready = prepare(TrainConfig.model_validate(tree).resolve())
+    plan = replace(ready.plan, num_compute_threads=1)  # more only wait for each other in layers as small as these
+    if options.recompute:
+        layers = (replace(layer, activations=ActivationPolicy.RECOMPUTE) for layer in plan.layers[:-1])
+        plan = replace(plan, layers=(*layers, plan.layers[-1]))
+    return replace(ready, plan=plan)
+
+
+def answer(buffer: mmap.mmap, plan: Plan) -> None:
+    """What the shard's process does with each update, but for the update."""
+    words = HostWords(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
+    for update in itertools.count(1) if plan.layer_order else ():
+        for layer in plan.layer_order:
+            while not words.wait_landed(layer, update, 1.0):
+                if words.stopped:
+                    return
+            words.begin(0, layer, update)
+            words.finish(0, layer, update)
+
+
+class Seconds(NamedTuple):
+    """Of a step, and of the compute thread's processor in it."""
+
+    step: float
+    thread: float
+
+
+class Run:
+    """An engine, and the process that stands for its shards."""
+
+    def __init__(self, ready: Prepared, words: HostWords) -> None:
+        self._plan = plan = ready.plan
+        self._layout = layout = ready.structure.layout(plan.num_fragments)
+        self.device = device = make_device(plan, deterministic=False)
+        working = torch.full((layout.size_among(plan.host_layers),), WEIGHT, dtype=plan.precision.working_dtype)
+        slab = torch.zeros(plan.slab_bytes, dtype=torch.uint8)
+        device.pin(working.view(torch.uint8))
+        device.pin(slab)
+        self._resident = DeviceLayers(ready, layout, device, words) if plan.hbm_layers else None
+        if self._resident:
+            self._resident.shard.load(Constant())
+        self._host = SharedHost(plan, layout, working, slab, words, Momenta([], []))
+        self._engine = Engine(
+            ready.source.factory, ready.structure, plan, device, self._host,
+            device_shard=self._resident.shard if self._resident else None,
+            gate=self._resident.gate if self._resident else None,
+        )  # fmt: skip
+        ids = torch.arange(plan.seq_len)[None] % ready.structure.vocab_size
+        self._micro_batch = MicroBatch(ids, ids.clone())
+        self._num_steps = 0
+
+    async def rehearse(self) -> None:
+        await self._engine.rehearse(Coming())
+
+    async def steps(self, count: int) -> list[Seconds]:
+        """The last one's updates are done on return."""
+        seconds = []
+        for _ in range(count):
+            self._num_steps += 1
+            step = StepInput(self._num_steps, (self._micro_batch,), World(self._plan.seq_len), 0)
+            thread_s = await self._engine.on_compute_thread(time.thread_time)
+            report = await self._engine.step(step, UpdateSettings(0.0, self._num_steps, 1.0))
+            thread_s = await self._engine.on_compute_thread(time.thread_time) - thread_s
+            self.device.timeline.clear()
+            seconds.append(Seconds(report.step_s, thread_s))
+        await self._host.drain(self._num_steps)
+        return seconds
+
+    async def traced(self) -> list[Span]:
+        await self._engine.on_compute_thread(self.device.start_tracing)
+        await self.steps(TRACED_STEPS)
+        await self._engine.on_compute_thread(self.device.stop_tracing)
+        return sorted(self.device.spans.take().spans, key=lambda span: span.start_ns)
+
+    async def close(self) -> None:
+        await self._host.close()
+        if self._resident:
+            self._resident.close()
+        await self._engine.close()
+
+
+async def measure(ready: Prepared, words: HostWords) -> dict[str, Any]:
+    run = Run(ready, words)
+    await run.rehearse()
+    await run.steps(WARMUP_STEPS)
+    steps = await run.steps(PLAIN_STEPS)
+    spans = await run.traced()
+    blocks = [i for i, layer in enumerate(ready.structure.layers) if layer.kind is LayerKind.BLOCK]
+    on_gpu = run.device.kind == "cuda"
+    of_thread = Row.SUBMIT if on_gpu else Row.COMPUTE
+    found: dict[str, Any] = {
+        "step_s": shortest_and_median(s.step for s in steps),
+        "thread_s": shortest_and_median(s.thread for s in steps),
+        "visits": visits_of([s for s in spans if s.row is of_thread], blocks),
+    }
+    if ready.plan.hbm_layers:
+        updates = [s.end_ns - s.start_ns for s in spans if s.name == "update" and s.row is of_thread]
+        found["update_us"] = round(statistics.median(updates) / 1000, 1)
+    if on_gpu:
+        found["span_us"] = span_us([s for s in spans if s.row is Row.COMPUTE and s.layer in blocks])
+        found["kernels_s"] = await kernels_s(run)
+    await run.close()
+    return found
+
+
+def shortest_and_median(seconds: Iterable[float]) -> dict[str, float]:
+    several = sorted(seconds)
+    return {"min": several[0], "median": statistics.median(several)}
+
+
+def visits_of(spans: Sequence[Span], blocks: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Microseconds of the parts of a visit, from its first span to that of the next visit. `spans`: of the compute
+    thread, in order."""
+    first = [s for s in spans if s.name in ("forward", "recompute", "backward", "loss")]
+    begins = [s for s, before in zip(first, [None, *first], strict=False) if before is None or s.layer != before.layer]
+    parts: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for begin, end in itertools.pairwise(begins):
+        if begin.layer not in blocks[1:-1]:
+            continue
+        inside = [s for s in spans if begin.start_ns <= s.start_ns < end.start_ns]
+        of_visit: dict[str, float] = defaultdict(float)
+        for s in inside:
+            of_visit["waits" if s.waits else s.name] += (s.end_ns - s.start_ns) / 1000
+        of_visit["all"] = (end.start_ns - begin.start_ns) / 1000
+        of_visit["rest"] = 2 * of_visit["all"] - sum(of_visit.values())
+        for name, microseconds in of_visit.items():
+            parts["forward" if begin.name == "forward" else "backward"][name].append(microseconds)
+    return {
+        phase: {name: round(statistics.median(of_part), 1) for name, of_part in of_phase.items()}
+        for phase, of_phase in parts.items()
+    }
+
+
+def span_us(spans: Sequence[Span]) -> dict[str, float]:
+    """Medians, by name; of a stage that waits for the host's launches they hold the waits."""
+    found = defaultdict(list)
+    for s in spans:
+        found[s.name].append((s.end_ns - s.start_ns) / 1000)
+    return {name: round(statistics.median(of_name), 1) for name, of_name in found.items()}
+
+
+async def kernels_s(run: Run) -> float:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        await run.steps(1)
+    return sum(e.self_device_time_total for e in profile.key_averages() if not e.key.startswith("Mem")) / 1e6
+
+
+def layer_alone(ready: Prepared, device: Device) -> dict[str, float]:
+    """Microseconds of host time that a forward and a backward of a block take, without an engine."""
+    torch.manual_seed(0)
+    model = ready.source.factory(ready.plan.precision.working_dtype).to(device.torch_device)
+    path = next(layer.modules[0] for layer in ready.structure.layers if layer.kind is LayerKind.BLOCK)
+    block = model.get_submodule(path)
+    given: list[Any] = []
+    handle = block.register_forward_pre_hook(lambda _, *arguments: given.append(arguments), with_kwargs=True)
+    with torch.no_grad():
+        ids = torch.zeros(1, ready.plan.seq_len, dtype=torch.int64, device=device.torch_device)
+        model(input_ids=ids, use_cache=False)
+    handle.remove()
+    (hidden, *args), kwargs = given[0]
+    hidden.requires_grad_(True)
+    call = torch.compile(block, fullgraph=True, dynamic=False, options=dict(OPTIONS)) if compiled(ready) else block
+    forward, backward = [], []
+    for _ in range(ALONE_ROUNDS):
+        start = time.perf_counter()
+        output = call(hidden, *args, **kwargs)
+        output = output if isinstance(output, torch.Tensor) else output[0]
+        middle = time.perf_counter()
+        torch.autograd.grad(output, [hidden, *block.parameters()], output.detach())
+        forward.append(middle - start)
+        backward.append(time.perf_counter() - middle)
+        if len(forward) % 10 == 0:
+            device.record().synchronize()  # a full queue of launches would make the host wait
+    return {"forward": 1e6 * statistics.median(forward), "backward": 1e6 * statistics.median(backward)}
+
+
+def compiled(ready: Prepared) -> bool:
+    return any(layer.compiled for layer in ready.plan.layers)
+
+
+@contextmanager
+def shard_of(plan: Plan) -> Iterator[HostWords]:
+    """Forked before anything else runs; it only looks at words."""
+    count = HostWords.num_words(len(plan.layers), len(plan.updated_layers))
+    buffer = mmap.mmap(-1, WORD_BYTES * count)
+    words = HostWords(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
+    words.reset(0, plan.updated_layers)
+    process = multiprocessing.get_context("fork").Process(target=answer, args=(buffer, plan), daemon=True)
+    process.start()
+    try:
+        yield words
+    finally:
+        words.stop()
+        process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--recompute", action="store_true")
+    for name, default in (("layers", 48), ("hidden", 64), ("vocab", 256), ("seq-len", 16)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--commit", default=None)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args()
+    ready = prepared(options)
+    with shard_of(ready.plan) as words:
+        if options.compiled:
+            keep_compiled_graphs()
+        found = asyncio.run(measure(ready, words))
+    device = make_device(ready.plan, deterministic=False)
+    with device.activate():
+        alone = layer_alone(ready, device)
+    device.close()
+    plan = ready.plan
+    result = {
+        "machine": {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()},
+        "options": vars(options) | {"out": None},
+        "plan": {
+            "activations": plan.layers[1].activations.value,
+            "compiled": plan.layers[1].compiled,
+            "layers_on_device": len(plan.hbm_layers),
+            "slots": len(plan.slots),
+            "uploads_per_step": plan.uploads_per_step,
+        },
+        **found,
+        "layer_alone": {name: round(microseconds, 1) for name, microseconds in alone.items()},
+    }
+    print(json.dumps(result), flush=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
