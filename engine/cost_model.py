@@ -22,7 +22,7 @@ from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.simulation import SimulatedStep, Simulation, operations
 from megatrain_ray.engine.structure import ActivationBytes
-from megatrain_ray.engine.visits import LoopOrder, visits
+from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 from megatrain_ray.trace import Op, Stage
 
 # Bytes that the operations between products read and write, as multiples of what autograd keeps of a layer. From one
@@ -53,6 +53,11 @@ class Setting:
     profile: HardwareProfile
     is_measured: bool  # on this machine
     z_loss: bool
+
+    @cached_property
+    def one_sweep(self) -> tuple[Visit, ...]:
+        """Of one micro-batch."""
+        return visits(len(self.layout.layers), 1, LoopOrder.LAYERS_OUTER, self.layout.lowest_trained)
 
 
 def predict(plan: Plan, setting: Setting, activations: ActivationBytes) -> Prediction:
@@ -89,8 +94,11 @@ def least_compute_s(plan: Plan, setting: Setting, activations: ActivationBytes) 
 
 
 def _compute_s(plan: Plan, setting: Setting, prices: Prices) -> float:
-    order = visits(len(plan.layers), 1, LoopOrder.LAYERS_OUTER, setting.layout.lowest_trained)
-    work = [(name, v.layer) for v in order for name in operations(v.phase, plan.layers[v.layer].activations)]
+    work = [
+        (name, visit.layer)
+        for visit in setting.one_sweep
+        for name in operations(visit.phase, plan.layers[visit.layer].activations)
+    ]
     return plan.num_micro_batches * sum(prices(Stage.COMPUTE, Op(name, layer)) for name, layer in work)
 
 

@@ -14,7 +14,7 @@ from megatrain_ray.engine.planner import fits, spare_ram
 # Of the device's memory, for what need not be there: what a plan counts is an estimate. Three plans of 140 to 143 GB on
 # an H200 took 134 to 142 GB by NVML.
 FILLED_SHARE = 0.97
-NUM_BETWEEN = 3  # counts of layers on the device that are tried between the fewest and the most
+NUM_BETWEEN = 2  # counts of layers on the device that are tried between the fewest and the most
 
 
 @dataclass(frozen=True)

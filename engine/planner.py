@@ -81,7 +81,9 @@ def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: Mod
         for f, span in enumerate(layer.fragments):
             num_bytes[FragmentId(i, f)] = span.size * item
             groups[FragmentId(i, f)] = group_of(structure.layers[i].kind, f)
-    needs = [streamed(needed_fragments(layout, visit.layer), plan.hbm_layers) for visit in visits]
+    resident = plan.hbm_layers
+    of_layers = [streamed(needed_fragments(layout, layer), resident) for layer in range(len(layout.layers))]
+    needs = [of_layers[visit.layer] for visit in visits]
     return plan_residency(needs, num_bytes, groups, plan.slots)
 
 
