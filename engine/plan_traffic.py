@@ -26,7 +26,7 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     """Bytes that a step copies in each direction between host and device."""
     layout = structure.layout(plan.num_fragments)
     of_muon = _muon_bytes(plan, layout)
-    leaving = sum(layout.layers[i].trained.size for i, x in enumerate(plan.layers) if x.gradients is not Tier.HBM)
+    leaving = sum(layout.layers[i].trained.size for i in plan.layer_order)
     sums = _suspensions(plan) * leaving * plan.accumulation_dtype.itemsize
     return {
         Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + of_muon,

@@ -48,11 +48,24 @@ def test_gradients_that_stay_on_the_device_do_not_move(tmp_path: Path) -> None:
         folder_source(build_tiny(tmp_path / "model")).factory, recipe, Mode(sums=Tier.HOST), (4, 32)
     )
     moving = moved_bytes(plan, structure)
-    layers = (replace(plan.layers[0], gradients=Tier.HBM), *plan.layers[1:])
+    layers = (replace(plan.layers[0], gradients=Tier.HBM, updated_by="gpu"), *plan.layers[1:])
     fewer = moved_bytes(replace(plan, layers=layers), structure)
     out = 4 * 4 * structure.layout().layers[0].trained.size  # after each of four micro-batches
     back = 3 * out // 4
     assert (moving["d2h"] - fewer["d2h"], moving["h2d"] - fewer["h2d"]) == (out, back)
+
+
+def test_gradients_that_wait_on_the_device_move_all_the_same(tmp_path: Path) -> None:
+    factory = folder_source(build_tiny(tmp_path / "model")).factory
+    recipe = Recipe(2, micro_batch_size=4)
+    on_device, on_host = (
+        moved_bytes(plan, structure)
+        for structure, plan in (
+            plan_for(factory, recipe, Mode(gradients=tier), (4, 32)) for tier in Tier if tier != Tier.NVME
+        )
+    )
+    assert on_device == on_host
+    assert on_host["d2h"] > 0
 
 
 def test_shares_of_the_state(tmp_path: Path) -> None:
