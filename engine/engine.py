@@ -197,8 +197,12 @@ class Engine:
     async def _all_left(self) -> None:
         """Raises what kept a gradient from leaving."""
         leaving, self._leaving = self._leaving, None
-        if leaving is not None:
+        if leaving is None:
+            return
+        try:
             await leaving
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from None
 
     def _end_on_timeline(self) -> None:
         """The next step begins when this one has computed and its gradients have landed."""
@@ -207,11 +211,15 @@ class Engine:
         timeline.host_waits(end_s)
         timeline.stage_waits(Stage.COMPUTE, end_s)
 
+    async def drain(self, generation: int) -> None:
+        """Between steps: waits until every layer has the generation. Raises what kept a gradient from leaving."""
+        await self._all_left()
+        await self._host.drain(generation)
+
     async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
         """Cross-entropy of the weights of this generation, summed over the supervised tokens: the model in evaluation
         mode, in the plan's loop order, nothing else changed. Between steps; waits until every layer has its update."""
-        await self._all_left()
-        await self._host.drain(generation)
+        await self.drain(generation)
         order = forward_visits(len(self._plan.layers), len(micro_batches), self._plan.order)
 
         def run() -> float:

@@ -264,7 +264,7 @@ class GpuWorker:
     async def close(self) -> None:
         """Waits until the last step's update is done everywhere, then stops what works in the background."""
         self._next_batch.cancel()
-        await self._host.drain(self._progress.step)
+        await (self._engine or self._host).drain(self._progress.step)
         await self._host.close()
         if self._device_layers:
             self._device_layers.close()

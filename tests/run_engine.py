@@ -231,7 +231,7 @@ class Training:
             for step, batch in enumerate(batches, 1):
                 await self._step(step, batch)
                 if step == len(batches):
-                    await self.host.drain(step)
+                    await self.engine.drain(step)
                 self.result.records.append(self.timeline.records)
                 self.timeline.clear()
                 await self._evaluate(held_out, step)

@@ -3,14 +3,19 @@ not wait for them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.device import Event
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.trace import Op, Stage
 from tests.reference import Recipe, train_reference
 from tests.run_engine import EngineResult, Mode, train_engine
@@ -72,3 +77,21 @@ def test_the_next_forward_does_not_wait_until_they_have_left(tmp_path: Path) -> 
     left = [r.start_s for r in records if r.op.name == "offload" and r.op.layer == head]
     begun = [r.start_s for r in records if r.op.name == "forward" and r.op.layer == 0]
     assert all(left_s > begun_s for left_s, begun_s in zip(left, begun[1:], strict=False))
+
+
+@pytest.mark.parametrize("steps", [2, 1], ids=["a step follows", "the last step"])
+def test_one_that_cannot_leave_ends_what_comes_next(tmp_path: Path, steps: int) -> None:
+    """Not the deadline of the update that waits for it."""
+
+    class Broken(CpuDevice):
+        def copy(self, stage: Stage, target: Tensor, source: Tensor, op: Op, after: Sequence[Event]) -> Event:
+            if op.name == "offload" and op.layer == 6:
+                raise MegatrainError("the bus is broken")
+            return super().copy(stage, target, source, op, after)
+
+    build_tiny(tmp_path, num_layers=BLOCKS)
+    recipe, mode = Recipe(steps, precision="bf16", micro_batch_size=4), Mode(gradients=Tier.HBM)
+    with pytest.raises(MegatrainError, match="the bus is broken"):
+        train_engine(
+            tmp_path, tiny_batches(steps), recipe, mode, make_device=lambda timeline, threads: Broken(timeline, threads)
+        )
