@@ -94,7 +94,6 @@ class GradientStore:
         self._places: dict[int, torch.Tensor] = {}
         if not plan.gradients_are_brief:
             self._places = {layer: device.allocate(self._num_bytes(layer)) for layer in sorted(self._waiting)}
-        self._departed: dict[int, Future[Event]] = {}  # after which a place may be written again
         self._poison = poison
         self._open: dict[int, torch.Tensor] = {}
         self._fetched: dict[int, Fetch] = {}
@@ -156,9 +155,8 @@ class GradientStore:
         return self._open.pop(layer)
 
     def depart(self, layer: int) -> Departure:
-        """Lets it go to the host."""
-        self._departed[layer] = Future()
-        return Departure(layer, self._open.pop(layer), self._device.record(), self._departed[layer], final=True)
+        """Lets it go to the host. It has left before its place is written again: a forward needs every update."""
+        return Departure(layer, self._open.pop(layer), self._device.record(), Future(), final=True)
 
     def _measure(self, layer: int, flat: torch.Tensor) -> None:
         flat_layout = self._layout.layers[layer]
@@ -211,12 +209,9 @@ class GradientStore:
 
     def _place(self, layer: int) -> torch.Tensor:
         """Bytes for a sum that waits."""
-        departed = self._departed.pop(layer, None)
         place = self._places.get(layer)
         if place is None:
             place = torch.empty(self._num_bytes(layer), dtype=torch.uint8, device=self._device.torch_device)
-        elif departed is not None:
-            wait_for(self._device, departed, "d2h", self._timeout_s)
         return place.fill_(0xFF) if self._poison else place
 
     def _num_bytes(self, layer: int) -> int:

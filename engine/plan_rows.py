@@ -21,8 +21,9 @@ from megatrain_ray.units import format_bytes
 PROCESS_BYTES = 640 << 20
 # A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess until a plan is compared with NVML.
 CONTEXT_BYTES = 1 << 30
-# What a compiled layer's backward holds at most, boundaries included, as a multiple of what it keeps with a budget of
-# 1: 1.29 to 1.60 for layers of Qwen2.5-3B, 7B and 14B with budgets of 0 to 1 on an H200 (benchmarks/README.md).
+# What a compiled layer's backward holds at most, what was kept and boundaries included but not its weights' gradients,
+# as a multiple of what it keeps with a budget of 1: at most 1.56 for layers of Qwen2.5-7B and 14B with budgets of 0 to
+# 1 on an H200 (benchmarks/README.md).
 COMPILED_BACKWARD = 1.6
 
 
