@@ -1,0 +1,148 @@
+"""The rows of README.md's tables of speed: `megatrain bench` for each named one, with its configuration and settings.
+
+    python -m benchmarks.rows OUT_DIR ROW[:seconds] … [--commit HASH] [--warmup 1] [--steps 3] [-- option …]
+
+Writes OUT_DIR/ROW.json (the report), ROW.log (what the run said) and ROW.trace_steps_N.json (its timeline). A row that
+fails or takes longer than its seconds is named at the end, with exit code 1; the others are run all the same. Options
+behind `--` go to every `megatrain bench`: `--no-ceiling`, `--compare-in-process`, settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatrain_ray.trace_file import find_traces
+
+CONFIGS = Path(__file__).parent / "configs" / "speed"
+ROWS = {
+    "14.8b": ("qwen2.5_14.8b.yaml",),
+    "7.6b": ("qwen2.5_7.6b.yaml",),
+    "7.6b_16x4096": ("qwen2.5_7.6b.yaml", "data.seq_len=4096", "train.batch_size=16"),
+    "7.6b_16x1024": ("qwen2.5_7.6b.yaml", "train.batch_size=16"),
+    "7.6b_no_state": ("qwen2.5_7.6b.yaml", "hardware.hbm_layers=0"),
+    "7.6b_80gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=80GB"),
+    "7.6b_24gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=24GB"),
+    "7.6b_10gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=10GB"),
+    "3.1b": ("qwen2.5_3.1b.yaml",),
+    "32.8b": ("qwen2.5_32.8b.yaml",),
+    **{
+        f"depth_{count}": ("llama3.2_depth.yaml", f"model.config.num_hidden_layers={count}")
+        for count in (28, 56, 112, 180)
+    },
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    argv, more = _split(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("rows", nargs="+", type=_row, metavar="ROW[:seconds]")
+    parser.add_argument("--commit")
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=300.0)
+    options = parser.parse_args(argv)
+    more = [f"--warmup={options.warmup}", f"--steps={options.steps}", *more]
+    if options.commit:
+        more.append(f"--commit={options.commit}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = [row for row, limit_s in options.rows if not measure(row, limit_s or options.timeout, options.out, more)]
+    if failed:
+        print("failed:", *failed, flush=True)
+    return int(bool(failed))
+
+
+def measure(row: str, limit_s: float, out: Path, more: Sequence[str]) -> bool:
+    """Whether the row has a report now."""
+    config, *settings = ROWS[row]
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rows-") as folder, (out / f"{row}.log").open("w") as log:
+        run_dir = Path(folder) / "run"
+        command = [sys.executable, "-m", "megatrain_ray", "bench", str(CONFIGS / config), "--json"]
+        command += [f"run_dir={run_dir}", *settings, *more]
+        ended = _run(command, limit_s, log.fileno())
+        for trace in find_traces(run_dir):
+            shutil.copy(trace, out / f"{row}.{trace.name}")
+    report = _report(ended)
+    took = f"{time.monotonic() - start_s:.0f} s"
+    if report is None:
+        print(f"{row}: no report after {took}; {(out / f'{row}.log')} ends with:", flush=True)
+        print("\n".join((out / f"{row}.log").read_text(errors="replace").splitlines()[-12:]), flush=True)
+        return False
+    (out / f"{row}.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{row}: {_line(report)}; {took}", flush=True)
+    return True
+
+
+def _run(command: list[str], limit_s: float, log: int) -> str:
+    """Its standard output. In a process group of its own, which ends as a whole when time is up."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    try:
+        return process.communicate(timeout=limit_s)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)  # once: the run stops its Ray itself
+    try:
+        return process.communicate(timeout=30)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
+
+
+def _report(text: str) -> dict[str, object] | None:
+    try:
+        report = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return report if isinstance(report, dict) else None
+
+
+def _line(report: dict) -> str:  # type: ignore[type-arg]  # the schema is docs/bench.md's
+    step, plan, memory = report["step_s"], report["plan"], report["memory"]
+    predicted = (report["prediction"] or {}).get("model_tflops")
+    ceiling = report["ceiling"] or {}
+    parts = {
+        "TFLOPS": round(report["model_tflops"], 1),
+        "predicted": predicted and round(predicted, 1),
+        "s": round(step["median"], 3),
+        "spread": round(step["spread"], 4),
+        "ceiling": ceiling.get("model_tflops") and round(ceiling["model_tflops"], 1),
+        "busy": report["busy_share"] and round(report["busy_share"], 4),
+        "exposed": {cause: round(s, 3) for cause, s in report["exposed_s"].items() if s >= 0.0005},
+        "split": f"{plan['num_micro_batches']} x {plan['micro_batch_size']}",
+        "order": plan["order"],
+        "sums": plan["sums"],
+        "in HBM": plan["hbm_layers"],
+        "budgets": plan["activation_budgets"],
+        "HBM GB": round((memory["hbm_bytes"] or 0) / 1e9, 1),
+        "PSS GB": round((memory["pss_bytes"] or 0) / 1e9, 1),
+        "in process": report["in_process"],
+        "first losses": [round(x, 3) for x in report["losses"][:2]],
+    }
+    return " ".join(f"{name}={value}" for name, value in parts.items() if value not in (None, {}, 0.0))
+
+
+def _row(text: str) -> tuple[str, float | None]:
+    name, _, seconds = text.partition(":")
+    if name not in ROWS:
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(ROWS)}")
+    return name, float(seconds) if seconds else None
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before and behind `--`."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
