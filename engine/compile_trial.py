@@ -24,7 +24,7 @@ from megatrain_ray.engine.template import structure as structure_of
 from megatrain_ray.engine.trial import Trial
 from megatrain_ray.errors import ConfigError
 
-ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05, 0.0)
+ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.05, 0.0)
 
 
 @dataclass(frozen=True)

@@ -177,13 +177,13 @@ class CudaDevice(Device):
 
         return open_triton(hyper, self.torch_device)
 
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def add(self, total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
         from megatrain_ray.engine import triton_sums  # as above
 
-        if triton_sums.can_add(target, source):
-            triton_sums.add(target, source)
+        if triton_sums.can_add(total, value, out):
+            triton_sums.add(total, value, out)
         else:
-            super().add(target, source)
+            super().add(total, value, out)
 
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)

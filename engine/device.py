@@ -111,9 +111,10 @@ class Device(ABC):
         """Spans of what was submitted are complete on return. Compute thread only, between steps."""
         self.spans.on = False
 
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """target += source, rounded once. Compute thread only."""
-        target.add_(source)
+    def add(self, total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+        """out = total + value, rounded once; `out`: another tensor like `total`, or that itself. Compute thread
+        only."""
+        torch.add(total, value, out=out)
 
     @abstractmethod
     def record(self) -> Event:

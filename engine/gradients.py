@@ -79,18 +79,22 @@ class GradientStore:
 
         leaving = [layer for layer in layout.updated if layer not in plan.waiting_layers]
 
-        def slots(sizes: Sequence[int]) -> GradientSlots:
-            return GradientSlots(device, sizes, leaving, self._timeout_s, poison=poison)
+        self.waits_on_host = plan.sums is Tier.HOST
+        of_sums = layout.updated if self.waits_on_host else leaving
+
+        def slots(sizes: Sequence[int], layers: Sequence[int]) -> GradientSlots:
+            return GradientSlots(device, sizes, layers, self._timeout_s, poison=poison)
 
         self._layout = layout
         self._device = device
-        self._sums = slots(plan.gradient_slot_bytes)
+        self._sums = slots(plan.gradient_slot_bytes, of_sums)
         self._sum_dtype = plan.accumulation_dtype
-        self._leaving = slots(plan.leaving_slot_bytes) if plan.leaving_slot_bytes else None
+        self._leaving = slots(plan.leaving_slot_bytes, leaving) if plan.leaving_slot_bytes else None
         self._wire_dtype = plan.wire_dtype
-        self.waits_on_host = plan.sums is Tier.HOST
         self._waiting = plan.waiting_layers
-        # Sums that outlive micro-batches have a place for good; others take what activations have left.
+        # Of these the ones whose unfinished sums come and go; the last contribution moves the sum to where it waits.
+        self._moving = self._waiting if self.waits_on_host else frozenset()
+        # Sums that outlive micro-batches here have a place for good; others take what activations have left.
         self._places: dict[int, torch.Tensor] = {}
         if not plan.gradients_are_brief:
             self._places = {layer: device.allocate(self._num_bytes(layer)) for layer in sorted(self._waiting)}
@@ -112,23 +116,26 @@ class GradientStore:
         self._fetched[layer] = self._sums.fetch(layer, self._num_bytes(layer))
         return self._fetched[layer]
 
-    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool) -> None:
+    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None:
         """Adds one micro-batch's gradients of a layer. A parameter that got none contributes zeros.
 
-        `first`: the sum begins here.
+        `first`: the sum begins here; `last`: and ends here.
         """
         flat_layout = self._layout.layers[layer]
-        flat = self._flat(layer)
+        total = self._total(layer)
+        moves = last and layer in self._moving
+        out = self._begin_waiting(layer) if moves else total
         for segment in flat_layout.trained_segments:
-            target = flat_layout.view(flat, segment.name)
+            before, after = (flat_layout.view(flat, segment.name) for flat in (total, out))
             gradient = gradients.get(segment.name)
-            if gradient is None:
-                if first:
-                    target.zero_()
-            elif first:
-                target.copy_(gradient)
-            else:
-                self._device.add(target, gradient)
+            if first:
+                after.copy_(gradient) if gradient is not None else after.zero_()
+            elif gradient is not None:
+                self._device.add(before, gradient, after)
+            elif moves:
+                after.copy_(before)
+        if moves:
+            self._sums.leave(layer).set_result(self._device.record())
 
     def suspend(self, layer: int) -> Departure:
         """Lets the unfinished sum go to the host until `fetch`."""
@@ -193,10 +200,10 @@ class GradientStore:
         total: torch.Tensor = torch.linalg.vector_norm(norms)
         return total
 
-    def _flat(self, layer: int) -> torch.Tensor:
+    def _total(self, layer: int) -> torch.Tensor:
         """Where the layer's sum is, or begins to be."""
-        if layer in self._waiting and layer not in self._open:
-            self._open[layer] = self._place(layer).view(self._sum_dtype)
+        if layer in self._waiting and layer not in self._moving and layer not in self._open:
+            return self._begin_waiting(layer)
         if layer not in self._open:
             fetch = self._fetched.pop(layer, None)
             if fetch is None:
@@ -205,6 +212,11 @@ class GradientStore:
                 wait_for(self._device, fetch.done, "host_accumulation", self._timeout_s)
                 region = fetch.region
             self._open[layer] = region.view(self._sum_dtype)
+        return self._open[layer]
+
+    def _begin_waiting(self, layer: int) -> torch.Tensor:
+        """Where a gradient waits for its update, nothing of it yet."""
+        self._open[layer] = self._place(layer).view(self._sum_dtype)
         return self._open[layer]
 
     def _place(self, layer: int) -> torch.Tensor:

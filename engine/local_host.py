@@ -46,7 +46,7 @@ class LocalHost:
         self._timeline = timeline
         self._order = plan.layer_order
         slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
-        self._slab = SlabPool(slab, layout.gradient_bytes(plan.slab_itemsize, plan.hbm_layers))
+        self._slab = SlabPool(slab, layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab))
         directions = torch.empty(plan.direction_slab_bytes, dtype=torch.uint8)
         self._directions = SlabPool(directions, layout.direction_bytes)
         self._wire_dtype = plan.wire_dtype

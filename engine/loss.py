@@ -47,6 +47,7 @@ class LossResult:
     parameters: list[torch.Tensor | None]
 
 
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # Device.add
 ChunkSums = Callable[[Objective, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -66,20 +67,20 @@ def chunked_loss(
     *,
     chunk_tokens: int,
     num_supervised: int,
-    add: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.add_,
+    add: Add | None = None,
 ) -> LossResult:
     """Sum of the objective over supervised tokens ÷ `num_supervised` (of the whole step), and its gradients.
 
     hidden: [B, T, D]. targets: [B, T], `IGNORED` where unsupervised. `sums_of_chunk`: `chunk_sums` with
     `parameters` bound. With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and
-    rounded once; with one they are as autograd made them. `add`: to a sum, in place.
+    rounded once; with one they are as autograd made them. `add`: Device.add, else torch's.
     """
     tokens = hidden.detach().reshape(1, -1, hidden.shape[-1])
     flat_targets = targets.reshape(-1)
     chunks = range(0, tokens.shape[1], chunk_tokens)
     losses, cross_entropies = [], []
     hidden_gradient = torch.empty_like(tokens) if hidden.requires_grad else None
-    sums = _Sums(len(parameters), add, several=len(chunks) > 1)
+    sums = _Sums(len(parameters), add or _add, several=len(chunks) > 1)
     for start in chunks:
         chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(hidden.requires_grad)
         with torch.enable_grad():
@@ -117,10 +118,14 @@ def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor, label_smoothing:
     return F.cross_entropy(flat, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
 
 
+def _add(total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+    torch.add(total, value, out=out)
+
+
 class _Sums:
     """Gradients of the head over chunks."""
 
-    def __init__(self, count: int, add: Callable[[torch.Tensor, torch.Tensor], object], *, several: bool) -> None:
+    def __init__(self, count: int, add: Add, *, several: bool) -> None:
         self._sums: list[torch.Tensor | None] = [None] * count
         self._dtypes: list[torch.dtype | None] = [None] * count
         self._add = add
@@ -135,7 +140,7 @@ class _Sums:
             if before is None:
                 self._sums[i] = gradient.float() if self._several else gradient
             else:
-                self._add(before, gradient)
+                self._add(before, gradient, before)
 
     def rounded(self) -> list[torch.Tensor | None]:
         return [None if s is None else s.to(dtype) for s, dtype in zip(self._sums, self._dtypes, strict=True)]

@@ -202,8 +202,15 @@ class Plan:
 
     @property
     def gradients_are_brief(self) -> bool:
-        """Whether a layer's gradient comes up in one visit of the backward; else its sum outlives micro-batches."""
-        return self.num_micro_batches == 1 or self.order is LoopOrder.LAYERS_OUTER
+        """Whether a gradient that waits on the device comes up in the last visit to its layer; else it is there as a
+        sum from the first micro-batch on."""
+        one_visit = self.num_micro_batches == 1 or self.order is LoopOrder.LAYERS_OUTER
+        return one_visit or self.sums is Tier.HOST
+
+    @property
+    def never_in_slab(self) -> frozenset[int]:
+        """Layers of which nothing ever waits on the host."""
+        return frozenset() if self.sums is Tier.HOST else self.hbm_layers
 
     @property
     def num_parameters(self) -> int:

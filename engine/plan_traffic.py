@@ -26,8 +26,8 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     """Bytes that a step copies in each direction between host and device."""
     layout = structure.layout(plan.num_fragments)
     of_muon = _muon_bytes(plan, layout)
-    leaving = sum(layout.layers[i].trained.size for i in plan.layer_order)
-    sums = _suspensions(plan) * leaving * plan.accumulation_dtype.itemsize
+    leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
+    sums = _suspensions(plan) * updated * plan.accumulation_dtype.itemsize
     return {
         Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + of_muon,
         Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + sum(layout.direction_bytes),

@@ -251,12 +251,16 @@ class _Builder:
         leaving = [i for i in self.layout.updated if not self._waits_on_device(i)]
         return [self.layout.layers[i].trained.size * dtype.itemsize for i in leaving]
 
+    def _sum_sizes(self) -> list[int]:
+        """Bytes of all unfinished sums."""
+        return [self.layout.layers[i].trained.size * self._sums.itemsize for i in self.layout.updated]
+
     def _gradient_slots(self) -> tuple[int, ...]:
+        if self.candidate.sums is Tier.HOST:
+            return (max(self._sum_sizes()),) * 3  # one arrives, one is added to, one leaves
         sizes = self._gradient_sizes(self._sums)
         if not sizes:
             return ()
-        if self.candidate.sums is Tier.HOST:
-            return (max(sizes),) * 3  # one arrives, one is added to, one leaves
         if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
             return tuple(reversed(sizes))
         return (max(sizes),) * 2
@@ -269,7 +273,7 @@ class _Builder:
 
     def _slab_bytes(self) -> int:
         if self.candidate.sums is Tier.HOST:
-            return sum(self._gradient_sizes(self._sums))
+            return sum(self._sum_sizes())
         on_host = [i for i in self.layout.updated if i not in self.candidate.hbm_layers]
         late = [self.layout.layers[i].trained.size * self._wire.itemsize for i in on_host if self._waits_on_device(i)]
         sizes = self._gradient_sizes(self._wire)

@@ -114,7 +114,7 @@ class NoGradients:
     def begin(self) -> None:
         pass
 
-    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool) -> None:
+    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None:
         pass
 
     def suspend(self, layer: int) -> Departure:

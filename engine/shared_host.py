@@ -45,7 +45,7 @@ class SharedHost:
         self._deadline_s = plan.update_deadline_s
         self._momenta = momenta
         self._slab = SlabPool(
-            slab[: plan.slab_bytes], layout.gradient_bytes(plan.slab_itemsize, plan.hbm_layers), self._check
+            slab[: plan.slab_bytes], layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab), self._check
         )
         self._directions = SlabPool(slab[plan.slab_bytes :], layout.direction_bytes, self._check, start=plan.slab_bytes)
         self._held: dict[int, int] = {}

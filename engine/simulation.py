@@ -74,10 +74,11 @@ class Simulation:
 
     def _begin(self) -> None:
         """A step begins when the one before has computed and its gradients have landed."""
-        backward = tuple(layer for layer in reversed(self._layout.updated) if layer not in self._waiting)
+        updated = tuple(reversed(self._layout.updated))
+        leaving = tuple(layer for layer in updated if layer not in self._waiting)
         muon = tuple(reversed(self._layout.with_muon))
-        self._sums = _ring(backward, self._plan.gradient_slot_bytes)
-        self._leaving = _ring(backward, self._plan.leaving_slot_bytes)
+        self._sums = _ring(leaving if self._plan.sums is Tier.HBM else updated, self._plan.gradient_slot_bytes)
+        self._leaving = _ring(leaving, self._plan.leaving_slot_bytes)
         self._momenta = _ring(muon, self._plan.momentum_slot_bytes)
         self._directions = _ring(muon, self._plan.direction_slot_bytes)
         self._open: set[int] = set()
@@ -175,14 +176,15 @@ class Simulation:
         if self._plan.sums is not Tier.HOST or index == len(self._visits):
             return
         visit = self._visits[index]
-        if self._has_gradient(visit) and visit.micro_batches[0] > 0 and visit.layer not in self._waiting:
+        if self._has_gradient(visit) and visit.micro_batches[0] > 0:
             op = Op("fetch", visit.layer, num_bytes=self._gradient_bytes(visit.layer, self._plan.accumulation_dtype))
             after_s = self._stored_s[visit.layer], self._sums.empty(visit.layer)
             self._fetched_s[visit.layer] = self._run(Stage.H2D, op, *after_s)
 
     def _open_sum(self, visit: Visit) -> None:
-        """Where the sum is, or begins to be; of a layer that lives on the device at a place of its own."""
-        if visit.layer in self._open or visit.layer in self._waiting:
+        """Where the sum is, or begins to be; of a layer whose gradient waits on the device at a place of its own,
+        unless unfinished sums wait on the host."""
+        if visit.layer in self._open or self._stays(visit.layer):
             return
         self._open.add(visit.layer)
         if visit.layer in self._fetched_s:
@@ -193,13 +195,20 @@ class Simulation:
     def _complete(self, visit: Visit) -> None:
         """What happens to the sum after the visit."""
         layer = visit.layer
-        if layer in self._waiting:
-            if visit.last and layer in self._by_gpu and self._plan.update_order is UpdateOrder.BACKWARD:
+        if visit.last and layer in self._waiting:
+            if not self._stays(layer):
+                self._open.discard(layer)
+                self._sums.leave(layer, self._end[Stage.COMPUTE])
+            if layer in self._by_gpu and self._plan.update_order is UpdateOrder.BACKWARD:
                 self._run(Stage.COMPUTE, Op("update", layer))
         elif visit.last:
             self._finish(layer)
         elif self._plan.sums is Tier.HOST:
             self._sums.leave(layer, self._depart(layer, self._plan.accumulation_dtype))
+
+    def _stays(self, layer: int) -> bool:
+        """Whether the layer's gradient is on the device from its first contribution to its update."""
+        return layer in self._waiting and self._plan.sums is Tier.HBM
 
     def _finish(self, layer: int) -> None:
         rounded = bool(self._plan.leaving_slot_bytes)

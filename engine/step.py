@@ -127,7 +127,7 @@ class StepRunner:
                     continue
                 if visit.last:
                     self._finish(visit.layer, state.header)
-                elif self._waits_on_host(visit.layer):
+                elif self._store.waits_on_host:
                     self._transfer(self._store.suspend(visit.layer))
         output = self._output(state)
         self.whereabouts = f"after the backward of step {step.step}"
@@ -168,11 +168,8 @@ class StepRunner:
     def _fetch_ahead(self, coming: tuple[Visit, ...]) -> None:
         """Asks for the sum that the next visit will add to."""
         for visit in coming:
-            if self._has_gradient(visit) and visit.micro_batches[0] > 0 and self._waits_on_host(visit.layer):
+            if self._has_gradient(visit) and visit.micro_batches[0] > 0:
                 self._transfer(self._store.fetch(visit.layer))
-
-    def _waits_on_host(self, layer: int) -> bool:
-        return self._store.waits_on_host and not self._store.waits(layer)
 
     def _has_gradient(self, visit: Visit) -> bool:
         return visit.phase is not Phase.FORWARD and self._layout.layers[visit.layer].trained.size > 0
@@ -195,7 +192,7 @@ class StepRunner:
         self._keep_tied(visit.layer, gradients, state.tied[j])
         if self._has_gradient(visit):
             with self._device.timed(Op("accumulate", visit.layer, j)):
-                self._store.add(visit.layer, gradients, first=j == 0)
+                self._store.add(visit.layer, gradients, first=j == 0, last=j == len(state.passes) - 1)
         if not forward_pass.calls:
             forward_pass.free()
 

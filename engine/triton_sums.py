@@ -14,25 +14,27 @@ BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["length"])
-def _add(target, source, length, WHOLE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _add(total, value, out, length, WHOLE: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """WHOLE: `length` is whole blocks; without masks loads are vectors."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = None if WHOLE else i < length
-    total = tl.load(target + i, mask=inside) + tl.load(source + i, mask=inside).to(tl.float32)
-    tl.store(target + i, total, mask=inside)
+    new = tl.load(total + i, mask=inside) + tl.load(value + i, mask=inside).to(tl.float32)
+    tl.store(out + i, new, mask=inside)
 
 
-def can_add(target: Tensor, source: Tensor) -> bool:
+def can_add(total: Tensor, value: Tensor, out: Tensor) -> bool:
     """Whether `add` is for them."""
-    types = target.dtype, source.dtype
-    return types == (torch.float32, torch.bfloat16) and target.is_contiguous() and source.is_contiguous()
+    types = total.dtype, value.dtype, out.dtype
+    of_types = types == (torch.float32, torch.bfloat16, torch.float32)
+    return of_types and all(tensor.is_contiguous() for tensor in (total, value, out))
 
 
-def add(target: Tensor, source: Tensor) -> None:
-    """target += source, on the current stream: as many FP32 as bf16 values, each without a gap. The bits of torch's."""
-    to, values = target.view(-1), source.view(-1)
-    whole = to.numel() // BLOCK * BLOCK
-    for start, stop in ((0, whole), (whole, to.numel())):
+def add(total: Tensor, value: Tensor, out: Tensor) -> None:
+    """out = total + value, on the current stream: equally many values each, without a gap. The bits of torch's."""
+    before, values, after = (tensor.view(-1) for tensor in (total, value, out))
+    whole = values.numel() // BLOCK * BLOCK
+    for start, stop in ((0, whole), (whole, values.numel())):
         if stop > start:
             grid = (triton.cdiv(stop - start, BLOCK),)
-            _add[grid](to[start:], values[start:], stop - start, WHOLE=start < whole, BLOCK=BLOCK)
+            of_kernel = before[start:], values[start:], after[start:], stop - start
+            _add[grid](*of_kernel, WHOLE=start < whole, BLOCK=BLOCK)

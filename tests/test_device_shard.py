@@ -46,7 +46,9 @@ def test_same_bits(tmp_path: Path, precision: str, tied: bool, clip: float | Non
 def test_same_bits_in_other_orders(tmp_path: Path, mode: Mode, grad_dtype: str) -> None:
     build_tiny(tmp_path, tied=True)
     recipe = Recipe(STEPS, precision="bf16", micro_batch_size=2, grad_dtype=grad_dtype)
-    assert_equal(tmp_path, recipe, Mode(**{**vars(mode), "hbm_layers": SOME}))
+    ours = assert_equal(tmp_path, recipe, Mode(**{**vars(mode), "hbm_layers": SOME}))
+    fetched = {r.op.layer for records in ours.records for r in records if r.op.name == "fetch"}
+    assert fetched == (set(range(5)) if mode.sums is Tier.HOST else set()), "sums of layers on the device move, too"
 
 
 @pytest.mark.parametrize("hbm_layers", [SOME, ALL], ids=["some", "all"])

@@ -261,13 +261,15 @@ def test_where_gradients_wait_changes_no_bit(
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4097), (3, 8192), (1000, 1001)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_sum_is_torchs(device: Device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    target, source = torch.randn(shape), torch.randn(shape).to(dtype)
-    for turned in (False, True):
-        here, there = (t.to(device.torch_device, copy=True) for t in (target, source))
+    total, value = torch.randn(shape), torch.randn(shape).to(dtype)
+    for turned, in_place in itertools.product((False, True), repeat=2):
+        here, there = (t.to(device.torch_device, copy=True) for t in (total, value))
+        out = here if in_place else torch.empty_like(here)
         with device.activate():
-            device.add(here.T if turned else here, there.T if turned else there)
+            device.add(*(t.T if turned else t for t in (here, there, out)))
             device.record().synchronize()
-        assert torch.equal(here.cpu(), target + source)
+        assert torch.equal(out.cpu(), total + value)
+        assert in_place or torch.equal(here.cpu(), total)
 
 
 def test_cuda_is_refused_where_there_is_none() -> None:

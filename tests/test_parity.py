@@ -160,10 +160,10 @@ def test_a_wrong_gradient_would_be_seen(tmp_path: Path, monkeypatch: pytest.Monk
     name = "model.layers.1.self_attn.o_proj.weight"
     add, calls = GradientStore.add, itertools.count()
 
-    def add_one_ulp(store: GradientStore, layer: int, gradients: Gradients, *, first: bool) -> None:
+    def add_one_ulp(store: GradientStore, layer: int, gradients: Gradients, *, first: bool, last: bool) -> None:
         if layer == 2 and next(calls) == 0:
             gradients = one_ulp_up(gradients, name)
-        add(store, layer, gradients, first=first)
+        add(store, layer, gradients, first=first, last=last)
 
     monkeypatch.setattr(GradientStore, "add", add_one_ulp)
     ours, theirs = run(tmp_path, recipe, mode, steps=2)

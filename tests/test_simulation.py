@@ -103,10 +103,11 @@ def test_with_muon(tmp_path: Path, clip: float | None, micro_batch_size: int) ->
     assert [step.step_s for step in simulated(folder, recipe, Mode(), cost)] == pytest.approx(steps_s, rel=0.1)
 
 
-def test_sums_that_wait_on_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hbm_layers", [frozenset(), frozenset({0, 1, 3})], ids=["none", "some"])
+def test_sums_that_wait_on_the_host(tmp_path: Path, hbm_layers: frozenset[int]) -> None:
     """Loads and fetches share a direction: which of two comes first is a matter of threads in the engine."""
     folder = build_tiny(tmp_path, num_layers=6)
-    recipe, mode, cost = Recipe(NUM_STEPS), Mode(sums=Tier.HOST), costs(2)
+    recipe, mode, cost = Recipe(NUM_STEPS), Mode(sums=Tier.HOST, hbm_layers=hbm_layers), costs(2)
     result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, mode, cost=cost)
     steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
     assert [step.step_s for step in simulated(folder, recipe, mode, cost)] == pytest.approx(steps_s, rel=0.1)
