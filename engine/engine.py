@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain_ray.engine.bound_modules import BoundModules
+from megatrain_ray.engine.boundaries import BoundaryStore
 from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, MemoryStatistics
@@ -130,6 +131,7 @@ class Engine:
             modules=modules,
             chunk_sums=sums,
             store=store,
+            boundaries=BoundaryStore(plan, device) if plan.boundary_bytes else None,
             orthogonalizer=orthogonalizer,
             transfer=self._transfer,
             device_shard=device_shard,

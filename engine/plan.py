@@ -89,6 +89,8 @@ class LayerPlan:
     weights: Tier
     state: Tier
     gradients: Tier  # where a complete gradient waits for its update
+    boundary: Tier  # where what enters waits from the forward to the backward
+    boundary_bytes: int  # of it, of one micro-batch
     activations: ActivationPolicy
     compiled: bool  # its modules run through torch.compile
     # Of a compiled layer: 1.0 keeps what a backward wants, 0.0 the inputs only; the backward computes the rest again.
@@ -211,6 +213,17 @@ class Plan:
     def never_in_slab(self) -> frozenset[int]:
         """Layers of which nothing ever waits on the host."""
         return frozenset() if self.sums is Tier.HOST else self.hbm_layers
+
+    @property
+    def num_live_micro_batches(self) -> int:
+        """Whose activations exist at the same time."""
+        return self.num_micro_batches if self.order is LoopOrder.LAYERS_OUTER else 1
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Host memory for what enters layers."""
+        on_host = (layer.boundary_bytes for layer in self.layers if layer.boundary is Tier.HOST)
+        return self.num_live_micro_batches * sum(on_host)
 
     @property
     def num_parameters(self) -> int:

@@ -61,6 +61,7 @@ class Candidate:
     num_edge_slots: int
     sums: Tier = Tier.HBM
     gradients: Tier = Tier.HOST  # where complete gradients of layers on the host wait for a clipped update
+    boundaries: Tier = Tier.HBM  # where what enters blocks waits for their backward
     hbm_layers: frozenset[int] = frozenset()  # whose working copies, state and gradients live on the device
     activation_budget: float = 1.0
     num_late: int = 0  # blocks of the forward's end

@@ -13,7 +13,6 @@ from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.muon import work_bytes
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Precision, Tier
 from megatrain_ray.engine.structure import ActivationBytes
-from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.words import WORD_BYTES
 from megatrain_ray.units import format_bytes
 
@@ -40,10 +39,12 @@ def hbm_rows(
     plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
 ) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
-    live = _live_micro_batches(plan)
+    live = plan.num_live_micro_batches
     of_layers = [_kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers)]
-    kept, boundary = sum(of_layers), sum(activations.boundary)
-    held = [live * (mine + entering) for mine, entering in zip(of_layers, activations.boundary, strict=True)]
+    stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
+    *of_blocks, of_head = of_layers  # whose forward and backward are in one visit: of one micro-batch at a time
+    held = [live * (mine + entering) for mine, entering in zip([*of_blocks, 0], stays, strict=True)]
+    held[-1] += of_head
     loss_bytes = _loss_bytes(plan, structure, layout, max(activations.boundary), z_loss=z_loss)
     rows: dict[str, tuple[int, str]] = {
         "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
@@ -53,8 +54,11 @@ def hbm_rows(
         ),
         **_resident_rows(plan, layout),
         **_waiting_rows(plan, layout, held),
-        "boundary activations": (live * boundary, f"{live} micro-batches × {format_bytes(boundary)}"),
-        "kept activations": (live * kept, f"{live} micro-batches × {format_bytes(kept)}"),
+        "boundary activations": _boundaries(plan, sum(stays)),
+        "kept activations": (
+            live * sum(of_blocks) + of_head,
+            f"{live} micro-batches × {format_bytes(sum(of_blocks))}, and {format_bytes(of_head)} in the head",
+        ),
         "attention masks": (
             # While one is made, up to two other tensors of its size exist.
             (live + 2) * activations.masks,
@@ -69,6 +73,18 @@ def hbm_rows(
     if plan.num_muon:
         rows |= {"muon": _of_muon(plan, layout)}
     return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def _boundaries(plan: Plan, staying: int) -> tuple[int, str]:
+    """Of layers whose inputs wait on the host there are those of one layer and what its forward or backward makes of
+    them, and one that comes or goes; the work of a backward counts the two of one micro-batch."""
+    live = plan.num_live_micro_batches
+    passing = max((layer.boundary_bytes for layer in plan.layers if layer.boundary is Tier.HOST), default=0)
+    if not passing:
+        return live * staying, f"{live} micro-batches × {format_bytes(staying)}"
+    staying -= plan.layers[-1].boundary_bytes  # the head's follow the last layer's
+    formula = f"{live} micro-batches × {format_bytes(staying)} + {2 * live + 1} × {format_bytes(passing)} that pass"
+    return live * staying + (2 * live + 1) * passing, formula
 
 
 def _kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> int:
@@ -108,6 +124,8 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
         "processes": (processes * PROCESS_BYTES, f"{processes} × {format_bytes(PROCESS_BYTES)}"),
     }
+    if plan.boundary_bytes:
+        rows |= {"boundary activations": (plan.boundary_bytes, "what enters layers, until their backward")}
     if plan.num_muon:
         rows |= {"directions in waiting": (plan.direction_slab_bytes, "Muon's, bf16, of four layers at most")}
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
@@ -180,13 +198,8 @@ def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boun
         logits_bytes(structure, plan.precision, plan.loss_chunk_tokens, z_loss=z_loss, compiled=plan.compiled_loss)
         + 2 * boundary
         + (elements * (4 + plan.precision.working_dtype.itemsize) if chunked else 0)
-        + tied * plan.precision.working_dtype.itemsize * _live_micro_batches(plan)
+        + tied * plan.precision.working_dtype.itemsize * plan.num_live_micro_batches
     )
-
-
-def _live_micro_batches(plan: Plan) -> int:
-    """Whose activations exist at the same time."""
-    return plan.num_micro_batches if plan.order is LoopOrder.LAYERS_OUTER else 1
 
 
 def _size(shape: tuple[int, ...]) -> int:

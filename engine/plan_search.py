@@ -64,7 +64,13 @@ class _Search:
         first = None
         for candidate in candidates(self._setting.structure, request):
             first = first or candidate  # of those that only differ in what is on the device
-            where = replace(first, order=candidate.order, sums=candidate.sums, gradients=candidate.gradients)
+            where = replace(
+                first,
+                order=candidate.order,
+                sums=candidate.sums,
+                gradients=candidate.gradients,
+                boundaries=candidate.boundaries,
+            )
             if candidate.gradients is Tier.HBM and self._found and not fewest(replace(where, gradients=Tier.HOST)):
                 continue  # the host has room for them, from where they would leave late
             filling = Filling(draft, candidate, self._able, self._num_blocks, fewest(where), fixed is not None)
@@ -108,7 +114,7 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     """The simpler before what is to be tried only where it helps: activations are kept before they are recomputed,
     weights streamed once a step before once for each micro-batch, and sums wait on the device before they wait on the
     host, which costs 8 bytes per parameter over PCIe for every micro-batch. Complete gradients wait on the host where
-    it has room for them."""
+    it has room for them. What enters blocks leaves the device where it would fill it: with many tokens at a time."""
     num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in structure.layers)
     several = request.num_micro_batches > 1
     orders = [LoopOrder.MICRO_BATCHES_OUTER]
@@ -126,6 +132,8 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
         yield Candidate(order, policy, *num_slots, gradients=wait, activation_budget=budget)
     for (policy, budget), num_slots in itertools.product(policies, slots if several else ()):
         yield Candidate(orders[-1], policy, *num_slots, sums=Tier.HOST, activation_budget=budget)
+    for (policy, budget), num_slots in itertools.product(policies[1:], (slots[0], slots[-1])):
+        yield Candidate(orders[0], policy, *num_slots, boundaries=Tier.HOST, activation_budget=budget)
 
 
 def _splits(request: Request) -> Iterator[Request]:

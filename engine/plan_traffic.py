@@ -28,9 +28,10 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     of_muon = _muon_bytes(plan, layout)
     leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
     sums = _suspensions(plan) * updated * plan.accumulation_dtype.itemsize
+    boundaries = plan.boundary_bytes * plan.num_micro_batches // plan.num_live_micro_batches
     return {
-        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + of_muon,
-        Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + sum(layout.direction_bytes),
+        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + boundaries + of_muon,
+        Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + boundaries + sum(layout.direction_bytes),
     }
 
 

@@ -195,6 +195,8 @@ class _Builder:
             weights=tier,
             state=tier,
             gradients=waits,
+            boundary=Tier.HOST if self._leaves(index) else Tier.HBM,
+            boundary_bytes=self.activations.boundary[index],
             activations=self._policy(index),
             compiled=self._is_compiled(index),
             activation_budget=self._budget(index) if self._is_compiled(index) else 1.0,
@@ -207,6 +209,11 @@ class _Builder:
             return True
         leaves_late = self.candidate.gradients is Tier.HBM and self.request.clip and self._wire is self._sums
         return leaves_late and not self.layout.with_muon
+
+    def _leaves(self, index: int) -> bool:
+        """Whether what enters the layer waits on the host."""
+        private = self.activations.private
+        return self.candidate.boundaries is Tier.HOST and bool(private and private[index])
 
     def _policy(self, layer: int) -> ActivationPolicy:
         """The embedding keeps only indices, the head's loss runs at once, a compiled layer has its budget: for these

@@ -74,6 +74,7 @@ class ResidentModel:
             modules=self._modules,
             chunk_sums=self._chunk_sums,
             store=NoGradients(self.device),
+            boundaries=None,
             orthogonalizer=None,
             transfer=lambda transfer: None,
             device_shard=None,
@@ -154,7 +155,9 @@ def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:
     return replace(
         plan,
         layers=tuple(
-            replace(layer, activations=ActivationPolicy.KEEP, activation_budget=1.0, weights=Tier.HOST)
+            replace(
+                layer, activations=ActivationPolicy.KEEP, activation_budget=1.0, weights=Tier.HOST, boundary=Tier.HBM
+            )
             for layer in plan.layers
         ),
         micro_batch_size=micro_batch_size,

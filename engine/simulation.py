@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ class Simulation:
         self._waiting = plan.waiting_layers
         self._end = dict.fromkeys(Stage, 0.0)
         self._generation_s = [0.0] * len(plan.layers)
+        self._host_boundaries = [x.boundary_bytes if x.boundary is Tier.HOST else 0 for x in plan.layers]
         self._moved_s = 0.0  # when the step's own gradients and directions had left
         self._begin()
 
@@ -86,6 +88,9 @@ class Simulation:
         self._landed_s: dict[int, float] = {}
         self._fetched_s: dict[int, float] = {}
         self._momentum_s: dict[int, float] = {}
+        self._boundary_out_s = 0.0
+        self._boundaries_back_s: list[float] = []  # in the order of the backward
+        self._num_backwards = 0  # so far
         self._released_s: list[float] = []
         self._arrivals: dict[FragmentId, _Arrival] = {}
         self._num_loads = 0
@@ -162,11 +167,38 @@ class Simulation:
         self._load()
 
     def _compute(self, visit: Visit, count: int) -> None:
-        """Micro-batches one after the other: nothing waits between them."""
-        if not count:
-            return
-        for name in operations(visit.phase, self._plan.layers[visit.layer].activations):
-            self._run(Stage.COMPUTE, Op(name, visit.layer), count=count)
+        """Micro-batches one after the other: but for what comes and goes with each nothing waits between them."""
+        moves = bool(self._host_boundaries[visit.layer])
+        for _ in range(count if moves else min(count, 1)):
+            if moves and visit.phase is Phase.BACKWARD:
+                self._bring_back()
+            for name in operations(visit.phase, self._plan.layers[visit.layer].activations):
+                self._run(Stage.COMPUTE, Op(name, visit.layer), count=1 if moves else count)
+            if moves and visit.phase is Phase.FORWARD:
+                self._move_boundary(visit.layer)
+
+    def _move_boundary(self, layer: int) -> None:
+        """What entered leaves behind its forward, and frees its memory behind the next one's."""
+        before_s = self._boundary_out_s
+        op = Op("boundary", layer, num_bytes=self._host_boundaries[layer])
+        self._boundary_out_s = self._run(Stage.D2H, op, self._end[Stage.COMPUTE])
+        self._wait(before_s, "d2h")
+
+    def _bring_back(self) -> None:
+        """What the next backward needs is on its way, too."""
+        self._wait(self._boundary_out_s, "d2h")
+        this, order = self._num_backwards, self._boundary_order
+        for layer in order[len(self._boundaries_back_s) : this + 2]:
+            op = Op("boundary", layer, num_bytes=self._host_boundaries[layer])
+            self._boundaries_back_s.append(self._run(Stage.H2D, op, self._end[Stage.COMPUTE]))
+        self._wait(self._boundaries_back_s[this], "h2d")
+        self._num_backwards += 1
+
+    @cached_property
+    def _boundary_order(self) -> list[int]:
+        """Layers of all that comes back in a step, one by one."""
+        moving = (v for v in self._visits if v.phase is Phase.BACKWARD and self._host_boundaries[v.layer])
+        return [visit.layer for visit in moving for _ in visit.micro_batches]
 
     def _has_gradient(self, visit: Visit) -> bool:
         return visit.phase is not Phase.FORWARD and self._layout.layers[visit.layer].trained.size > 0

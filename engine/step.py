@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from megatrain_ray.engine.bound_modules import BoundModules
+from megatrain_ray.engine.boundaries import BoundaryStore
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.device_shard import DeviceShard, UpdateGate
 from megatrain_ray.engine.dropout_seed import dropout_seed
@@ -78,13 +79,14 @@ class StepRunner:
         modules: BoundModules,
         chunk_sums: ChunkSums,
         store: GradientTaker,
+        boundaries: BoundaryStore | None,
         orthogonalizer: Orthogonalizer | None,
         transfer: Callable[[Transfer], None],
         device_shard: DeviceShard | None,
         gate: UpdateGate | None,
     ) -> None:
-        """`orthogonalizer`: where Muon trains something. `device_shard`: where layers live on the device; `gate`: where
-        these are saved."""
+        """`boundaries`: where what enters layers waits on the host. `orthogonalizer`: where Muon trains something.
+        `device_shard`: where layers live on the device; `gate`: where these are saved."""
         self._plan = plan
         self._structure = structure
         self._layout = layout
@@ -93,6 +95,7 @@ class StepRunner:
         self._streamer = streamer
         self._residents = residents
         self._store = store
+        self._boundaries = boundaries
         self._orthogonalizer = orthogonalizer
         self._transfer = transfer
         self._modules = modules
@@ -106,6 +109,8 @@ class StepRunner:
         """All visits; returns when the loss and the norm are known on the host. `header`: of the update where it does
         not wait for the norm; layers on the device have it then as soon as their gradient is complete."""
         self._store.begin()
+        if self._boundaries:
+            self._boundaries.begin(visits)
         if self._orthogonalizer:
             self._orthogonalizer.begin()
         state = _StepState(
@@ -211,6 +216,8 @@ class StepRunner:
             self._seed(state.step, j, layer, 1)
             with self._device.timed(Op("between layers", layer, j)):
                 forward_pass.resume(outcome)
+            if self._boundaries:
+                self._boundaries.leave(layer, j, [port.tensor for port in call.ports])
 
     def _loss(self, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Loss of one micro-batch; sends its gradient into the forward pass and returns that of the head."""
@@ -250,6 +257,8 @@ class StepRunner:
     def _backward(self, layer: int, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Backward of the layer's calls, last one first; gradients by parameter name."""
         forward_pass = state.passes[j]
+        if self._boundaries:
+            self._boundaries.bring_back(layer, j)
         gradients: dict[str, torch.Tensor | None] = {}
         while forward_pass.calls and self._layer_of(call := forward_pass.calls[-1]) == layer:
             forward_pass.settle(call)
@@ -263,6 +272,8 @@ class StepRunner:
             for segment, gradient in zip(self._modules.segments[call.path], of_parameters, strict=True):
                 name = segment.tied_to or segment.name
                 gradients[name] = _add(gradients.get(name), gradient)
+        if self._boundaries:
+            self._boundaries.forget(layer, j)
         return gradients
 
     def _keep_tied(

@@ -26,24 +26,32 @@ class ActivationBytes:
     """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
     beyond them and the weights. `largest`: what a layer has at most while it runs, kept or not. `masks`: the attention
     masks that all layers share. `compiled`: of each layer what a compiled one keeps; None where that was not asked
-    for."""
+    for. `private`: whether nothing but the layer itself reads what enters it, from its forward to its backward."""
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
     largest: int
     masks: int = 0
     compiled: tuple[CompileTrial | None, ...] = ()
+    private: tuple[bool, ...] = ()
 
     def times(self, count: int) -> ActivationBytes:
         """Of so many such micro-batches in one: as much each. What a layer has once is counted as often too."""
         boundary, kept = (tuple(count * b for b in of_layers) for of_layers in (self.boundary, self.kept))
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)
-        return ActivationBytes(boundary, kept, count * self.largest, count * self.masks, compiled)
+        return replace(
+            self,
+            boundary=boundary,
+            kept=kept,
+            largest=count * self.largest,
+            masks=count * self.masks,
+            compiled=compiled,
+        )
 
     def above(self, lowest: int, kept: tuple[int, ...]) -> ActivationBytes:
         """With other kept bytes; nothing waits for a backward below layer `lowest`."""
         zeros = (0,) * lowest
-        return ActivationBytes(zeros + self.boundary[lowest:], zeros + kept[lowest:], self.largest, self.masks)
+        return replace(self, boundary=zeros + self.boundary[lowest:], kept=zeros + kept[lowest:])
 
     def budgets_of(self, layer: int) -> tuple[BudgetCost, ...]:
         """What each activation budget costs; none of a layer that is not compiled."""
@@ -278,16 +286,26 @@ class _Found:
 
     def activations(self, structure: ModelStructure) -> ActivationBytes:
         weights = {p.untyped_storage()._cdata for p in self._model.parameters()}
-        boundary, kept, of_blocks = [], [], list[torch.Tensor]()
+        boundary, kept, private, of_blocks = [], [], [], list[torch.Tensor]()
         for layer in structure.layers:
             calls = [call for path in layer.modules if (call := self.trial.first(path)) is not None]
-            boundary.append(_unique_bytes([t for t in calls[0].inputs if t.requires_grad], set()))
+            entering = [t for t in calls[0].inputs if t.requires_grad]
+            boundary.append(_unique_bytes(entering, set()))
+            private.append(layer.kind is LayerKind.BLOCK and self._are_private(calls[0], entering))
             own = [call for call in calls if call.path not in structure.loss_modules]
             kept.append(sum(self._kept(call, weights) for call in own))
             if layer.kind is LayerKind.BLOCK:
                 of_blocks += calls[0].inputs
         masks = mask_bytes(self._attention, of_blocks, *self._batch)
-        return ActivationBytes(tuple(boundary), tuple(kept), max(kept), masks)
+        return ActivationBytes(tuple(boundary), tuple(kept), max(kept), masks, private=tuple(private))
+
+    def _are_private(self, call: Call, entering: Sequence[torch.Tensor]) -> bool:
+        """Nobody has these after the call, and no operation outside of it saved them for its backward."""
+        storages = {t.untyped_storage()._cdata for t in entering}
+        first, stop = call.saved
+        outside = (*self.trial.saved[:first], *self.trial.saved[stop:])
+        read_later = any(self.trial.touched.get(storage, 0) >= call.stop for storage in storages)
+        return not read_later and not any(t.untyped_storage()._cdata in storages for t in outside)
 
     def _kept(self, call: Call, weights: set[int]) -> int:
         inputs = {t.untyped_storage()._cdata for t in call.inputs}

@@ -47,12 +47,14 @@ class Call:
 @dataclass
 class Trial:
     """Every call of a forward in the order of their starts, what autograd saved, and who read which parameter.
-    `looked_up`: parameters whose rows are picked by index, which is no product."""
+    `looked_up`: parameters whose rows are picked by index, which is no product. `touched`: when an operation last had
+    each storage that is alive, by its identity."""
 
     calls: list[Call] = field(default_factory=list)
     saved: list[torch.Tensor] = field(default_factory=list)
     reads: dict[str, set[str]] = field(default_factory=dict)  # parameter → innermost modules under way
     looked_up: set[str] = field(default_factory=set)
+    touched: dict[int, int] = field(default_factory=dict)
     _clock: int = 0
     _open: list[Call] = field(default_factory=list)
 
@@ -76,6 +78,9 @@ class Trial:
     def attend(self, width: float) -> None:
         for call in self._open:
             call.attention += width
+
+    def touch(self, tensor: torch.Tensor) -> None:
+        self.touched[tensor.untyped_storage()._cdata] = self._clock
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         self.saved.append(tensor)
@@ -130,6 +135,8 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._trial.read(self._names[id(value)])
                 if func is torch.ops.aten.embedding.default:
                     self._trial.looked_up.add(self._names[id(value)])
+            elif isinstance(value, torch.Tensor):
+                self._trial.touch(value)
         if width := attention_width(func, tuple(args), self._seq_len):
             self._trial.attend(width)
         return func(*args, **kwargs or {})

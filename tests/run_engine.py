@@ -63,6 +63,7 @@ class Mode:
     num_edge_slots: int = 2
     sums: Tier = Tier.HBM
     gradients: Tier = Tier.HOST
+    boundaries: Tier = Tier.HBM
     packed_attention: Attention = Attention.SDPA
     hbm_layers: frozenset[int] = frozenset()
     activation_budget: float | None = None  # of compiled layers; None: none is compiled
@@ -131,6 +132,7 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         num_edge_slots=mode.num_edge_slots,
         sums=mode.sums,
         gradients=mode.gradients,
+        boundaries=mode.boundaries,
         hbm_layers=mode.hbm_layers,
         activation_budget=mode.activation_budget or 0.0,
     )

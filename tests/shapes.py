@@ -43,7 +43,8 @@ def deepened(
         attention_widths=structure.attention_widths[-1:] * num_layers,
     )
     boundary, kept = ((v[0], *v[-2:-1] * num_layers, v[-1]) for v in (activations.boundary, activations.kept))
-    return whole, replace(activations, boundary=boundary, kept=kept)
+    private = (False, *(True,) * num_layers, False)
+    return whole, replace(activations, boundary=boundary, kept=kept, private=private)
 
 
 def _renamed(layer: LayerSpec, old: int, new: int) -> LayerSpec:

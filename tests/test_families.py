@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.families import FAMILIES, ROUNDED, table
 from tests.family_models import build_family, family_batches
@@ -16,8 +16,10 @@ from tests.run_engine import EngineResult, Mode, train_engine
 
 STEPS = 10
 DOCS = Path(__file__).parent.parent / "docs" / "families.md"
-# The other way to run a step: recomputed, cut, sharded.
-LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3)
+# The other way to run a step: recomputed, cut, sharded, with what enters layers on the host where nobody else reads it.
+LAYERS = Mode(
+    LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3, boundaries=Tier.HOST
+)
 EXACT = [name for name in FAMILIES if name not in ROUNDED]
 
 

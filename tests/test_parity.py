@@ -83,6 +83,24 @@ def test_fp32_is_bit_equal(tmp_path: Path, mode: Mode, num_micro_batches: int) -
 
 @pytest.mark.parametrize("order", LoopOrder)
 @pytest.mark.parametrize("activations", ActivationPolicy)
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_boundaries_on_the_host_are_bit_equal(
+    tmp_path: Path, order: LoopOrder, activations: ActivationPolicy, micro_batch_size: int
+) -> None:
+    recipe = Recipe(STEPS, micro_batch_size=micro_batch_size)
+    mode = Mode(order, activations, num_shards=2, boundaries=Tier.HOST)
+    ours, theirs = run(tmp_path, recipe, mode)
+    assert_mode_ran(ours, recipe, mode)
+    assert_equal(ours, theirs)
+    blocks = range(1, len(ours.plan.layers) - 1)
+    expected = [(layer, j) for layer in blocks for j in range(4 // micro_batch_size)]
+    for stage in (Stage.D2H, Stage.H2D):
+        moved = [r.op for r in ours.records[-1] if r.op.name == "boundary" and r.stage is stage]
+        assert sorted((op.layer, op.micro_batch) for op in moved) == expected, stage
+
+
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("activations", ActivationPolicy)
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_tied_weights_are_bit_equal(
     tmp_path: Path, order: LoopOrder, activations: ActivationPolicy, chunk: int | None
