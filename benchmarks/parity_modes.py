@@ -33,8 +33,8 @@ class Mode:
     """How a step runs. `budget`: of compiled layers; where none is compiled 1.0 keeps activations and 0.0 recomputes
     them. `late_budget`: of the second half of the blocks. `hbm_share`: of the layers, from the embedding on, those that
     live on the device. `gradients`: where complete ones of the other layers wait for the scale of clipping.
-    `is_limited`: the split alone is given, and a device without a byte more than the smallest plan needs; the rest is
-    the product's choice."""
+    `boundaries`: where what enters layers waits for their backward. `is_limited`: the split alone is given, and a
+    device without a byte more than the smallest plan needs; the rest is the product's choice."""
 
     about: str
     num_micro_batches: int = 1
@@ -44,6 +44,7 @@ class Mode:
     hbm_share: float = 0.0
     late_budget: float | None = None
     gradients: Tier = Tier.HOST
+    boundaries: Tier = Tier.HBM
     compiled: bool = True
     clips: bool = True
     is_limited: bool = False
@@ -51,7 +52,8 @@ class Mode:
     def matches(self, candidate: Candidate) -> bool:
         """Whether it is one of the ways to run such a step, placement of layers aside."""
         c = candidate
-        if (c.order, c.sums, c.gradients) != (self.order, self.sums, self.gradients):
+        tiers = c.sums, c.gradients, c.boundaries
+        if (c.order, *tiers) != (self.order, self.sums, self.gradients, self.boundaries):
             return False
         if self.compiled:
             return c.activation_budget == self.budget
@@ -74,6 +76,10 @@ MODES: Mapping[str, Mode] = {
     ),
     "layers_outer": Mode("4 micro-batches, layers outermost; budget 0.2", SEVERAL, LoopOrder.LAYERS_OUTER, 0.2),
     "host_sums": Mode("4 micro-batches, sums wait on the host; budget 0", SEVERAL, budget=0.0, sums=Tier.HOST),
+    "host_boundaries": Mode(
+        "4 micro-batches, layers outermost, what enters layers waits on the host; budget 0",
+        SEVERAL, LoopOrder.LAYERS_OUTER, budget=0.0, boundaries=Tier.HOST,
+    ),
     "limited": Mode("4 micro-batches, the smallest hbm_limit that any plan fits", SEVERAL, is_limited=True),
     "uncompiled": Mode("as streamed, nothing compiled", compiled=False),
     "recomputed": Mode(
@@ -195,6 +201,7 @@ class Common:
             "order": mode.order.value,
             "sums": mode.sums.value,
             "gradients_waiting_in_hbm": waiting,
+            "boundaries_on_host": num_blocks if mode.boundaries is Tier.HOST else 0,
             "activation_budgets": self._budgets(mode) if mode.compiled else {},
             "layers_that_keep_all": self._budgets(mode).get("1.0", 0),
         }
@@ -216,6 +223,7 @@ def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
         "num_micro_batches": plan.num_micro_batches,
         "sums": plan.sums.value,
         "gradients_waiting_in_hbm": len(plan.departing_layers),
+        "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
         "num_layers": len(plan.layers),
         "hbm_layers": len(plan.hbm_layers),
         "compiled_layers": len(budgets),

@@ -122,6 +122,7 @@ def _line(report: dict) -> str:  # type: ignore[type-arg]  # the schema is docs/
         "order": plan["order"],
         "sums": plan["sums"],
         "in HBM": plan["hbm_layers"],
+        "boundaries on host": plan["boundaries_on_host"],
         "budgets": plan["activation_budgets"],
         "HBM GB": round((memory["hbm_bytes"] or 0) / 1e9, 1),
         "PSS GB": round((memory["pss_bytes"] or 0) / 1e9, 1),

@@ -28,6 +28,7 @@ def describe(plan: Plan) -> str:
         f"weights   stream from the host, {plan.uploads_per_step} uploads a step through {len(plan.slots)} slots",
         f"keep      activations of {len(plan.layers) - recomputed} layers; recompute those of {recomputed}",
         *_compiled_lines(plan),
+        *_boundary_lines(plan),
         f"attention {_attention(plan)}",
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
@@ -55,6 +56,11 @@ def _predicted(prediction: Prediction) -> Iterator[str]:
     )
     source = "rates of" if prediction.is_measured else "built-in rates, as nobody measured this machine:"
     yield f"          {source} {prediction.rates}"
+
+
+def _boundary_lines(plan: Plan) -> list[str]:
+    count = sum(layer.boundary is Tier.HOST for layer in plan.layers)
+    return [f"boundary  activations of {count} layers wait on the host for their backward"] if count else []
 
 
 def _compiled_lines(plan: Plan) -> list[str]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from megatrain_ray.bench import Measured
 from megatrain_ray.bench_config import BenchOptions
 from megatrain_ray.config_file import config_to_dict
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
 from megatrain_ray.summary import waits
 from megatrain_ray.surroundings import commit, hardware, versions
@@ -143,6 +143,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
     return {
         **sizes,
         "hbm_layers": len(plan.hbm_layers),
+        "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
         "activations": dict(Counter(layer["activations"] for layer in layers)),
         "activation_budgets": dict(Counter(str(layer.activation_budget) for layer in plan.layers if layer.compiled)),
         **tree,

@@ -17,9 +17,7 @@ from tests.run_engine import EngineResult, Mode, train_engine
 STEPS = 10
 DOCS = Path(__file__).parent.parent / "docs" / "families.md"
 # The other way to run a step: recomputed, cut, sharded, with what enters layers on the host where nobody else reads it.
-LAYERS = Mode(
-    LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3, boundaries=Tier.HOST
-)
+LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3, boundaries=Tier.HOST)
 EXACT = [name for name in FAMILIES if name not in ROUNDED]
 
 

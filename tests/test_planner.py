@@ -14,7 +14,7 @@ from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import Machine, Request
+from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import PROCESS_BYTES
 from megatrain_ray.engine.plan_search import candidates, make_plan
 from megatrain_ray.engine.planner import build_plan
@@ -200,6 +200,26 @@ def test_sums_go_to_the_host_when_nothing_else_fits() -> None:
     assert (plan.sums, plan.order) == (Tier.HOST, LoopOrder.MICRO_BATCHES_OUTER)
     assert plan.total_bytes(Tier.HBM) < smallest
     assert rows(plan, Tier.HOST)["gradients in waiting"] == 4 * structure.layout().size
+
+
+def test_boundaries_go_to_the_host_where_they_fill_the_device() -> None:
+    """With many micro-batches, layers outermost: on the device are those of one layer, their gradients and one more."""
+    structure, activations = model()
+    request = replace(REQUEST, num_micro_batches=16)
+    kept, away = (
+        build_plan(
+            structure, activations, MACHINE, request,
+            Candidate(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, 2, 1, boundaries=tier),
+        )
+        for tier in (Tier.HBM, Tier.HOST)
+    )  # fmt: skip
+    one = BATCH * SEQ * HIDDEN * 2
+    assert [layer.boundary for layer in away.layers] == [Tier.HBM, *[Tier.HOST] * LAYERS, Tier.HBM]
+    assert rows(kept, Tier.HBM)["boundary activations"] == 16 * (LAYERS + 1) * one
+    assert rows(away, Tier.HBM)["boundary activations"] == (2 * 16 + 1) * one
+    assert rows(away, Tier.HOST)["boundary activations"] == away.boundary_bytes == 16 * LAYERS * one
+    assert "boundary activations" not in rows(kept, Tier.HOST)
+    assert f"boundary  activations of {LAYERS} layers wait on the host" in describe(away)
 
 
 def test_thousands_of_shards_take_no_time() -> None:

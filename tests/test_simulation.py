@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,24 @@ def test_sums_that_wait_on_the_host(tmp_path: Path, hbm_layers: frozenset[int]) 
     steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
     assert [step.step_s for step in simulated(folder, recipe, mode, cost)] == pytest.approx(steps_s, rel=0.1)
     assert simulated(folder, recipe, mode, cost)[1].exposed_s["host_accumulation"] > 0
+
+
+@pytest.mark.parametrize("slow", ["COMPUTE", "OPTIMIZER", "D2H", "H2D"])
+@pytest.mark.parametrize("mode", [Mode(LAYERS, RECOMPUTE), Mode(OUTER, KEEP)], ids=["layers outer", "outer"])
+def test_boundaries_that_wait_on_the_host(tmp_path: Path, mode: Mode, slow: str) -> None:
+    """They share each direction with what the event loop moves: which of two comes first is a matter of threads in the
+    engine."""
+    folder = build_tiny(tmp_path, num_layers=6)
+    recipe, cost = Recipe(NUM_STEPS, micro_batch_size=2), costs(3, **{slow: 4.0})
+    mode = replace(mode, boundaries=Tier.HOST)
+    result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, mode, cost=cost)
+    steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
+    expected = simulated(folder, recipe, mode, cost)
+    assert [step.step_s for step in expected] == pytest.approx(steps_s, rel=0.1)
+    for step, records in zip(expected, result.records, strict=True):
+        for stage in (Stage.H2D, Stage.D2H):
+            assert step.busy_s[stage] == pytest.approx(at_work(records, stage))
+            assert step.num_bytes[stage] == sum(r.op.num_bytes for r in records if r.stage is stage)
 
 
 @pytest.mark.parametrize("slow", ["COMPUTE", "OPTIMIZER", "D2H"])
