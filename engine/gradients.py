@@ -13,6 +13,7 @@ import torch
 
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, Event
+from megatrain_ray.engine.gradient_regions import regions_of
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import Plan, Tier
@@ -20,18 +21,18 @@ from megatrain_ray.errors import DeadlineError
 
 
 class GradientSlots:
-    """Regions that layers' gradients occupy in turn: the k-th layer of a backward takes region `k mod n`."""
+    """Regions that layers' gradients occupy in turn (`regions_of`)."""
 
     def __init__(
-        self, device: Device, sizes_bytes: Sequence[int], layers: Sequence[int], timeout_s: float, *, poison: bool
+        self, device: Device, sizes_bytes: Sequence[int], needed: Mapping[int, int], timeout_s: float, *, poison: bool
     ) -> None:
-        """`layers`: those that have gradients, in the order of a forward; `sizes_bytes` are in that of a backward.
-        `timeout_s`: of waiting for a region."""
+        """`needed`: bytes of each layer that has a gradient here, in the order of a backward. `timeout_s`: of waiting
+        for a region."""
         self._device = device
         self._timeout_s = timeout_s
         self._poison = poison
         self._regions = [device.allocate(num_bytes) for num_bytes in sizes_bytes]
-        self._index = {layer: k % len(sizes_bytes) for k, layer in enumerate(reversed(layers))}
+        self._index = regions_of(list(needed), list(needed.values()), sizes_bytes)
         self._empty: list[Future[Event] | None] = [None] * len(self._regions)
 
     def take(self, layer: int, num_bytes: int) -> torch.Tensor:
@@ -82,14 +83,15 @@ class GradientStore:
         self.waits_on_host = plan.sums is Tier.HOST
         of_sums = layout.updated if self.waits_on_host else leaving
 
-        def slots(sizes: Sequence[int], layers: Sequence[int]) -> GradientSlots:
-            return GradientSlots(device, sizes, layers, self._timeout_s, poison=poison)
+        def slots(sizes: Sequence[int], layers: Sequence[int], dtype: torch.dtype) -> GradientSlots:
+            needed = {i: layout.layers[i].trained.size * dtype.itemsize for i in reversed(layers)}
+            return GradientSlots(device, sizes, needed, self._timeout_s, poison=poison)
 
         self._layout = layout
         self._device = device
-        self._sums = slots(plan.gradient_slot_bytes, of_sums)
+        self._sums = slots(plan.gradient_slot_bytes, of_sums, plan.accumulation_dtype)
         self._sum_dtype = plan.accumulation_dtype
-        self._leaving = slots(plan.leaving_slot_bytes, leaving) if plan.leaving_slot_bytes else None
+        self._leaving = slots(plan.leaving_slot_bytes, leaving, plan.wire_dtype) if plan.leaving_slot_bytes else None
         self._wire_dtype = plan.wire_dtype
         self._waiting = plan.waiting_layers
         # Of these the ones whose unfinished sums come and go; the last contribution moves the sum to where it waits.

@@ -14,7 +14,7 @@ import torch
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.gradients import GradientSlots, GradientStore, wait_for
-from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.muon import Muon, direction, matrices
 from megatrain_ray.engine.offload import Completion, Departure, Fetch, MomentumFetch, Transfer
 from megatrain_ray.engine.plan import Plan, UpdateOrder
@@ -37,8 +37,9 @@ class Orthogonalizer:
     ) -> None:
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
-        def slots(sizes: tuple[int, ...]) -> GradientSlots:
-            return GradientSlots(device, sizes, layout.with_muon, self._timeout_s, poison=poison)
+        def slots(sizes: tuple[int, ...], itemsize: int) -> GradientSlots:
+            needed = {i: layout.layers[i].trained.size * itemsize for i in reversed(layout.with_muon)}
+            return GradientSlots(device, sizes, needed, self._timeout_s, poison=poison)
 
         self._layout = layout
         self._device = device
@@ -46,8 +47,8 @@ class Orthogonalizer:
         self._muon = muon
         self._transfer = transfer
         self._in_backward = plan.update_order is UpdateOrder.BACKWARD
-        self._momenta = slots(plan.momentum_slot_bytes)
-        self._directions = slots(plan.direction_slot_bytes)
+        self._momenta = slots(plan.momentum_slot_bytes, torch.float32.itemsize)
+        self._directions = slots(plan.direction_slot_bytes, DIRECTION_BYTES)
         self._asked: dict[int, Fetch] = {}
 
     def begin(self) -> None:

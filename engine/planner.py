@@ -255,8 +255,10 @@ class _Builder:
 
     def _gradient_sizes(self, dtype: torch.dtype) -> list[int]:
         """Bytes of the gradients that leave the device when they are complete, in the order of a forward."""
-        leaving = [i for i in self.layout.updated if not self._waits_on_device(i)]
-        return [self.layout.layers[i].trained.size * dtype.itemsize for i in leaving]
+        return [self.layout.layers[i].trained.size * dtype.itemsize for i in self._leaving_layers()]
+
+    def _leaving_layers(self) -> list[int]:
+        return [i for i in self.layout.updated if not self._waits_on_device(i)]
 
     def _sum_sizes(self) -> list[int]:
         """Bytes of all unfinished sums."""
@@ -264,19 +266,29 @@ class _Builder:
 
     def _gradient_slots(self) -> tuple[int, ...]:
         if self.candidate.sums is Tier.HOST:
-            return (max(self._sum_sizes()),) * 3  # one arrives, one is added to, one leaves
-        sizes = self._gradient_sizes(self._sums)
-        if not sizes:
-            return ()
+            return self._ring(self.layout.updated, self._sums, 3)  # one arrives, one is added to, one leaves
+        leaving, sizes = self._leaving_layers(), self._gradient_sizes(self._sums)
         if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
             return tuple(reversed(sizes))
-        return (max(sizes),) * 2
+        # Where it is rounded what leaves is the copy: a sum's region is free as soon as that is made.
+        return self._ring(leaving, self._sums, 2 if self._wire is self._sums else 1)
 
     def _leaving_slots(self) -> tuple[int, ...]:
-        sizes = self._gradient_sizes(self._wire)
-        if self._wire is self._sums or not sizes:
-            return ()
-        return (max(sizes),) * 2
+        return () if self._wire is self._sums else self._ring(self._leaving_layers(), self._wire, 2)
+
+    def _ring(self, layers: Sequence[int], dtype: torch.dtype, count: int) -> tuple[int, ...]:
+        """`count` regions that blocks take in turn, and one for embedding and head, between whose gradients there is
+        a forward or a backward; they have no region to themselves where a block's would do."""
+        blocks, edges = (
+            [i for i in layers if (self.structure.layers[i].kind is LayerKind.BLOCK) is of_blocks]
+            for of_blocks in (True, False)
+        )
+        of_block, of_edge = (
+            max((self.layout.layers[i].trained.size * dtype.itemsize for i in some), default=0)
+            for some in (blocks, edges)
+        )
+        larger = (of_edge,) if of_edge > of_block else ()
+        return (*larger, *(of_block,) * min(count, len(layers) - len(larger) if of_block else 0))
 
     def _slab_bytes(self) -> int:
         if self.candidate.sums is Tier.HOST:

@@ -8,13 +8,14 @@ a backward up that the next forward would otherwise wait for, and a step takes a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from megatrain_ray.engine.gradient_regions import regions_of
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier, UpdateOrder
 from megatrain_ray.engine.residency import FragmentId, Residency
@@ -41,7 +42,7 @@ class _Arrival(NamedTuple):
 
 @dataclass
 class _Ring:
-    """Regions that layers take in turn, the k-th of a backward region `k mod n`; when each of them is empty."""
+    """Regions that layers take in turn, and when each of them is empty."""
 
     index: Mapping[int, int]
     empty_s: dict[int, float] = field(default_factory=dict)
@@ -79,10 +80,12 @@ class Simulation:
         updated = tuple(reversed(self._layout.updated))
         leaving = tuple(layer for layer in updated if layer not in self._waiting)
         muon = tuple(reversed(self._layout.with_muon))
-        self._sums = _ring(leaving if self._plan.sums is Tier.HBM else updated, self._plan.gradient_slot_bytes)
-        self._leaving = _ring(leaving, self._plan.leaving_slot_bytes)
-        self._momenta = _ring(muon, self._plan.momentum_slot_bytes)
-        self._directions = _ring(muon, self._plan.direction_slot_bytes)
+        plan = self._plan
+        of_sums = leaving if plan.sums is Tier.HBM else updated
+        self._sums = self._ring(of_sums, plan.gradient_slot_bytes, plan.accumulation_dtype.itemsize)
+        self._leaving = self._ring(leaving, plan.leaving_slot_bytes, plan.wire_dtype.itemsize)
+        self._momenta = self._ring(muon, plan.momentum_slot_bytes, torch.float32.itemsize)
+        self._directions = self._ring(muon, plan.direction_slot_bytes, DIRECTION_BYTES)
         self._open: set[int] = set()
         self._stored_s: dict[int, float] = {}  # when a layer's gradient was on the host
         self._landed_s: dict[int, float] = {}
@@ -98,6 +101,10 @@ class Simulation:
         self._exposed_s: dict[str, float] = defaultdict(float)
         self._busy_s: dict[Stage, float] = defaultdict(float)
         self._num_bytes: dict[Stage, int] = defaultdict(int)
+
+    def _ring(self, layers: Sequence[int], sizes: Sequence[int], itemsize: int) -> _Ring:
+        needed = [self._layout.layers[layer].trained.size * itemsize for layer in layers]
+        return _Ring(regions_of(layers, needed, sizes) if sizes else {})
 
     def step(self) -> SimulatedStep:
         self._begin()
@@ -316,10 +323,6 @@ class Simulation:
         end_s = self._run(Stage.D2H, op, self._end[Stage.COMPUTE])
         self._directions.leave(layer, end_s)
         return end_s
-
-
-def _ring(layers: tuple[int, ...], sizes: tuple[int, ...]) -> _Ring:
-    return _Ring({layer: k % len(sizes) for k, layer in enumerate(layers)} if sizes else {})
 
 
 def operations(phase: Phase, policy: ActivationPolicy) -> tuple[str, ...]:
