@@ -270,8 +270,9 @@ class _Builder:
         leaving, sizes = self._leaving_layers(), self._gradient_sizes(self._sums)
         if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
             return tuple(reversed(sizes))
-        # Where it is rounded what leaves is the copy: a sum's region is free as soon as that is made.
-        return self._ring(leaving, self._sums, 2 if self._wire is self._sums else 1)
+        if self._wire is not self._sums:  # what leaves is the copy: a sum's region is free as soon as that is made
+            return (max(sizes),) if sizes else ()
+        return self._ring(leaving, self._sums, 2)
 
     def _leaving_slots(self) -> tuple[int, ...]:
         return () if self._wire is self._sums else self._ring(self._leaving_layers(), self._wire, 2)
