@@ -196,6 +196,8 @@ class Prices:
         size = self._setting.layout.layers[layer].trained.size
         item, of_sum = self._plan.precision.working_dtype.itemsize, self._plan.accumulation_dtype.itemsize
         several = self._plan.num_micro_batches > 1
+        if self._plan.chunks_add_to_sums and layer == len(self._plan.layers) - 1:
+            size = 0  # the loss has added it
         working_s = self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + (1 + several) * of_sum))
         return working_s + self._recomputed(layer)
 
@@ -238,7 +240,8 @@ class Prices:
         return total_s
 
     def _loss(self, layer: int) -> float:
-        """Forward and backward of the logits in chunks; the head's gradient is summed over them in FP32."""
+        """Forward and backward of the logits in chunks; the head's gradient is summed over them in FP32, or into the
+        step's sum."""
         products, chunk = self._setting.work[layer].products, self._plan.loss_chunk_tokens
         num_chunks = math.ceil(self.num_tokens / chunk)
         item = self._plan.precision.working_dtype.itemsize
@@ -250,7 +253,7 @@ class Prices:
             compiled=self._plan.compiled_loss,
         )
         trained = sum(p.elements for p in products if p.trained)
-        sums = num_chunks * trained * (2 * item + 8) if num_chunks > 1 else 0
+        sums = num_chunks * trained * (2 * item + 8) if num_chunks > 1 or self._plan.chunks_add_to_sums else 0
         working_s = (self.num_tokens * LOSS_TRAFFIC * of_one + sums) / self._profile.device_bytes_per_s
         working_s += num_chunks * sum(self._of_products(products, passes, chunk) for passes in (1, 2))
         return max(working_s, num_chunks * self._launches(products, 3))

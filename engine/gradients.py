@@ -5,7 +5,7 @@ What moves between these slots and the host is offload.py's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -15,6 +15,7 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, Event
 from megatrain_ray.engine.gradient_regions import regions_of
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.loss import OpenSum
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.errors import DeadlineError
@@ -102,6 +103,7 @@ class GradientStore:
             self._places = {layer: device.allocate(self._num_bytes(layer)) for layer in sorted(self._waiting)}
         self._poison = poison
         self._open: dict[int, torch.Tensor] = {}
+        self._added: frozenset[str] = frozenset()
         self._fetched: dict[int, Fetch] = {}
         self.norms: dict[str, torch.Tensor] = {}
 
@@ -110,6 +112,7 @@ class GradientStore:
         if self._leaving is not None:
             self._leaving.reset()
         self._open.clear()
+        self._added = frozenset()
         self._fetched.clear()
         self.norms.clear()
 
@@ -117,6 +120,13 @@ class GradientStore:
         """Asks for the layer's unfinished sum, ahead of `add`."""
         self._fetched[layer] = self._sums.fetch(layer, self._num_bytes(layer))
         return self._fetched[layer]
+
+    def open_sums(self, layer: int, names: Collection[str], *, first: bool) -> dict[str, OpenSum]:
+        """Of these parameters of the layer, for what is added to them before `add`, which then leaves them as they
+        are."""
+        total, flat_layout = self._total(layer), self._layout.layers[layer]
+        self._added = frozenset(names)
+        return {name: OpenSum(flat_layout.view(total, name), first) for name in names}
 
     def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None:
         """Adds one micro-batch's gradients of a layer. A parameter that got none contributes zeros.
@@ -130,12 +140,16 @@ class GradientStore:
         for segment in flat_layout.trained_segments:
             before, after = (flat_layout.view(flat, segment.name) for flat in (total, out))
             gradient = gradients.get(segment.name)
-            if first:
+            if segment.name in self._added:
+                if moves:
+                    after.copy_(before)
+            elif first:
                 after.copy_(gradient) if gradient is not None else after.zero_()
             elif gradient is not None:
                 self._device.add(before, gradient, after)
             elif moves:
                 after.copy_(before)
+        self._added = frozenset()
         if moves:
             self._sums.leave(layer).set_result(self._device.record())
 

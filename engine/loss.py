@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +37,18 @@ class Objective:
         return total, plain
 
 
+class OpenSum(NamedTuple):
+    """A parameter's FP32 sum over the step. `empty`: it begins here, and what is there now means nothing."""
+
+    total: torch.Tensor
+    empty: bool
+
+
 @dataclass(frozen=True)
 class LossResult:
     """Loss of each chunk and plain cross-entropy of each (their shares of the step's), gradient of the hidden state,
-    gradients of the head's parameters; None where nothing flowed, and for what needs none."""
+    gradients of the head's parameters; None where nothing flowed, for what needs none, and where there was a sum to
+    add them to."""
 
     losses: list[torch.Tensor]
     cross_entropies: list[torch.Tensor]
@@ -68,19 +77,21 @@ def chunked_loss(
     chunk_tokens: int,
     num_supervised: int,
     add: Add | None = None,
+    into: Sequence[OpenSum | None] = (),
 ) -> LossResult:
     """Sum of the objective over supervised tokens ÷ `num_supervised` (of the whole step), and its gradients.
 
     hidden: [B, T, D]. targets: [B, T], `IGNORED` where unsupervised. `sums_of_chunk`: `chunk_sums` with
     `parameters` bound. With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and
-    rounded once; with one they are as autograd made them. `add`: Device.add, else torch's.
+    rounded once; with one they are as autograd made them. Those that have a sum in `into`, which is as long as
+    `parameters` or empty, are added to that as they come. `add`: Device.add, else torch's.
     """
     tokens = hidden.detach().reshape(1, -1, hidden.shape[-1])
     flat_targets = targets.reshape(-1)
     chunks = range(0, tokens.shape[1], chunk_tokens)
     losses, cross_entropies = [], []
     hidden_gradient = torch.empty_like(tokens) if hidden.requires_grad else None
-    sums = _Sums(len(parameters), add or _add, several=len(chunks) > 1)
+    sums = _Sums(into or [None] * len(parameters), add or _add, several=len(chunks) > 1)
     for start in chunks:
         chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(hidden.requires_grad)
         with torch.enable_grad():
@@ -125,9 +136,10 @@ def _add(total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
 class _Sums:
     """Gradients of the head over chunks."""
 
-    def __init__(self, count: int, add: Add, *, several: bool) -> None:
-        self._sums: list[torch.Tensor | None] = [None] * count
-        self._dtypes: list[torch.dtype | None] = [None] * count
+    def __init__(self, into: Sequence[OpenSum | None], add: Add, *, several: bool) -> None:
+        self._into = into
+        self._sums: list[torch.Tensor | None] = [None if to is None or to.empty else to.total for to in into]
+        self._dtypes: list[torch.dtype | None] = [None] * len(into)
         self._add = add
         self._several = several
 
@@ -138,9 +150,21 @@ class _Sums:
             before = self._sums[i]
             self._dtypes[i] = gradient.dtype
             if before is None:
-                self._sums[i] = gradient.float() if self._several else gradient
+                self._sums[i] = self._begin(self._into[i], gradient)
             else:
                 self._add(before, gradient, before)
 
+    def _begin(self, into: OpenSum | None, gradient: torch.Tensor) -> torch.Tensor:
+        if into is not None:
+            return into.total.copy_(gradient)
+        return gradient.float() if self._several else gradient
+
     def rounded(self) -> list[torch.Tensor | None]:
-        return [None if s is None else s.to(dtype) for s, dtype in zip(self._sums, self._dtypes, strict=True)]
+        """Of those that have no sum to go into; where one was to begin and nothing came it is zeros."""
+        for into, total in zip(self._into, self._sums, strict=True):
+            if into is not None and total is None:
+                into.total.zero_()
+        return [
+            None if into is not None or total is None else total.to(dtype)
+            for into, total, dtype in zip(self._into, self._sums, self._dtypes, strict=True)
+        ]

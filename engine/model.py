@@ -64,6 +64,12 @@ class ModelStructure:
         return any(not p.group.trained for layer in self.layers for p in layer.parameters)
 
     @property
+    def loss_parameters(self) -> frozenset[str]:
+        """The head's own trained ones that the loss itself reads."""
+        own = (p.name for p in self.layers[-1].parameters if p.group.trained and p.tied_to is None)
+        return frozenset(name for name in own if any(name.startswith(f"{path}.") for path in self.loss_modules))
+
+    @property
     def lowest_trained(self) -> int:
         return self.layout().lowest_trained
 

@@ -137,6 +137,9 @@ class Plan:
     update_order: UpdateOrder
     loss_chunk_tokens: int
     compiled_loss: bool  # a chunk runs through torch.compile
+    chunks_add_to_sums: (
+        bool  # the head's gradient of each goes into the sum over micro-batches; else into one of its own
+    )
     num_shards: int
     shard_cut_elements: int
     num_compute_threads: int

@@ -186,6 +186,14 @@ def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
     return size * per_element - without_v * SECOND_MOMENT_BYTES, f"{per_element} bytes × {size}{less}"
 
 
+def _head_bytes(plan: Plan, elements: int, *, chunked: bool) -> int:
+    """A chunk's gradient of the head's weights, and their sum over chunks; with one chunk a backward counts it."""
+    of_chunk = elements * plan.precision.working_dtype.itemsize
+    if plan.chunks_add_to_sums:
+        return of_chunk
+    return of_chunk + 4 * elements if chunked else 0
+
+
 def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boundary: int, *, z_loss: bool) -> int:
     """Logits of a chunk, the hidden state's gradient, the head's gradient sum and that of a chunk, and one gradient of
     every tied weight for each micro-batch whose owner of it has not had its backward."""
@@ -197,7 +205,7 @@ def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boun
     return (
         logits_bytes(structure, plan.precision, plan.loss_chunk_tokens, z_loss=z_loss, compiled=plan.compiled_loss)
         + 2 * boundary
-        + (elements * (4 + plan.precision.working_dtype.itemsize) if chunked else 0)
+        + _head_bytes(plan, elements, chunked=chunked)
         + tied * plan.precision.working_dtype.itemsize * plan.num_live_micro_batches
     )
 

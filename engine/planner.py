@@ -146,6 +146,7 @@ class _Builder:
             update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
             loss_chunk_tokens=self._chunk_tokens(),
             compiled_loss=r.compiled,
+            chunks_add_to_sums=r.num_micro_batches > 1 and bool(self.structure.loss_parameters),
             num_shards=num_shards,
             shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
             num_compute_threads=max(1, m.num_cpus),

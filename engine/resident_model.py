@@ -6,7 +6,7 @@ is no optimizer, and gradients are thrown away layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +18,7 @@ from megatrain_ray.engine.bound_modules import BoundModules
 from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.loss import ChunkSums, Objective, chunk_sums
+from megatrain_ray.engine.loss import ChunkSums, Objective, OpenSum, chunk_sums
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
@@ -114,6 +114,9 @@ class NoGradients:
 
     def begin(self) -> None:
         pass
+
+    def open_sums(self, layer: int, names: Collection[str], *, first: bool) -> dict[str, OpenSum]:
+        return {}
 
     def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None:
         pass

@@ -164,6 +164,8 @@ class Simulation:
             self._fetch_momentum(visit.layer)
         count = len(visit.micro_batches)
         if self._has_gradient(visit):
+            if visit.phase is Phase.HEAD and self._plan.chunks_add_to_sums:
+                self._open_sum(visit)
             self._compute(visit, 1)
             self._open_sum(visit)
             self._compute(visit, count - 1)

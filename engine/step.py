@@ -21,7 +21,7 @@ from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.layout import ModelLayout, Segment
-from megatrain_ray.engine.loss import ChunkSums, Objective, chunked_loss
+from megatrain_ray.engine.loss import ChunkSums, Objective, OpenSum, chunked_loss
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Transfer
@@ -228,6 +228,7 @@ class StepRunner:
             for path in sorted(self._structure.loss_modules):
                 _, parameters = stack.enter_context(self._modules.bound(path))
                 named += zip(self._modules.segments[path], parameters, strict=True)
+            sums = self._open_sums(j)
             stack.enter_context(self._residents.saving())
             stack.enter_context(self._device.compute(Op("loss", len(self._layout.layers) - 1, j)))
             result = chunked_loss(
@@ -238,6 +239,7 @@ class StepRunner:
                 chunk_tokens=self._plan.loss_chunk_tokens,
                 num_supervised=state.step.world.num_supervised,
                 add=self._device.add,
+                into=[sums.get(segment.name) for segment, _ in named],
             )
             auxiliary = self._skeleton.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)
@@ -247,6 +249,13 @@ class StepRunner:
             self._add_auxiliary(auxiliary, forward_pass, state)
         forward_pass.result = None
         return {s.tied_to or s.name: g for (s, _), g in zip(named, result.parameters, strict=True)}
+
+    def _open_sums(self, j: int) -> dict[str, OpenSum]:
+        """Of the head's parameters to whose sums over micro-batches each chunk's gradient is added."""
+        if not self._plan.chunks_add_to_sums:
+            return {}
+        names = self._structure.loss_parameters
+        return self._store.open_sums(len(self._layout.layers) - 1, names, first=j == 0)
 
     def _add_auxiliary(self, auxiliary: torch.Tensor, forward_pass: ForwardPass, state: _StepState) -> None:
         """A mean over the micro-batches of the step: the term is no sum over tokens."""

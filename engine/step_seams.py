@@ -3,12 +3,13 @@ resident ceiling always there, and thrown away."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from megatrain_ray.engine.loss import OpenSum
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.residency import FragmentId
 
@@ -27,6 +28,8 @@ class GradientTaker(Protocol):
     norms: dict[str, torch.Tensor]
 
     def begin(self) -> None: ...
+
+    def open_sums(self, layer: int, names: Collection[str], *, first: bool) -> dict[str, OpenSum]: ...
 
     def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None: ...
 

@@ -195,10 +195,12 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
         if recipe.loss_chunk_tokens is None:
             losses += _backward(model, inputs[j], targets[j], packed[j], num_supervised, len(inputs), recipe)
         else:
-            losses += _backward_in_chunks(model, inputs[j], targets[j], packed[j], num_supervised, recipe)
+            several = len(inputs) > 1
+            losses += _backward_in_chunks(model, inputs[j], targets[j], packed[j], num_supervised, recipe, several)
         for name, parameter in _trained(model):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            sums[name] = gradient.float() if j == 0 else sums[name] + gradient.float()
+            for part in getattr(parameter, "of_chunks", None) or [gradient]:
+                sums[name] = sums[name] + part.float() if name in sums else part.float()
     if recipe.grad_dtype == "bf16":
         sums = {name: total.bfloat16().float() for name, total in sums.items()}
     return sum(losses), sums
@@ -249,17 +251,23 @@ def _objective(logits: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
 
 
 def _backward_in_chunks(
-    model: Any, input_ids: Tensor, targets: Tensor, packed: dict[str, Tensor], num_supervised: int, recipe: Recipe
+    model: Any,
+    input_ids: Tensor,
+    targets: Tensor,
+    packed: dict[str, Tensor],
+    num_supervised: int,
+    recipe: Recipe,
+    several: bool,
 ) -> list[float]:
     """The same with the head on some tokens at a time, of a model that is a body and a linear head.
 
-    The head's gradient is summed in FP32 over the chunks and rounded once; backward through the body then adds to it
-    what a tied embedding contributes.
+    With `several` micro-batches the gradients of a head of its own are for the step's sum one by one: `of_chunks` of
+    its weight. Else they are summed in FP32 and rounded once; backward through the body then adds to that what a tied
+    embedding contributes.
     """
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     head = model.get_output_embeddings()
-    losses, of_hidden, chunk = [], [], recipe.loss_chunk_tokens
-    of_head: Any = None
+    losses, of_hidden, of_chunks, chunk = [], [], [], recipe.loss_chunk_tokens
     for h, t in zip(hidden.detach().flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True):
         h.requires_grad_(hidden.requires_grad)
         part = _objective(head(h).float(), t, recipe) / num_supervised
@@ -267,10 +275,15 @@ def _backward_in_chunks(
         losses.append(part.item())
         of_hidden.append(h.grad)
         if head.weight.requires_grad:
-            gradient = head.weight.grad.float()
-            of_head = gradient if of_head is None else of_head + gradient
+            of_chunks.append(head.weight.grad)
             head.weight.grad = None
-    head.weight.grad = None if of_head is None else of_head.to(head.weight.dtype)
+    if several and head.weight is not model.get_input_embeddings().weight:
+        head.weight.of_chunks = of_chunks
+    elif of_chunks:
+        total = of_chunks[0].float()
+        for gradient in of_chunks[1:]:
+            total = total + gradient
+        head.weight.grad = total.to(head.weight.dtype)
     if hidden.requires_grad:
         hidden.backward(torch.cat(of_hidden).view_as(hidden))
     return losses
