@@ -276,7 +276,9 @@ class _Builder:
         return self._ring(leaving, self._sums, 2)
 
     def _leaving_slots(self) -> tuple[int, ...]:
-        return () if self._wire is self._sums else self._ring(self._leaving_layers(), self._wire, 2)
+        """With layers outermost a rounded sum has left long before all micro-batches of the next layer are done."""
+        count = 1 if self.candidate.order is LoopOrder.LAYERS_OUTER else 2
+        return () if self._wire is self._sums else self._ring(self._leaving_layers(), self._wire, count)
 
     def _ring(self, layers: Sequence[int], dtype: torch.dtype, count: int) -> tuple[int, ...]:
         """`count` regions that blocks take in turn, and one for embedding and head, between whose gradients there is
