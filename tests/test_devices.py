@@ -258,6 +258,43 @@ def test_where_gradients_wait_changes_no_bit(
         assert torch.equal(ours.masters[name], master), name
 
 
+@pytest.mark.parametrize("activations", ActivationPolicy)
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_where_boundaries_wait_changes_no_bit(
+    tmp_path: Path, make: Make, micro_batch_size: int, activations: ActivationPolicy
+) -> None:
+    """Their memory is somebody else's between forward and backward."""
+    build_tiny(tmp_path, num_layers=8)
+    recipe = Recipe(4, precision="bf16", micro_batch_size=micro_batch_size)
+    ours, theirs = (
+        train_engine(
+            tmp_path, tiny_batches(4), recipe,
+            Mode(LoopOrder.LAYERS_OUTER, activations, boundaries=tier, hbm_layers=frozenset({0, 2})),
+            make_device=make,
+        )
+        for tier in (Tier.HOST, Tier.HBM)
+    )  # fmt: skip
+    assert ours.plan.boundary_bytes
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
+
+
+@pytest.mark.parametrize("hbm_layers", [frozenset(), frozenset({0, 2, 9})], ids=["none", "some"])
+def test_where_sums_wait_changes_no_bit(tmp_path: Path, make: Make, hbm_layers: frozenset[int]) -> None:
+    """In poison mode; chunks of the loss add to the head's sum, wherever it is."""
+    build_tiny(tmp_path, num_layers=8)
+    recipe = Recipe(4, precision="bf16", micro_batch_size=1, loss_chunk_tokens=24)
+    ours, theirs = (
+        train_engine(tmp_path, tiny_batches(4), recipe, Mode(sums=tier, hbm_layers=hbm_layers), make_device=make)
+        for tier in (Tier.HOST, Tier.HBM)
+    )
+    assert ours.count("fetch") == 4 * 3 * 10
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4097), (3, 8192), (1000, 1001)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_sum_is_torchs(device: Device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
