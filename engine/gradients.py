@@ -183,9 +183,11 @@ class GradientStore:
 
     def _measure(self, layer: int, flat: torch.Tensor) -> None:
         flat_layout = self._layout.layers[layer]
-        for segment in flat_layout.trained_segments:
-            view = flat_layout.view(flat, segment.name)
-            self.norms[segment.name] = torch.linalg.vector_norm(view, dtype=torch.float32)
+        names = [segment.name for segment in flat_layout.trained_segments]
+        views = [flat_layout.view(flat, name) for name in names]
+        # As clip_grad_norm_ takes them: on a GPU a few launches for all of them.
+        norms = torch._foreach_norm(views, 2.0, dtype=torch.float32)
+        self.norms.update(zip(names, norms, strict=True))
 
     def _round_in_place(self, layer: int) -> None:
         """To values of the type of what leaves, in that of the sum: an update makes the same of both."""
