@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -146,18 +147,17 @@ def _discover(
     """Of steps with rows of one document, and of several where there may be such: masks cost the more the longer a row
     is, so flex attention takes the place of those it can."""
     shape = Precision(config.train.precision).working_dtype, config.split()[0], config.data.seq_len
-    flex = _may_use_flex(config, source, device)
-    rules = _rules(config)
-    again = flex or config.data.packing
-    structure, activations = discover(source.factory, *shape, rules, compiled=compiled and not again)
-    attention = Attention.FLEX if flex and activations.masks else Attention.SDPA
-    packed_attention = Attention.FLEX if flex and config.data.packing else attention
-    if again:
-        structure, activations = discover(
-            source.factory, *shape, rules,
-            attention=packed_attention, packed=config.data.packing, compiled=compiled,
-        )  # fmt: skip
-    return structure, activations, attention, packed_attention
+    find, packed = partial(discover, source.factory, *shape, _rules(config)), config.data.packing
+    sdpa, flex = Attention.SDPA, Attention.FLEX
+    if not _may_use_flex(config, source, device):
+        return *find(packed=packed, compiled=compiled), sdpa, sdpa
+    if packed:
+        _, activations = find()
+        return *find(attention=flex, packed=True, compiled=compiled), flex if activations.masks else sdpa, flex
+    structure, activations = find(compiled=compiled)
+    if activations.masks:
+        return *find(attention=flex, compiled=compiled), flex, flex
+    return structure, activations, sdpa, sdpa
 
 
 def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool:
