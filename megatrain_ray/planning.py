@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.machine import probe_machine
 from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.profiles import with_profile
+from megatrain_ray.trial_cache import TrialCache
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +149,7 @@ def _discover(
     """Of steps with rows of one document, and of several where there may be such: masks cost the more the longer a row
     is, so flex attention takes the place of those it can."""
     shape = Precision(config.train.precision).working_dtype, config.split()[0], config.data.seq_len
-    find, packed = partial(discover, source.factory, *shape, _rules(config)), config.data.packing
+    find, packed = partial(_find, source, shape, _rules(config)), config.data.packing
     sdpa, flex = Attention.SDPA, Attention.FLEX
     if not _may_use_flex(config, source, device):
         return *find(packed=packed, compiled=compiled), sdpa, sdpa
@@ -158,6 +160,28 @@ def _discover(
     if activations.masks:
         return *find(attention=flex, compiled=compiled), flex, flex
     return structure, activations, sdpa, sdpa
+
+
+def _find(
+    source: ModelSource,
+    shape: tuple[torch.dtype, int, int],
+    rules: ParameterRules,
+    *,
+    attention: Attention = Attention.SDPA,
+    packed: bool = False,
+    compiled: bool = False,
+) -> tuple[ModelStructure, ActivationBytes]:
+    """As `discover`, with what compiled layers keep from the cache where it is there."""
+    how: dict[str, Any] = {"attention": attention, "packed": packed}
+    if not compiled:
+        return discover(source.factory, *shape, rules, **how)
+    cache = TrialCache(source, {"shape": shape, "rules": rules, **how})
+    known = cache.read()
+    structure, activations = discover(source.factory, *shape, rules, **how, compiled=known is None)
+    if known is not None:
+        return structure, replace(activations, compiled=known)
+    cache.write(activations.compiled)
+    return structure, activations
 
 
 def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool:
