@@ -94,12 +94,12 @@ class AdamState(NamedTuple):
         residual = None if self.residual is None else self.residual[part]
         return AdamState(self.working[part], residual, self.m[part], None if self.v is None else self.v[part])
 
-    def store(self, master: Tensor) -> None:
-        """Writes an FP32 master of the same length."""
+    def store(self, master: Tensor, scratch: Tensor) -> None:
+        """Writes an FP32 master of the same length. `scratch`: int32, as long at least, where the master is."""
         if self.residual is None:
             self.working.copy_(master)
         else:
-            split_into(master, self.working, self.residual)
+            split_into(master, self.working, self.residual, scratch[: master.numel()])
 
 
 class Scratch:

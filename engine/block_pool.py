@@ -22,7 +22,8 @@ class BlockPool:
         self._pool = _single_threaded_pool(num_threads)
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Returns when all are done; raises the first error of a job, after the threads have stopped working."""
+        """Returns when all are done; raises an error of a job, after which no other begins, when the threads have
+        stopped working."""
         queue = deque(jobs)
 
         def work(scratch: Scratch) -> None:
@@ -31,7 +32,11 @@ class BlockPool:
                     job = queue.popleft()
                 except IndexError:
                     return
-                job(scratch)
+                try:
+                    job(scratch)
+                except BaseException:
+                    queue.clear()
+                    raise
 
         futures = [self._pool.submit(work, scratch) for scratch in self._scratch[: len(queue)]]
         errors = [future.exception() for future in futures]

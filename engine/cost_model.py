@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layer_work import LayerWork, Product
@@ -20,7 +20,8 @@ from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, UpdateOrder
 from megatrain_ray.engine.plan_rows import logits_bytes
 from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.engine.simulation import SimulatedStep, Simulation, operations
+from megatrain_ray.engine.residency import Residency
+from megatrain_ray.engine.simulation import SimulatedStep, Simulation
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 from megatrain_ray.trace import Op, Stage
@@ -43,6 +44,22 @@ Key = TypeVar("Key", str, Stage)
 Number = TypeVar("Number", int, float)
 
 
+class Schedule(NamedTuple):
+    """The visits of a step, and what is in the slots during them."""
+
+    visits: tuple[Visit, ...]
+    residency: Residency
+
+
+@dataclass(frozen=True)
+class Known:
+    """What plans of one request have in common: prices by operation, layer, whether that is compiled and its budget;
+    and seconds of the visits of one micro-batch, by what each layer keeps."""
+
+    prices: dict[tuple[str, int, bool, float], float] = field(default_factory=dict)
+    sweeps: dict[object, tuple[float, ...]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Setting:
     """What plans of one model on one machine have in common. `layout`: of the plans' number of fragments."""
@@ -53,6 +70,15 @@ class Setting:
     profile: HardwareProfile
     is_measured: bool  # on this machine
     z_loss: bool
+    schedules: dict[object, Schedule] = field(default_factory=dict)  # by what decides about them
+
+    def schedule(self, plan: Plan) -> Schedule:
+        """Of a step of the plan. What is kept for a backward makes no difference to it."""
+        key = plan.num_micro_batches, plan.order, plan.precision, plan.slots, plan.hbm_layers
+        if key not in self.schedules:
+            order = visits(len(plan.layers), plan.num_micro_batches, plan.order, self.layout.lowest_trained)
+            self.schedules[key] = Schedule(order, residency_of(order, self.structure, self.layout, plan))
+        return self.schedules[key]
 
     @cached_property
     def one_sweep(self) -> tuple[Visit, ...]:
@@ -60,9 +86,9 @@ class Setting:
         return visits(len(self.layout.layers), 1, LoopOrder.LAYERS_OUTER, self.layout.lowest_trained)
 
 
-def predict(plan: Plan, setting: Setting, activations: ActivationBytes) -> Prediction:
-    """`activations`: of a micro-batch of the plan."""
-    prices = Prices(plan, setting, activations)
+def predict(plan: Plan, setting: Setting, activations: ActivationBytes, known: Known | None = None) -> Prediction:
+    """`activations`: of a micro-batch of the plan. `known`: of other plans of the same request."""
+    prices = Prices(plan, setting, activations, known)
     step = _steady(plan, setting, prices)
     tokens = plan.num_micro_batches * prices.num_tokens
     flops = sum(layer.flops(tokens, tokens * plan.seq_len) for layer in setting.work)
@@ -81,27 +107,6 @@ def predict(plan: Plan, setting: Setting, activations: ActivationBytes) -> Predi
     )
 
 
-def least_s(plan: Plan, setting: Setting, activations: ActivationBytes) -> float:
-    """What a step takes at least, whatever hides behind whatever: the compute alone, or the updates alone."""
-    prices = Prices(plan, setting, activations)
-    update_s = sum(prices(Stage.OPTIMIZER, Op("update", layer)) for layer in prices.updated_by_cpu)
-    return max(_compute_s(plan, setting, prices), update_s)
-
-
-def least_compute_s(plan: Plan, setting: Setting, activations: ActivationBytes) -> float:
-    """The same of the compute alone, but for updates on the device."""
-    return _compute_s(plan, setting, Prices(plan, setting, activations))
-
-
-def _compute_s(plan: Plan, setting: Setting, prices: Prices) -> float:
-    work = [
-        (name, visit.layer)
-        for visit in setting.one_sweep
-        for name in operations(visit.phase, plan.layers[visit.layer].activations)
-    ]
-    return plan.num_micro_batches * sum(prices(Stage.COMPUTE, Op(name, layer)) for name, layer in work)
-
-
 def _steady(plan: Plan, setting: Setting, prices: Prices) -> SimulatedStep:
     """The second of two steps; of one with many micro-batches in a row, from steps with fewer."""
     count = plan.num_micro_batches
@@ -112,9 +117,7 @@ def _steady(plan: Plan, setting: Setting, prices: Prices) -> SimulatedStep:
 
 
 def _second(plan: Plan, setting: Setting, prices: Prices) -> SimulatedStep:
-    order = visits(len(plan.layers), plan.num_micro_batches, plan.order, setting.layout.lowest_trained)
-    residency = residency_of(order, setting.structure, setting.layout, plan)
-    simulation = Simulation(plan, setting.layout, order, residency, prices)
+    simulation = Simulation(plan, setting.layout, *setting.schedule(plan), prices)
     simulation.step()
     return simulation.step()
 
@@ -137,25 +140,30 @@ def _extended(fewer: SimulatedStep, more: SimulatedStep, count: int) -> Simulate
 class Prices:
     """Seconds of an operation of one plan: a CostModel of trace.py."""
 
-    def __init__(self, plan: Plan, setting: Setting, activations: ActivationBytes) -> None:
+    def __init__(self, plan: Plan, setting: Setting, activations: ActivationBytes, known: Known | None = None) -> None:
+        """`known`: of other plans of the same request."""
         self._plan = plan
         self._setting = setting
         self._activations = activations
         self._profile = setting.profile
         self.num_tokens = plan.micro_batch_size * plan.seq_len
-        self._compute_s: dict[tuple[str, int], float] = {}
+        self._known = (known or Known()).prices
         self._of_products = cache(self._price_products)
 
     def __call__(self, stage: Stage, op: Op) -> float:
         if stage in (Stage.H2D, Stage.D2H):
             # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
-        if stage is Stage.OPTIMIZER:
-            return self._update_bytes(op.layer) / (UPDATE_BYTES * self._update_rate)
-        key = op.name, op.layer
-        if key not in self._compute_s:
-            self._compute_s[key] = self._compute(op)
-        return self._compute_s[key]
+        return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
+
+    def of_layer(self, name: str, layer: int) -> float:
+        """Of an operation that computes; "shards": an update by the CPU."""
+        plan = self._plan.layers[layer]
+        key = name, layer, plan.compiled, plan.activation_budget
+        price = self._known.get(key)
+        if price is None:
+            price = self._known[key] = self._compute(name, layer)
+        return price
 
     @cached_property
     def updated_by_cpu(self) -> list[int]:
@@ -175,17 +183,19 @@ class Prices:
         of_muon = (DIRECTION_BYTES - 2 * SECOND_MOMENT_BYTES) * plan.num_muon
         return moments + of_muon + self._plan.wire_dtype.itemsize * plan.num_trained
 
-    def _compute(self, op: Op) -> float:
-        match op.name:
+    def _compute(self, name: str, layer: int) -> float:
+        match name:
             case "forward" | "recompute":
-                return self._forward(op.layer)
+                return self._forward(layer)
             case "backward":
-                return self._backward(op.layer)
+                return self._backward(layer)
             case "loss":
-                return self._loss(op.layer)
+                return self._loss(layer)
             case "update":
-                return self._update_bytes(op.layer) / self._profile.device_bytes_per_s
-        return self._orthogonalize(self._setting.layout.layers[op.layer])
+                return self._update_bytes(layer) / self._profile.device_bytes_per_s
+            case "shards":
+                return self._update_bytes(layer) / (UPDATE_BYTES * self._update_rate)
+        return self._orthogonalize(self._setting.layout.layers[layer])
 
     def _forward(self, layer: int) -> float:
         return self._layer(layer, 1, FORWARD_TRAFFIC, 0)

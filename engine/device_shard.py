@@ -76,8 +76,8 @@ class DeviceShard(ShardState):
         with self._device.compute(Op("update", layer)):
             self._kernel.update(self._parts[layer], gradient, header.rates, None)
 
-    def load(self, source: WeightSource) -> None:
-        super().load(source)
+    def load(self, source: WeightSource, num_threads: int = 1) -> None:
+        super().load(source, num_threads)
         self._own["m"][:1].cpu()  # the zeros are there: updates come from another stream
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:

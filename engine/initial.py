@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.errors import ConfigError
+
+BLOCK_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
+GROUP_ELEMENTS = 16  # which torch draws together
 
 
 def initial_values(model: nn.Module, name: str, seed: int) -> Tensor:
@@ -26,12 +31,8 @@ def initial_values(model: nn.Module, name: str, seed: int) -> Tensor:
     path, _, local = name.rpartition(".")
     surroundings = _own_surroundings(model, path)
     module, _ = surroundings[-1]
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[key] = nn.Parameter(torch.full(parameter.shape, math.nan), requires_grad=False)
-    with torch.no_grad(), _OwnRandomNumbers(module_seed(path, seed)):
-        for around, initialiser in reversed(surroundings):
-            initialiser._init_weights(around)  # type: ignore[operator]  # of every PreTrainedModel
+    _replace_parameters(module, lambda shape: torch.full(shape, math.nan))
+    _initialize(surroundings, module_seed(path, seed))
     values = module.get_parameter(local).detach()
     if math.isnan(values.sum().item()):
         raise ConfigError(
@@ -39,6 +40,58 @@ def initial_values(model: nn.Module, name: str, seed: int) -> Tensor:
             "weights, with model.path instead of model.config"
         )
     return values
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A tensor of so many elements, filled with normal numbers at once."""
+
+    numel: int
+    mean: float
+    std: float
+
+    def blocks(self, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:
+        """What one call would draw, a block at a time: its first element, and values that the next one overwrites.
+
+        Equal, since torch draws groups in turn. Of an unfinished one it draws the last numbers again, as many as a
+        group has, so the last block has at least these.
+        """
+        memory = torch.empty(min(self.numel, BLOCK_ELEMENTS + GROUP_ELEMENTS))
+        starts = range(0, max(1, self.numel - GROUP_ELEMENTS + 1), BLOCK_ELEMENTS)
+        for start in starts:
+            size = BLOCK_ELEMENTS if start < starts[-1] else self.numel - start
+            yield start, memory[:size].normal_(self.mean, self.std, generator=generator)
+
+
+def normals_before(model: nn.Module, name: str) -> tuple[Normal, ...] | None:
+    """What a module draws up to all of its parameter `name`, that last: where these are normal numbers only, and
+    nothing else sets the parameter. None where it is initialised in any other way.
+
+    `model`: as for `initial_values`.
+    """
+    path, _, local = name.rpartition(".")
+    surroundings = _own_surroundings(model, path)
+    module, _ = surroundings[-1]
+    _replace_parameters(module, lambda shape: torch.empty(shape, device="meta"))
+    noted = _Noted(module.get_parameter(local))
+    try:
+        with noted:
+            _initialize(surroundings, 0)
+    except Exception:  # of an initialisation that asks for values, which are not there
+        return None
+    return noted.normals(module.get_parameter(local))
+
+
+def _replace_parameters(module: nn.Module, make: Callable[[torch.Size], Tensor]) -> None:
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[key] = nn.Parameter(make(parameter.shape), requires_grad=False)
+
+
+def _initialize(surroundings: Sequence[tuple[nn.Module, nn.Module]], seed: int) -> None:
+    with torch.no_grad(), _OwnRandomNumbers(seed):
+        for around, initialiser in reversed(surroundings):
+            initialiser._init_weights(around)  # type: ignore[operator]  # of every PreTrainedModel
 
 
 def _own_surroundings(model: nn.Module, path: str) -> list[tuple[nn.Module, nn.Module]]:
@@ -64,6 +117,50 @@ def _copy(module: nn.Module) -> nn.Module:
     own.__dict__ |= {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
     own.__dict__.pop("_is_hf_initialized", None)
     return own
+
+
+class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what is drawn up to a parameter (on the meta device), and whether that is all that sets it."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._target = target
+        self._storage = target.untyped_storage()
+        self._drawn: list[Normal] = []
+        self._is_complete = False
+        self._is_other = False  # than what Normals can say
+
+    def normals(self, parameter: Tensor) -> tuple[Normal, ...] | None:
+        """`parameter`: the one that the module has now."""
+        is_all = self._is_complete and not self._is_other and parameter is self._target and self._is_own(parameter)
+        return tuple(self._drawn) if is_all else None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        sets = func._schema.is_mutable and any(map(self._is_own, tree_leaves((args, kwargs))))
+        draws = not self._is_complete and torch.Tag.nondeterministic_seeded in func.tags
+        normal = _as_normal(func, args, kwargs or {})
+        self._is_other |= (draws or sets) and (normal is None or self._is_complete)
+        if normal is not None and draws:
+            self._drawn.append(normal)
+            self._is_complete = sets
+            self._is_other |= sets and normal.numel != self._target.numel()
+        return func(*args, **kwargs or {})
+
+    def _is_own(self, value: object) -> bool:
+        """Whether it has the memory that the parameter began with."""
+        return isinstance(value, Tensor) and value.untyped_storage()._cdata == self._storage._cdata
+
+
+def _as_normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Normal | None:
+    """What an operation draws, where that is normal numbers for a tensor (on the meta device) as it lies in memory."""
+    if func is not torch.ops.aten.normal_.default or any(value is not None for value in kwargs.values()):
+        return None
+    tensor = args[0]
+    mean, std = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
+    is_plain = tensor.is_meta and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return Normal(tensor.numel(), mean, std) if is_plain else None
 
 
 class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -284,6 +284,12 @@ class ModelLayout:
         return frozenset(tuple(segment.numel for segment in layer.trained_segments) for layer in self.layers)
 
     @cached_property
+    def num_tied(self) -> int:
+        """Elements of trained parameters that others are tied to."""
+        segments = (s for layer in self.layers for s in layer.segments if s.group.trained)
+        return sum({s.tied_to: math.prod(s.shape) for s in segments if s.tied_to}.values())
+
+    @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
         """Of each layer those whose weights it needs: itself, and the owners of its tied parameters."""
         tied = ({self.owner[s.tied_to] for s in layer.segments if s.tied_to} for layer in self.layers)

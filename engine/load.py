@@ -2,67 +2,73 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from megatrain_ray.engine.initial import initial_values
-
-AHEAD_BYTES = 2 << 30  # of parameters that are drawn before they are read; a larger one is drawn alone
-MAX_THREADS = 8
+from megatrain_ray.engine.initial import initial_values, module_seed, normals_before
 
 
 class WeightSource(Protocol):
     """Implemented by `io.weight_map.MappedWeights` and by `RandomSource`."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened parameter `name`: 1-D, fp32."""
+        """Elements [start, stop) of the flattened parameter `name`: 1-D, fp32, until the thread reads others. Threads
+        may read at the same time."""
 
 
 class RandomSource:
-    """The model's own random initialisation. A parameter is drawn by one thread, since its numbers follow from each
-    other; so those that follow it in the model are drawn meanwhile by others."""
+    """The model's own random initialisation.
+
+    The numbers of a parameter follow from each other, so each thread that reads draws parameters of its own; it holds
+    some MiB of one that is filled with normal numbers, as nearly all are, and any other one whole.
+    """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         """`model`: a transformers PreTrainedModel on the meta device."""
         self._model = model
         self._seed = seed
-        self._names = [name for name, _ in model.named_parameters()]
-        self._places = {name: place for place, name in enumerate(self._names)}
-        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="initial values")
-        self._drawn: dict[str, Future[Tensor]] = {}  # the last that was read, and some that follow it
+        self._of_thread = threading.local()
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Raises ConfigError when the model does not initialise that parameter."""
-        if next(iter(self._drawn), None) != name:
-            self._move_on(name)
-        return self._drawn[name].result()[start:stop]
+        """Fastest for one parameter after the other, each from its beginning on. Raises ConfigError when the model does
+        not initialise that parameter."""
+        drawn: _Drawn | None = getattr(self._of_thread, "drawn", None)
+        if drawn is None or drawn.name != name or start < drawn.start:
+            self._of_thread.drawn = drawn = None  # before another one takes memory
+            self._of_thread.drawn = drawn = _Drawn(name, self._parts(name))
+        return drawn.read(start, stop)
 
-    def _move_on(self, name: str) -> None:
-        """Forgets what does not follow `name`, which frees memory before others take theirs."""
-        wanted = list(self._following(name))
-        kept = {other: self._drawn[other] for other in wanted if other in self._drawn}
-        for other, future in self._drawn.items():
-            if other not in kept:
-                future.cancel()
-        self._drawn = {other: kept.get(other) or self._threads.submit(self._draw, other) for other in wanted}
+    def _parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Of the flattened parameter, and where each begins: each until the next one."""
+        normals = normals_before(self._model, name)
+        if normals is None:
+            yield 0, initial_values(self._model, name, self._seed).flatten()
+            return
+        generator = torch.Generator().manual_seed(module_seed(name.rpartition(".")[0], self._seed))
+        for other in normals[:-1]:
+            for _ in other.blocks(generator):
+                pass
+        yield from normals[-1].blocks(generator)
 
-    def _following(self, name: str) -> Iterator[str]:
-        """It, and as many after it as may be drawn ahead."""
-        yield name
-        place = self._places.get(name, len(self._names))
-        left = AHEAD_BYTES - self._num_bytes(name)
-        for other in self._names[place + 1 :]:
-            left -= self._num_bytes(other)
-            if left < 0:
-                return
-            yield other
 
-    def _num_bytes(self, name: str) -> int:
-        return 4 * self._model.get_parameter(name).numel()
+class _Drawn:
+    """A parameter as far as it is drawn, the last part of it at hand."""
 
-    def _draw(self, name: str) -> Tensor:
-        return initial_values(self._model, name, self._seed).flatten()
+    def __init__(self, name: str, parts: Iterator[tuple[int, Tensor]]) -> None:
+        self.name = name
+        self._parts = parts
+        self.start, self._part = next(parts)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """From `self.start` on, and with what follows after that."""
+        found: list[Tensor] = []
+        while True:
+            held = self._part[max(0, start - self.start) : max(0, stop - self.start)]
+            if self.start + len(self._part) >= stop:
+                return torch.cat([*found, held]) if found else held
+            found += [held.clone()] * bool(len(held))
+            self.start, self._part = next(self._parts)

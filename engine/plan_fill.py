@@ -36,21 +36,23 @@ class Filling:
     @property
     def most_kept(self) -> Candidate:
         """Nothing that the filling makes computes less: no layer's state on the device, and every block keeps more."""
-        return self._candidate(0, self.num_blocks if self._may_keep_more else 0)
+        return self._candidate(0, self._most_late)
 
     def smallest(self) -> Plan:
         """With as little on the device as the host allows, or with as much as it has room for where the host has too
         little in any case."""
         return self._plan(self.fewest if self.fixed else min(self.fewest, max(0, self._most)), 0)
 
-    def plans(self) -> Iterator[Plan]:
-        """Those that fit, the one with the most layers on the device first."""
+    def plans(self, may_win: Callable[[Plan], bool]) -> Iterator[Plan]:
+        """Those that fit and may win, the one with the most layers on the device first."""
         if not fits(self._plan(self.fewest, 0)):
             return
         most = self.fewest if self.fixed else max(self.fewest, self._most)
         step = max(1, (most - self.fewest) // (NUM_BETWEEN + 1))
         for count in dict.fromkeys((*range(most, self.fewest, -step), self.fewest)):
-            yield self._with_late(count)
+            # With more kept nothing takes longer, so what cannot win then need not be filled.
+            if may_win(self._plan(count, self._most_late)) and may_win(plan := self._with_late(count)):
+                yield plan
 
     def _plan(self, count: int, num_late: int) -> Plan:
         return self.draft(self._candidate(count, num_late))
@@ -59,6 +61,10 @@ class Filling:
         larger = min((b for b in ACTIVATION_BUDGETS if b > self.candidate.activation_budget), default=1.0)
         layers = frozenset(self.able[:count])
         return replace(self.candidate, hbm_layers=layers, num_late=num_late, late_budget=larger)
+
+    @property
+    def _most_late(self) -> int:
+        return self.num_blocks if self._may_keep_more else 0
 
     @property
     def _may_keep_more(self) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-
-import torch
 
 from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
@@ -101,9 +100,9 @@ def _backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationByte
 
     def of(index: int, layer: LayerPlan) -> int:
         graph = 2 * activations.kept[index] + boundaries
-        if layer.compiled and (budgets := activations.budgets_of(index)):
+        if layer.compiled:
             mine = activations.kept_within(index, layer.activation_budget)
-            graph = int(COMPILED_BACKWARD * max(cost.kept_bytes for cost in budgets)) - mine
+            graph = int(COMPILED_BACKWARD * activations.kept_at_most(index)) - mine
         return graph + layout.layers[index].trained.size * item
 
     return max(of(i, layer) for i, layer in enumerate(plan.layers[:-1]))
@@ -199,16 +198,10 @@ def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boun
     every tied weight for each micro-batch whose owner of it has not had its backward."""
     head = layout.layers[-1]
     chunked = plan.loss_chunk_tokens < plan.micro_batch_size * plan.seq_len
-    trained = [s for layer in layout.layers for s in layer.segments if s.group.trained]
-    elements = sum(max(s.numel, _size(s.shape)) for s in head.segments if s.group.trained)
-    tied = sum({s.tied_to: _size(s.shape) for s in trained if s.tied_to}.values())
+    elements = sum(max(s.numel, math.prod(s.shape)) for s in head.segments if s.group.trained)
     return (
         logits_bytes(structure, plan.precision, plan.loss_chunk_tokens, z_loss=z_loss, compiled=plan.compiled_loss)
         + 2 * boundary
         + _head_bytes(plan, elements, chunked=chunked)
-        + tied * plan.precision.working_dtype.itemsize * plan.num_live_micro_batches
+        + layout.num_tied * plan.precision.working_dtype.itemsize * plan.num_live_micro_batches
     )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())

@@ -9,14 +9,15 @@ from dataclasses import replace
 from functools import cache
 
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
-from megatrain_ray.engine.cost_model import Setting, least_compute_s, least_s, predict
+from megatrain_ray.engine.cost_model import Known, Setting, predict
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
+from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.planner import draft_plan, with_uploads
+from megatrain_ray.engine.planner import Drafts, draft_plan, with_uploads
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
@@ -52,15 +53,27 @@ class _Search:
         self._last: Filling | None = None
 
     def try_split(self, request: Request, activations: ActivationBytes) -> None:
+        drafts, known = Drafts(), Known()
+
+        @cache
         def draft(candidate: Candidate) -> Plan:
             setting = self._setting
-            return draft_plan(setting.structure, setting.layout, activations, self._machine, request, candidate)
+            return draft_plan(setting.structure, setting.layout, activations, self._machine, request, candidate, drafts)
 
         @cache
         def fewest(where: Candidate) -> int:
             return fewest_layers(draft, where, self._able) if fixed is None else fixed
 
+        def may_win(plan: Plan) -> bool:
+            bounds = Bounds(plan, self._setting, activations, known)
+            # What takes as long as a simpler one changes nothing.
+            return (
+                self._may_win(max(bounds.compute_s, bounds.update_s))
+                and max(bounds.chained_s, bounds.h2d_s) < self._best_s
+            )
+
         fixed = self._fixed(request)
+        computed_s: dict[tuple[ActivationPolicy, float], float] = {}  # with as much kept as can be
         first = None
         for candidate in candidates(self._setting.structure, request):
             first = first or candidate  # of those that only differ in what is on the device
@@ -74,12 +87,14 @@ class _Search:
             if candidate.gradients is Tier.HBM and self._found and not fewest(replace(where, gradients=Tier.HOST)):
                 continue  # the host has room for them, from where they would leave late
             filling = Filling(draft, candidate, self._able, self._num_blocks, fewest(where), fixed is not None)
-            if not self._may_win(least_compute_s(draft(filling.most_kept), self._setting, activations)):
+            kept = candidate.activations, candidate.activation_budget
+            if kept not in computed_s:
+                computed_s[kept] = Bounds(draft(filling.most_kept), self._setting, activations, known).compute_s
+            if not self._may_win(computed_s[kept]):
                 continue
             self._last = filling
-            for plan in filling.plans():
-                if self._may_win(least_s(plan, self._setting, activations)):
-                    self._add(replace(plan, prediction=predict(plan, self._setting, activations)))
+            for plan in filling.plans(may_win):
+                self._add(replace(plan, prediction=predict(plan, self._setting, activations, known)))
 
     def _fixed(self, request: Request) -> int | None:
         """How many layers must live on the device. Raises ConfigError where that many cannot."""

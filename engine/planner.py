@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -51,9 +52,19 @@ def draft_plan(
     machine: Machine,
     request: Request,
     candidate: Candidate,
+    drafts: Drafts | None = None,
 ) -> Plan:
-    """The same, but that uploads are not counted: to simulate the slots takes most of the time."""
-    return _Builder(structure, layout, activations, machine, request, candidate).plan()
+    """The same, but that uploads are not counted: to simulate the slots takes most of the time. `drafts`: of what is
+    the same but for the candidate."""
+    return _Builder(structure, layout, activations, machine, request, candidate, drafts or Drafts()).plan()
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Parts of plans that many candidates of one request share."""
+
+    frames: dict[Candidate, Plan] = field(default_factory=dict)
+    layers: dict[Candidate, dict[tuple[int, bool, bool], LayerPlan]] = field(default_factory=dict)
 
 
 def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
@@ -117,8 +128,22 @@ class _Builder:
     machine: Machine
     request: Request
     candidate: Candidate
+    drafts: Drafts
 
     def plan(self) -> Plan:
+        """What is kept for a backward decides about layers and device memory alone."""
+        c = self.candidate
+        where = replace(c, activations=ActivationPolicy.KEEP, activation_budget=1.0, num_late=0, late_budget=1.0)
+        if where not in self.drafts.frames:
+            self.drafts.frames[where] = self._frame()
+        frame = self.drafts.frames[where]
+        plan = replace(frame, layers=self._layers())
+        hbm = hbm_rows(plan, self.structure, self.layout, self.activations, z_loss=self.request.z_loss)
+        plan = replace(plan, rows=(*hbm, *frame.rows))
+        return self._with_copies(plan) if self.request.saves else plan
+
+    def _frame(self) -> Plan:
+        """All but the rows of device memory."""
         r, c, m = self.request, self.candidate, self.machine
         num_shards = r.num_shards or m.num_nodes
         slots = self._slots()
@@ -160,9 +185,7 @@ class _Builder:
             ram_limit_bytes=m.ram_bytes,
             rows=(),
         )
-        hbm = hbm_rows(plan, self.structure, self.layout, self.activations, z_loss=r.z_loss)
-        rows = (*hbm, *host_rows(plan, self.layout))
-        return self._with_copies(replace(plan, rows=rows)) if r.saves else replace(plan, rows=rows)
+        return replace(plan, rows=tuple(host_rows(plan, self.layout)))
 
     def _with_copies(self, plan: Plan) -> Plan:
         """Half of the RAM that the plan leaves may hold copies for saves."""
@@ -172,19 +195,23 @@ class _Builder:
         of_device = num_bytes * on_device // plan.num_trained
         return replace(plan, save_copy_bytes=num_bytes, device_copy_bytes=of_device, rows=(*plan.rows, row))
 
-    @property
+    @cached_property
     def _sums(self) -> torch.dtype:
         return torch.float32 if self.request.num_micro_batches > 1 else self.request.precision.working_dtype
 
-    @property
+    @cached_property
     def _wire(self) -> torch.dtype:
         return torch.bfloat16 if self.request.round_gradients else self._sums
 
     def _layers(self) -> tuple[LayerPlan, ...]:
-        return tuple(map(self._layer, range(len(self.layout.layers))))
+        c, order = self.candidate, LoopOrder.MICRO_BATCHES_OUTER
+        alike = replace(c, order=order, num_block_slots=0, num_edge_slots=0, hbm_layers=frozenset(), num_late=0)
+        known = self.drafts.layers.setdefault(alike, {})
+        keys = [(i, i in c.hbm_layers, self._is_late(i)) for i in range(len(self.layout.layers))]
+        return tuple(known.get(key) or known.setdefault(key, self._layer(key[0])) for key in keys)
 
     def _layer(self, index: int) -> LayerPlan:
-        layer = self.layout.layers[index]
+        layer, compiled = self.layout.layers[index], self._is_compiled(index)
         tier = Tier.HBM if index in self.candidate.hbm_layers else Tier.HOST
         waits = Tier.HBM if self._waits_on_device(index) else Tier.HOST
         return LayerPlan(
@@ -199,17 +226,20 @@ class _Builder:
             boundary=Tier.HOST if self._leaves(index) else Tier.HBM,
             boundary_bytes=self.activations.boundary[index],
             activations=self._policy(index),
-            compiled=self._is_compiled(index),
-            activation_budget=self._budget(index) if self._is_compiled(index) else 1.0,
+            compiled=compiled,
+            activation_budget=self._budget(index) if compiled else 1.0,
             updated_by=("gpu" if tier is Tier.HBM else "cpu") if layer.num_trained else "nobody",
         )
 
     def _waits_on_device(self, index: int) -> bool:
         """What leaves rounded, and what Muon trains, leaves as soon as it is complete."""
-        if index in self.candidate.hbm_layers:
-            return True
-        leaves_late = self.candidate.gradients is Tier.HBM and self.request.clip and self._wire is self._sums
-        return leaves_late and not self.layout.with_muon
+        return self._leave_late or index in self.candidate.hbm_layers
+
+    @cached_property
+    def _leave_late(self) -> bool:
+        """Gradients of layers on the host, when all are complete."""
+        waits = self.candidate.gradients is Tier.HBM and self.request.clip and self._wire is self._sums
+        return waits and not self.layout.with_muon
 
     def _leaves(self, index: int) -> bool:
         """Whether what enters the layer waits on the host."""
@@ -224,13 +254,14 @@ class _Builder:
 
     def _is_compiled(self, layer: int) -> bool:
         """Where it can have the candidate's budget."""
-        budgets = [cost.activation_budget for cost in self.activations.budgets_of(layer)]
-        return self.request.compiled and self._budget(layer) in budgets
+        return self.request.compiled and self.activations.has_budget(layer, self._budget(layer))
 
     def _budget(self, layer: int) -> float:
         """Blocks of the forward's end have the larger one: what they keep goes first, and gradients take its place."""
-        c = self.candidate
-        return c.late_budget if layer >= len(self.layout.layers) - 1 - c.num_late else c.activation_budget
+        return self.candidate.late_budget if self._is_late(layer) else self.candidate.activation_budget
+
+    def _is_late(self, layer: int) -> bool:
+        return layer >= len(self.layout.layers) - 1 - self.candidate.num_late
 
     def _slots(self) -> tuple[SlotSpec, ...]:
         item = self.request.precision.working_dtype.itemsize

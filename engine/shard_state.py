@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Weighting
+from megatrain_ray.engine.adamw import AdamState, Hyper, Scratch, Weighting
+from megatrain_ray.engine.block_pool import BlockPool, Job
 from megatrain_ray.engine.journal import Part
 from megatrain_ray.engine.layout import Run, Segment, Span, round_up
 from megatrain_ray.engine.load import WeightSource
@@ -49,29 +52,39 @@ class ShardState(ABC):
         self._saves_frozen = saves_frozen
         self.spans = SpanLog()
 
-    def load(self, source: WeightSource) -> None:
-        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v.
+    def load(self, source: WeightSource, num_threads: int = 1) -> None:
+        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v. `num_threads`:
+        parameters at a time.
 
         Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
         """
-        self.load_frozen(source)
-        for layer in range(len(self.layout.spans)):
-            for run in self._runs(layer):
-                state = self._state(layer, run)
-                state.m.zero_()
-                if state.v is not None:
-                    state.v.zero_()
-                for span in _blocks(run):
-                    state.cut(span).store(_read(source, run, span))
+        trained = [(run, partial(self._load, source, layer, run)) for layer, run in self._all(self._runs)]
+        _fill([*trained, *self._frozen(source)], num_threads)
 
-    def load_frozen(self, source: WeightSource) -> None:
+    def load_frozen(self, source: WeightSource, num_threads: int = 1) -> None:
         """The same of what is frozen, which is the working copy alone."""
-        for layer in range(len(self.layout.spans)):
-            for run in self._frozen_runs(layer):
-                working = self._working_of(layer, run)
-                for span in _blocks(run):
-                    master = _read(source, run, span)
-                    working[slice(*span)] = master if working.dtype == torch.float32 else to_working(master)
+        _fill(self._frozen(source), num_threads)
+
+    def _all(self, runs: Callable[[int], Iterator[Run]]) -> Iterator[tuple[int, Run]]:
+        return ((layer, run) for layer in range(len(self.layout.spans)) for run in runs(layer))
+
+    def _frozen(self, source: WeightSource) -> list[tuple[Run, Job]]:
+        return [(run, partial(self._load_frozen, source, layer, run)) for layer, run in self._all(self._frozen_runs)]
+
+    def _load(self, source: WeightSource, layer: int, run: Run, _: Scratch) -> None:
+        state = self._state(layer, run)
+        state.m.zero_()
+        if state.v is not None:
+            state.v.zero_()
+        scratch = torch.empty(min(run.length, LOAD_ELEMENTS), dtype=torch.int32)
+        for span in _blocks(run):
+            state.cut(span).store(_read(source, run, span), scratch)
+
+    def _load_frozen(self, source: WeightSource, layer: int, run: Run, _: Scratch) -> None:
+        working = self._working_of(layer, run)
+        for span in _blocks(run):
+            master = _read(source, run, span)
+            working[slice(*span)] = master if working.dtype == torch.float32 else to_working(master)
 
     def pieces(self, layer: int) -> Iterator[Piece]:
         """This shard's part of a layer, kind by kind, in logical coordinates; none where it owns nothing. At last what
@@ -185,6 +198,12 @@ def _weighting(segment: Segment, hyper: Hyper) -> Weighting:
     common = hyper.weight_decay if segment.decay else 0.0
     ratio = hyper.muon.adjust_lr.ratio(segment.shape) if hyper.muon and segment.muon else 1.0
     return Weighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay, ratio)
+
+
+def _fill(jobs: Iterable[tuple[Run, Job]], num_threads: int) -> None:
+    """The longest first: one thread must not be left with it at the end."""
+    with closing(BlockPool(num_threads)) as pool:
+        pool.run([job for _, job in sorted(jobs, key=lambda pair: -pair[0].length)])
 
 
 def _blocks(run: Run) -> Iterator[Span]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -58,9 +59,27 @@ class ActivationBytes:
         trial = self.compiled[layer] if self.compiled else None
         return trial.budgets if trial else ()
 
+    def has_budget(self, layer: int, activation_budget: float) -> bool:
+        """Whether a compiled layer can have it; no layer where nothing is compiled."""
+        return bool(self.compiled) and activation_budget in self._kept_within[layer]
+
     def kept_within(self, layer: int, activation_budget: float) -> int:
         """Bytes that a compiled layer keeps."""
-        return next(c.kept_bytes for c in self.budgets_of(layer) if c.activation_budget == activation_budget)
+        return self._kept_within[layer][activation_budget]
+
+    def kept_at_most(self, layer: int) -> int:
+        """The same with the largest budget."""
+        return self._kept_at_most[layer]
+
+    @cached_property
+    def _kept_within(self) -> tuple[dict[float, int], ...]:
+        return tuple(
+            {c.activation_budget: c.kept_bytes for c in trial.budgets} if trial else {} for trial in self.compiled
+        )
+
+    @cached_property
+    def _kept_at_most(self) -> tuple[int, ...]:
+        return tuple(max(of_budgets.values(), default=0) for of_budgets in self._kept_within)
 
 
 def discover(

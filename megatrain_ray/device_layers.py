@@ -33,13 +33,13 @@ class DeviceLayers:
     def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         """From a save, and with what that leaves out from where the run began; without a save from the model's source.
         Raises what either raises."""
-        source = self._prepared.source
+        source, plan = self._prepared.source, self._prepared.plan
         if save_folder is None or manifest is None:
-            self.shard.load(source.weights())
+            self.shard.load(source.weights(), plan.num_compute_threads)
             return
         self.shard.restore(save_folder, manifest)
-        if not self._prepared.plan.saves_frozen:
-            self.shard.load_frozen(source.base_weights())
+        if not plan.saves_frozen:
+            self.shard.load_frozen(source.base_weights(), plan.num_compute_threads)
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """As a shard's."""

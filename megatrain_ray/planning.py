@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,6 +26,7 @@ from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.machine import probe_machine
 from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.profiles import with_profile
+from megatrain_ray.trial_cache import TrialCache
 
 log = logging.getLogger(__name__)
 
@@ -146,18 +149,39 @@ def _discover(
     """Of steps with rows of one document, and of several where there may be such: masks cost the more the longer a row
     is, so flex attention takes the place of those it can."""
     shape = Precision(config.train.precision).working_dtype, config.split()[0], config.data.seq_len
-    flex = _may_use_flex(config, source, device)
-    rules = _rules(config)
-    again = flex or config.data.packing
-    structure, activations = discover(source.factory, *shape, rules, compiled=compiled and not again)
-    attention = Attention.FLEX if flex and activations.masks else Attention.SDPA
-    packed_attention = Attention.FLEX if flex and config.data.packing else attention
-    if again:
-        structure, activations = discover(
-            source.factory, *shape, rules,
-            attention=packed_attention, packed=config.data.packing, compiled=compiled,
-        )  # fmt: skip
-    return structure, activations, attention, packed_attention
+    find, packed = partial(_find, source, shape, _rules(config)), config.data.packing
+    sdpa, flex = Attention.SDPA, Attention.FLEX
+    if not _may_use_flex(config, source, device):
+        return *find(packed=packed, compiled=compiled), sdpa, sdpa
+    if packed:
+        _, activations = find()
+        return *find(attention=flex, packed=True, compiled=compiled), flex if activations.masks else sdpa, flex
+    structure, activations = find(compiled=compiled)
+    if activations.masks:
+        return *find(attention=flex, compiled=compiled), flex, flex
+    return structure, activations, sdpa, sdpa
+
+
+def _find(
+    source: ModelSource,
+    shape: tuple[torch.dtype, int, int],
+    rules: ParameterRules,
+    *,
+    attention: Attention = Attention.SDPA,
+    packed: bool = False,
+    compiled: bool = False,
+) -> tuple[ModelStructure, ActivationBytes]:
+    """As `discover`, with what compiled layers keep from the cache where it is there."""
+    how: dict[str, Any] = {"attention": attention, "packed": packed}
+    if not compiled:
+        return discover(source.factory, *shape, rules, **how)
+    cache = TrialCache(source, {"shape": shape, "rules": rules, **how})
+    known = cache.read()
+    structure, activations = discover(source.factory, *shape, rules, **how, compiled=known is None)
+    if known is not None:
+        return structure, replace(activations, compiled=known)
+    cache.write(activations.compiled)
+    return structure, activations
 
 
 def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool:

@@ -106,15 +106,16 @@ class ShardWorker:
 
     def initialize(self) -> None:
         """Fills this shard's part from the model folder, or with random values."""
-        self._shard.load(self._prepared.source.weights())
+        self._shard.load(self._prepared.source.weights(), self._prepared.plan.num_shard_threads)
         self._take_spare_memory()
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
         """Fills this shard's part from a save, whatever the number of shards that wrote it, and with what the save
         leaves out from where the run began."""
         asyncio.run(read_pieces(save_folder, manifest, self._pieces()))
-        if not self._prepared.plan.saves_frozen:
-            self._shard.load_frozen(self._prepared.source.base_weights())
+        plan = self._prepared.plan
+        if not plan.saves_frozen:
+            self._shard.load_frozen(self._prepared.source.base_weights(), plan.num_shard_threads)
         self._take_spare_memory()
 
     def run(self, abandoned: SaveAttempt) -> None:

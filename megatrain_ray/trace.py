@@ -23,6 +23,8 @@ class Stage(Enum):
     D2H = "d2h"
     OPTIMIZER = "optimizer"
 
+    __hash__ = object.__hash__  # Enum's own is Python: a tenth of a simulation
+
 
 @dataclass(frozen=True)
 class Op:

@@ -184,7 +184,7 @@ def test_a_deep_model_is_planned_in_a_moment() -> None:
     request = replace(REQUEST, micro_batch_size=1, num_micro_batches=64, free_split=True)
     start_s = time.process_time()
     plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=80 << 30), request)
-    assert time.process_time() - start_s < 10.0  # 2 s where nothing else runs
+    assert time.process_time() - start_s < 5.0  # 0.2 s where nothing else runs
     assert plan.prediction is not None
 
 

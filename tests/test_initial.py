@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from megatrain_ray.engine import load
-from megatrain_ray.engine.initial import initial_values, module_seed
+from megatrain_ray.engine import initial
+from megatrain_ray.engine.initial import Normal, initial_values, module_seed, normals_before
 from megatrain_ray.engine.load import RandomSource
 from megatrain_ray.errors import ConfigError
 
@@ -124,27 +126,101 @@ def test_source_reads_ranges_of_the_flattened_parameter() -> None:
     assert torch.equal(got[3], q_proj[50:60])
 
 
-def test_a_source_draws_in_several_threads_what_it_draws_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = on_meta(attention_bias=True)
-    names = [name for name, _ in model.named_parameters()]
-    alone = {name: initial_values(model, name, 3).flatten() for name in names}
-    for ahead_bytes in (0, 1 << 16, 1 << 30):
-        monkeypatch.setattr(load, "AHEAD_BYTES", ahead_bytes)
-        source = RandomSource(model, 3)
-        for name in [*names, *reversed(names)]:  # the second half is another order than the model's
-            numel = alone[name].numel()
-            parts = [source.read(name, 0, numel // 2), source.read(name, numel // 2, numel)]
-            assert torch.equal(torch.cat(parts), alone[name]), name
-
-
-def test_a_source_holds_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = on_meta()
-    monkeypatch.setattr(load, "AHEAD_BYTES", 4 * 64 * 160)
+def test_threads_draw_what_one_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 1024)
+    model = on_meta(attention_bias=True)  # with a padding row, which is set after the embedding's numbers
+    alone = {name: initial_values(model, name, 3).flatten() for name, _ in model.named_parameters()}
     source = RandomSource(model, 3)
-    for name, parameter in model.named_parameters():
-        source.read(name, 0, 1)
-        held = sum(future.result().nbytes for future in source._drawn.values())
-        assert held <= max(load.AHEAD_BYTES, 4 * parameter.numel())
+
+    def read(name: str) -> torch.Tensor:
+        numel = alone[name].numel()
+        return torch.cat([source.read(name, k, min(k + 700, numel)).clone() for k in range(0, numel, 700)])
+
+    with ThreadPoolExecutor(4) as pool:
+        for (name, values), got in zip(alone.items(), pool.map(read, alone), strict=True):
+            assert torch.equal(got, values), name
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 79, 80, 81, 250])
+def test_normal_numbers_in_blocks_are_those_of_one_draw(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+    monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 32)
+    whole, generator = (torch.Generator().manual_seed(7) for _ in range(2))
+    parts = [(start, part.clone()) for start, part in Normal(numel, 0.5, 2.0).blocks(generator)]
+    assert [start for start, _ in parts] == list(range(0, max(1, numel - 15), 32))
+    assert torch.equal(torch.cat([part for _, part in parts]), torch.empty(numel).normal_(0.5, 2.0, generator=whole))
+    assert torch.equal(torch.rand(3, generator=generator), torch.rand(3, generator=whole))
+
+
+def test_what_is_drawn_in_blocks_and_what_is_not() -> None:
+    model = on_meta()
+    assert normals_before(model, Q_PROJ) == (Normal(64 * 64, 0.0, 0.05),)
+    assert normals_before(model, "model.embed_tokens.weight") is None, "a row of it is set to zero afterwards"
+    assert normals_before(model, "model.norm.weight") is None
+    config = MixtralConfig(**SIZES, num_local_experts=2)
+    with init_empty_weights(include_buffers=False):
+        experts = MixtralForCausalLM(config)
+    of_both = normals_before(experts, "model.layers.0.mlp.experts.down_proj")
+    assert of_both == (Normal(2 * 320 * 64, 0.0, 0.05), Normal(2 * 64 * 160, 0.0, 0.05))
+
+
+class Sets(nn.Module):
+    """Initialised as `how` says, on weights of 20 elements."""
+
+    def __init__(self, how: Callable[[Sets], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(20, device="meta"))
+        self.other = nn.Parameter(torch.empty(5, device="meta"))
+        self._how = how
+
+    def _init_weights(self, module: Sets) -> None:
+        self._how(module)
+
+
+def _assign(module: Sets) -> None:
+    module.weight.normal_()
+    module.weight.data = torch.zeros(20)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda m: m.weight.uniform_(),
+        lambda m: m.weight.copy_(torch.randn(20)),
+        lambda m: (torch.rand(3), m.weight.normal_()),
+        lambda m: (m.other.uniform_(), m.weight.normal_()),
+        lambda m: (m.weight.normal_(), m.weight.mul_(2.0)),
+        lambda m: (m.weight.normal_(), m.weight[3:4].zero_()),
+        lambda m: (m.weight.normal_(), m.weight.normal_(std=3.0)),
+        lambda m: (m.weight[:10].normal_(), m.weight[10:].normal_()),
+        lambda m: m.weight.view(4, 5).T.normal_(),
+        lambda m: m.weight.fill_(torch.randn(1).item() if m.weight.sum().item() else 1.0),
+        _assign,
+    ],
+)
+def test_anything_else_than_normal_numbers_is_drawn_whole(how: Callable[[Sets], object]) -> None:
+    before = torch.random.get_rng_state()
+    assert normals_before(Sets(how), "weight") is None
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda m: m.weight.normal_(1.0, 2.0),
+        lambda m: (m.other.normal_(3.0), m.weight.view(4, 5).normal_(std=0.1), m.other.uniform_()),
+        lambda m: (m.other.zero_(), nn.init.normal_(m.weight, 0.5, 0.1)),
+    ],
+)
+def test_normal_numbers_after_others_are_the_model_s_own(how: Callable[[Sets], object]) -> None:
+    assert normals_before(Sets(how), "weight") is not None
+    assert torch.equal(RandomSource(Sets(how), 3).read("weight", 0, 20), initial_values(Sets(how), "weight", 3))
+
+
+def test_a_source_holds_a_block_of_normal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 1024)
+    source = RandomSource(on_meta(), 3)
+    held = source.read("lm_head.weight", 5000, 5100)
+    assert held.untyped_storage().nbytes() == 4 * (1024 + 16)
 
 
 class Draws(nn.Module):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatrain_ray import planning
 from megatrain_ray.config import TrainConfig
+from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning import Prepared, prepare
 from tests.runs import config
@@ -36,3 +40,24 @@ def test_no_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
     assert prepared(tmp_path, {}, data__seq_len=POSITIONS).plan.seq_len == POSITIONS
     with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):
         prepared(tmp_path, {}, data__seq_len=POSITIONS + 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "packing", "num_trials"),
+    [("cpu", False, 1), ("cpu", True, 1), ("cuda", False, 1), ("cuda", True, 2)],
+)
+def test_a_model_is_tried_as_often_as_its_attention_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, packing: bool, num_trials: int
+) -> None:
+    """Rows of one document have flex attention where their masks would be whole ones, rows of several have it always:
+    then two calls differ. A trial of 180 layers takes 3 s."""
+    trials = []
+    monkeypatch.setattr(
+        planning, "discover", lambda *args, **kwargs: trials.append(kwargs) or discover(*args, **kwargs)
+    )
+    tree = config(tmp_path, LLAMA | {"head_dim": 16}, data__packing=packing, hardware__compile=False)
+    machine = replace(MACHINE, device=device, hbm_bytes=None if device == "cpu" else 8 << 30)
+    plan = prepare(TrainConfig.model_validate(tree).resolve(), machine).plan
+    assert len(trials) == num_trials
+    assert plan.attention is Attention.SDPA
+    assert plan.packed_attention is (Attention.FLEX if num_trials == 2 else Attention.SDPA)

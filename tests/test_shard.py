@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -140,6 +141,26 @@ def test_load_reads_every_element_once_in_bounded_pieces(monkeypatch: pytest.Mon
             assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
         assert_equal(shards, {"master": random_masters(shards.layout)})
         assert all(t.eq(0).all() for kind in ("m", "v") for t in shards.values(kind).values())
+
+
+def test_several_threads_load_what_one_does() -> None:
+    with open_shards(Precision.BF16, 2) as shards:
+        masters = random_masters(shards.layout)
+        for shard in shards.shards:
+            shard.load(Dictionary(masters), num_threads=3)
+        assert_equal(shards, {"master": masters})
+        assert all(t.eq(0).all() for kind in ("m", "v") for t in shards.values(kind).values())
+
+
+def test_nothing_more_is_loaded_after_damage() -> None:
+    with open_shards(Precision.BF16, 1) as shards:
+        masters = random_masters(shards.layout)
+        longest = max(masters, key=lambda name: masters[name].numel())
+        masters[longest].fill_(math.nan)
+        source = _Counting(masters)
+        with pytest.raises(ConfigError, match=f"{longest} holds nan"):
+            shards.load(source)
+        assert {name for name, _, _ in source.reads} == {longest}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

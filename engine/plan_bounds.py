@@ -1,0 +1,82 @@
+"""What a step of a plan takes at least: cheap to tell, so that few plans have to be simulated. Pure.
+
+Of the schedule that simulation.py runs: what it changes there these bounds must follow (tests/test_plan_bounds.py).
+"""
+
+from __future__ import annotations
+
+from megatrain_ray.engine.cost_model import Known, Prices, Setting
+from megatrain_ray.engine.model import LayerKind
+from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
+from megatrain_ray.engine.planner import group_of
+from megatrain_ray.engine.simulation import operations
+from megatrain_ray.engine.structure import ActivationBytes
+from megatrain_ray.engine.visits import LoopOrder, Phase, Visit
+
+
+class Bounds:
+    """Of one plan, in seconds."""
+
+    def __init__(self, plan: Plan, setting: Setting, activations: ActivationBytes, known: Known | None = None) -> None:
+        """`activations`: of a micro-batch of the plan. `known`: of other plans of the same request."""
+        self._plan = plan
+        self._setting = setting
+        known = known or Known()
+        self._prices = Prices(plan, setting, activations, known)
+        keeps = tuple([(layer.activations.value, layer.compiled, layer.activation_budget) for layer in plan.layers])
+        if keeps not in known.sweeps:
+            known.sweeps[keeps] = tuple(map(self._visit_s, setting.one_sweep))
+        self._sweep_s = known.sweeps[keeps]  # of each visit of one micro-batch
+        self._num_sweeps = 1 if plan.order is LoopOrder.LAYERS_OUTER else plan.num_micro_batches
+        self._at_once = plan.num_micro_batches // self._num_sweeps
+
+    @property
+    def compute_s(self) -> float:
+        """All that is computed but updates on the device."""
+        return self._plan.num_micro_batches * sum(self._sweep_s)
+
+    @property
+    def update_s(self) -> float:
+        """The updates of the shards."""
+        return sum(map(self._update_s, self._prices.updated_by_cpu))
+
+    def _visit_s(self, visit: Visit) -> float:
+        names = operations(visit.phase, self._plan.layers[visit.layer].activations)
+        return sum([self._prices.of_layer(name, visit.layer) for name in names])
+
+    def _update_s(self, layer: int) -> float:
+        return self._prices.of_layer("shards", layer)
+
+    @property
+    def chained_s(self) -> float:
+        """Where updates follow the backward: those up to a layer, then all that is computed from its forward on. What
+        happens between a backward and its step's end happens in every step."""
+        if self._plan.update_order is UpdateOrder.BACKWARD:
+            return 0.0
+        left_s, updated_s, longest_s = self.compute_s, 0.0, 0.0
+        updated = set(self._prices.updated_by_cpu)
+        for visit, seconds in zip(self._setting.one_sweep, self._sweep_s, strict=True):
+            if visit.phase is Phase.BACKWARD:
+                break
+            if visit.layer in updated:
+                updated_s += self._update_s(visit.layer)
+                longest_s = max(longest_s, updated_s + left_s)
+            left_s -= self._at_once * seconds
+        return longest_s
+
+    @property
+    def h2d_s(self) -> float:
+        """Blocks come for each forward and each backward, but for what the slots hold from one to the next; unfinished
+        sums for every micro-batch after the first; what entered layers where that waits on the host."""
+        plan, layers = self._plan, self._setting.layout.layers
+        item, lowest = plan.precision.working_dtype.itemsize, self._setting.layout.lowest_trained
+        streamed = [i for i in plan.host_layers if self._setting.structure.layers[i].kind is LayerKind.BLOCK]
+        of_sweep = sum(layers[i].size * item * (2 if i >= lowest else 1) for i in streamed)
+        edge = group_of(LayerKind.HEAD, 0)
+        held = 2 * sum(slot.num_bytes for slot in plan.slots if slot.group != edge)
+        num_bytes = self._num_sweeps * max(0, of_sweep - held)
+        if plan.sums is Tier.HOST:
+            summed = sum(layer.trained.size for layer in layers)
+            num_bytes += (self._num_sweeps - 1) * summed * plan.accumulation_dtype.itemsize
+        num_bytes += plan.boundary_bytes * self._num_sweeps
+        return num_bytes / self._setting.profile.both_bytes_per_s

@@ -1,0 +1,99 @@
+"""What a step takes at least is never more than what it is predicted to take, and not much less where that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from megatrain_ray.engine.cost_model import Known, Setting, predict
+from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
+from megatrain_ray.engine.layer_work import work_of
+from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
+from megatrain_ray.engine.plan_bounds import Bounds
+from megatrain_ray.engine.plan_request import Candidate, Machine, Request
+from megatrain_ray.engine.plan_search import candidates
+from megatrain_ray.engine.planner import draft_plan
+from megatrain_ray.engine.structure import ActivationBytes
+from megatrain_ray.engine.visits import LoopOrder
+from tests.shapes import qwen
+
+MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=1 << 41, hbm_bytes=None, profile=TYPICAL_GPU)
+REQUEST = Request(Precision.BF16, False, True, 2, 4, 512)
+CANDIDATE = Candidate(LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 3, 2)
+PROFILES = {
+    "typical": TYPICAL_GPU,
+    "slow copies": replace(TYPICAL_GPU, both_bytes_per_s=TYPICAL_GPU.both_bytes_per_s / 20),
+    "slow updates": replace(TYPICAL_GPU, adamw_per_s=TYPICAL_GPU.adamw_per_s / 20),
+    "slow products": replace(TYPICAL_GPU, launch_s=1e-3),
+}
+
+
+@cache
+def shape() -> tuple[Any, ActivationBytes]:
+    return qwen(10, REQUEST.seq_len, hidden=2048, heads=16, kv_heads=2, inner=8192)  # type: ignore[no-any-return]
+
+
+def setting_of(profile: HardwareProfile) -> Setting:
+    structure, _ = shape()
+    return Setting(structure, structure.layout(), work_of(structure), profile, True, False)
+
+
+def plans(request: Request) -> Iterator[tuple[Plan, ActivationBytes]]:
+    structure, activations = shape()
+    activations = activations.times(request.micro_batch_size)
+    for candidate in candidates(structure, request):
+        for count in (0, 1, 5, 12):
+            on_device = replace(candidate, hbm_layers=frozenset(range(count)))
+            yield draft_plan(structure, structure.layout(), activations, MACHINE, request, on_device), activations
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_micro_batches": 1},
+        {"num_micro_batches": 9},
+        {"round_gradients": True},
+        {"clip": False},
+    ],
+)
+def test_no_plan_is_faster(changes: dict[str, Any], profile: str) -> None:
+    """The search would leave a plan out that is."""
+    request, setting, known = replace(REQUEST, **changes), setting_of(PROFILES[profile]), Known()
+    for plan, activations in plans(request):
+        step_s = predict(plan, setting, activations, known).step_s
+        bounds = Bounds(plan, setting, activations, known)
+        assert max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s) <= step_s * (1 + 1e-9)
+
+
+def bounds_and_step(profile: str, request: Request, candidate: Candidate) -> tuple[Bounds, float]:
+    (structure, activations), setting = shape(), setting_of(PROFILES[profile])
+    activations = activations.times(request.micro_batch_size)
+    plan = draft_plan(structure, structure.layout(), activations, MACHINE, request, candidate)
+    return Bounds(plan, setting, activations), predict(plan, setting, activations).step_s
+
+
+def test_updates_before_a_forward_are_counted_with_what_follows_them() -> None:
+    bounds, step_s = bounds_and_step("typical", REQUEST, CANDIDATE)
+    assert bounds.chained_s > 0.6 * step_s
+    assert bounds.chained_s > 1.2 * max(bounds.compute_s, bounds.update_s)
+
+
+def test_copies_for_every_micro_batch_are_counted() -> None:
+    request = replace(REQUEST, num_micro_batches=9)
+    for sums in (Tier.HBM, Tier.HOST):
+        bounds, step_s = bounds_and_step("slow copies", request, replace(CANDIDATE, sums=sums))
+        assert bounds.h2d_s > max(0.2 * step_s, 1.1 * bounds.compute_s, 1.1 * bounds.chained_s)
+
+
+def test_plans_of_one_request_share_what_they_know() -> None:
+    setting, known = setting_of(TYPICAL_GPU), Known()
+    for plan, activations in plans(REQUEST):
+        shared, alone = Bounds(plan, setting, activations, known), Bounds(plan, setting, activations)
+        assert (shared.compute_s, shared.update_s) == (alone.compute_s, alone.update_s)
+        assert predict(plan, setting, activations, known) == predict(plan, setting, activations)
