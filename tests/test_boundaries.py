@@ -170,6 +170,12 @@ RETURNS_INPUTS = CODE.replace(LOOP, """        seen = []
         hidden = self.layers[2](hidden)
 """).replace("last_hidden_state=hidden)", "last_hidden_state=hidden, hidden_states=tuple(seen))")  # fmt: skip
 
+IGNORES_AN_ARGUMENT = CODE.replace("forward(self, hidden)", "forward(self, hidden, first)").replace(
+    LOOP, """        first = hidden + 1
+        for layer in self.layers:
+            hidden = layer(hidden, first)
+""")  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("code", "expected"),
@@ -178,6 +184,7 @@ RETURNS_INPUTS = CODE.replace(LOOP, """        seen = []
         pytest.param(HANDS_ON_A_MASK, [False] * 3, id="a mask that layers hand on enters them as well"),
         pytest.param(TAKES_A_WEIGHT, [False, True, True], id="a weight is part of a slot"),
         pytest.param(RETURNS_INPUTS, [False, False, True], id="a loss may read what the base returns"),
+        pytest.param(IGNORES_AN_ARGUMENT, [False, False, True], id="one memory leaves with one layer"),
     ],
 )
 def test_what_is_not_the_layers_own_stays(tmp_path: Path, code: str, expected: list[bool]) -> None:
