@@ -3,7 +3,7 @@ backward. Compute thread only.
 
 The tensors stay what they are, for the model and for autograd alike; their storage is emptied once the copy has left,
 and filled again from the copy. That is safe where nothing reads them in between, which the trial forward tells
-(structure.py); whoever did would find no memory.
+(private_inputs.py); whoever did would find no memory.
 """
 
 from __future__ import annotations

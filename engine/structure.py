@@ -18,6 +18,7 @@ from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, Model
 from megatrain_ray.engine.muon_choice import with_muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
+from megatrain_ray.engine.private_inputs import private_inputs, storages_of
 from megatrain_ray.engine.trial import Answers, Call, Trial, run_trial
 from megatrain_ray.errors import ConfigError
 
@@ -304,30 +305,22 @@ class _Found:
                 )
 
     def activations(self, structure: ModelStructure) -> ActivationBytes:
-        weights = {p.untyped_storage()._cdata for p in self._model.parameters()}
-        boundary, kept, private, of_blocks = [], [], [], list[torch.Tensor]()
+        weights = storages_of(self._model.parameters())
+        boundary, kept, of_blocks = [], [], list[torch.Tensor]()
         for layer in structure.layers:
             calls = [call for path in layer.modules if (call := self.trial.first(path)) is not None]
             entering = [t for t in calls[0].inputs if t.requires_grad]
             boundary.append(_unique_bytes(entering, set()))
-            private.append(layer.kind is LayerKind.BLOCK and self._are_private(calls[0], entering))
             own = [call for call in calls if call.path not in structure.loss_modules]
             kept.append(sum(self._kept(call, weights) for call in own))
             if layer.kind is LayerKind.BLOCK:
                 of_blocks += calls[0].inputs
         masks = mask_bytes(self._attention, of_blocks, *self._batch)
-        return ActivationBytes(tuple(boundary), tuple(kept), max(kept), masks, private=tuple(private))
-
-    def _are_private(self, call: Call, entering: Sequence[torch.Tensor]) -> bool:
-        """Nobody has these after the call, and no operation outside of it saved them for its backward."""
-        storages = {t.untyped_storage()._cdata for t in entering}
-        first, stop = call.saved
-        outside = (*self.trial.saved[:first], *self.trial.saved[stop:])
-        read_later = any(self.trial.touched.get(storage, 0) >= call.stop for storage in storages)
-        return not read_later and not any(t.untyped_storage()._cdata in storages for t in outside)
+        private = private_inputs(self._model, self.trial, structure)
+        return ActivationBytes(tuple(boundary), tuple(kept), max(kept), masks, private=private)
 
     def _kept(self, call: Call, weights: set[int]) -> int:
-        inputs = {t.untyped_storage()._cdata for t in call.inputs}
+        inputs = storages_of(call.inputs)
         return _unique_bytes(self.trial.saved[slice(*call.saved)], weights | inputs)
 
     def _vocab_size(self) -> int:

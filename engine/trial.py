@@ -47,8 +47,8 @@ class Call:
 @dataclass
 class Trial:
     """Every call of a forward in the order of their starts, what autograd saved, and who read which parameter.
-    `looked_up`: parameters whose rows are picked by index, which is no product. `touched`: when an operation last had
-    each storage that is alive, by its identity."""
+    `looked_up`: parameters whose rows are picked by index, which is no product. `touched`: when a module or an
+    operation last had each storage that is alive, by its identity."""
 
     calls: list[Call] = field(default_factory=list)
     saved: list[torch.Tensor] = field(default_factory=list)
@@ -61,6 +61,8 @@ class Trial:
     def enter(self, path: str, arguments: Arguments) -> None:
         self._clock += 1
         inputs = [t for t in tree_leaves(arguments.contents) if isinstance(t, torch.Tensor)]
+        for tensor in inputs:  # whether it reads them or not: a step treats them alike
+            self.touch(tensor)
         call = Call(path, self._clock, arguments, inputs, saved=(len(self.saved), 0))
         self.calls.append(call)
         self._open.append(call)

@@ -73,10 +73,10 @@ class MixerForCausalLM(PreTrainedModel):
 '''
 
 
-def build_own_code(folder: Path, vocab_size: int = 131) -> Path:
+def build_own_code(folder: Path, vocab_size: int = 131, code: str = CODE) -> Path:
     """Random weights, and buffers that are not what the code makes them."""
     folder.mkdir(exist_ok=True)
-    (folder / "modeling_own.py").write_text(CODE)
+    (folder / "modeling_own.py").write_text(code)
     classes = {"AutoConfig": "modeling_own.MixerConfig", "AutoModelForCausalLM": "modeling_own.MixerForCausalLM"}
     settings = {
         "model_type": "own_mixer",

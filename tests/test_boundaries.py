@@ -19,8 +19,9 @@ from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder, visits
 from megatrain_ray.errors import MegatrainError
+from tests.own_code import CODE, build_own_code
 from tests.reference import Recipe
-from tests.run_engine import Mode, train_engine
+from tests.run_engine import Mode, folder_source, train_engine
 from tests.tiny import build_tiny, tiny_batches
 
 NUM_LAYERS, NUM_BYTES = 4, 64  # embedding, two blocks, head
@@ -134,6 +135,61 @@ def test_inputs_that_somebody_reads_later_stay(kind: type[LlamaForCausalLM], exp
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
     )
     _, activations = discover(lambda dtype: kind._from_config(config, dtype=dtype), torch.float32, 1, 8)
+    assert activations.private == (False, *expected, False)
+
+
+LOOP = """        for layer in self.layers:
+            hidden = layer(hidden)
+"""
+HANDS_ON_A_MASK = CODE.replace("forward(self, hidden)", "forward(self, hidden, mask)").replace(
+    "* self.scale", "* self.scale, mask"
+).replace(LOOP, """        mask = torch.ones_like(hidden)
+        for layer in self.layers:
+            hidden, mask = layer(hidden * mask, mask)
+""")  # fmt: skip
+TAKES_A_WEIGHT = CODE.replace("class MixerBase", """class Start(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self):
+        return self.weight[:]
+
+
+class MixerBase""").replace("forward(self, hidden)", "forward(self, hidden, start=0.0)").replace(
+    "self.norm(hidden +", "self.norm(hidden + start +"
+).replace("        self.layers =", "        self.start = Start(config.hidden_size)\n        self.layers =").replace(
+    LOOP, """        start = self.start()
+        for layer in self.layers:
+            hidden, start = layer(hidden, start), 0.0
+""")  # fmt: skip
+RETURNS_INPUTS = CODE.replace(LOOP, """        seen = []
+        for layer in self.layers[:2]:
+            seen.append(hidden)
+            hidden = layer(hidden)
+        hidden = self.layers[2](hidden)
+""").replace("last_hidden_state=hidden)", "last_hidden_state=hidden, hidden_states=tuple(seen))")  # fmt: skip
+
+IGNORES_AN_ARGUMENT = CODE.replace("forward(self, hidden)", "forward(self, hidden, first)").replace(
+    LOOP, """        first = hidden + 1
+        for layer in self.layers:
+            hidden = layer(hidden, first)
+""")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        pytest.param(CODE, [True] * 3, id="plain"),
+        pytest.param(HANDS_ON_A_MASK, [False] * 3, id="a mask that layers hand on enters them as well"),
+        pytest.param(TAKES_A_WEIGHT, [False, True, True], id="a weight is part of a slot"),
+        pytest.param(RETURNS_INPUTS, [False, False, True], id="a loss may read what the base returns"),
+        pytest.param(IGNORES_AN_ARGUMENT, [False, False, True], id="one memory leaves with one layer"),
+    ],
+)
+def test_what_is_not_the_layers_own_stays(tmp_path: Path, code: str, expected: list[bool]) -> None:
+    source = folder_source(build_own_code(tmp_path, code=code), trust_remote_code=True)
+    _, activations = discover(source.factory, torch.float32, 1, 8)
     assert activations.private == (False, *expected, False)
 
 

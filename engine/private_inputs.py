@@ -1,0 +1,54 @@
+"""Of which blocks nothing but the block itself reads what enters it, from its forward to its backward: that may leave
+the device in between. Found in the trial forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.trial import Call, Trial
+
+
+def private_inputs(model: nn.Module, trial: Trial, structure: ModelStructure) -> tuple[bool, ...]:
+    """One answer a layer. `trial`: of the model with all of its parameters trained."""
+    if _hand_on_constants(trial, structure):
+        return (False,) * len(structure.layers)
+    # A weight is part of a slot. What the base model returns a loss may read, which the trial did not run.
+    shared = storages_of(model.parameters()) | storages_of(_returned(trial, structure.base))
+    blocks = [trial.first(layer.modules[0]) if layer.kind is LayerKind.BLOCK else None for layer in structure.layers]
+    return tuple(block is not None and _is_private(trial, block, shared) for block in blocks)
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """By identity."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def _hand_on_constants(trial: Trial, structure: ModelStructure) -> bool:
+    """Whether a layer returns a float that needs no gradient, a mask for instance. In a step that begins at a leaf, as
+    all floats do that a layer returns: more would enter later layers, and leave, than is seen here."""
+    calls = (trial.first(path) for layer in structure.layers[:-1] for path in layer.modules)
+    returned = (value for call in calls if call for value in _tensors(call.output))
+    return any(tensor.is_floating_point() and not tensor.requires_grad for tensor in returned)
+
+
+def _returned(trial: Trial, base: str) -> list[torch.Tensor]:
+    call = trial.first(base)
+    return _tensors(vars(call.output)) if call else []
+
+
+def _is_private(trial: Trial, call: Call, shared: set[int]) -> bool:
+    """Nobody has these after the call, and no operation outside of it saved them for its backward."""
+    storages = storages_of(tensor for tensor in call.inputs if tensor.requires_grad)
+    first, stop = call.saved
+    outside = storages_of((*trial.saved[:first], *trial.saved[stop:]))
+    read_later = any(trial.touched.get(storage, 0) >= call.stop for storage in storages)
+    return not read_later and not storages & (shared | outside)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
