@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +13,15 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatrain_ray import trace
 from megatrain_ray.engine.boundaries import BoundaryStore
 from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.device import Event
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder, visits
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.trace import Op
 from tests.own_code import CODE, build_own_code
 from tests.reference import Recipe
 from tests.run_engine import Mode, folder_source, train_engine
@@ -89,6 +92,32 @@ def test_who_shares_memory_has_it_back(stage: Stage) -> None:
     stage.store.bring_back(1, 0)
     assert torch.equal(alias, entering(3.0))
     assert torch.equal(half, entering(3.0)[: NUM_BYTES // 8])
+
+
+def test_memory_is_filled_behind_all_that_was_submitted_before(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it may be somebody else's, of whom the transfer's stage knows nothing."""
+    recorded: list[Event] = []
+    record, copy = stage.device.record, stage.device.copy
+    behind: list[bool] = []
+
+    def note() -> Event:
+        recorded.append(record())
+        return recorded[-1]
+
+    def watch(kind: trace.Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event]) -> Event:
+        if kind is trace.Stage.H2D:
+            behind.append(any(event is recorded[-1] for event in after))
+        return copy(kind, target, source, op, after)
+
+    tensors = [entering(float(layer)) for layer in BLOCKS]
+    stage.begin(1)
+    for layer, tensor in zip(BLOCKS, tensors, strict=True):
+        stage.store.leave(layer, 0, [tensor])
+    monkeypatch.setattr(stage.device, "record", note)
+    monkeypatch.setattr(stage.device, "copy", watch)
+    stage.store.bring_back(2, 0)
+    assert len(recorded) == 2
+    assert behind == [True, True]
 
 
 def test_layers_whose_inputs_stay_keep_them(stage: Stage) -> None:
