@@ -19,6 +19,7 @@ from megatrain_ray.engine.plan import (
     Tier,
     UpdateOrder,
 )
+from megatrain_ray.engine.plan_gradients import GradientPlaces, in_flight
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import hbm_rows, host_rows, logits_bytes
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
@@ -159,15 +160,15 @@ class _Builder:
             packed_attention=r.packed_attention,
             layers=self._layers(),
             slots=slots,
-            gradient_slot_bytes=self._gradient_slots(),
-            leaving_slot_bytes=self._leaving_slots(),
-            momentum_slot_bytes=self._muon_slots(torch.float32.itemsize),
-            direction_slot_bytes=self._muon_slots(DIRECTION_BYTES),
-            gradient_dtype=_name(self._wire),
-            sum_dtype=_name(self._sums),
+            gradient_slot_bytes=self._gradients.slot_bytes,
+            leaving_slot_bytes=self._gradients.leaving_slot_bytes,
+            momentum_slot_bytes=self._gradients.muon_slot_bytes(torch.float32.itemsize),
+            direction_slot_bytes=self._gradients.muon_slot_bytes(DIRECTION_BYTES),
+            gradient_dtype=_name(self._gradients.wire),
+            sum_dtype=_name(self._gradients.sums),
             sums=c.sums,
-            slab_bytes=self._slab_bytes(),
-            direction_slab_bytes=_in_flight(self.layout.direction_bytes),
+            slab_bytes=self._gradients.slab_bytes,
+            direction_slab_bytes=in_flight(self.layout.direction_bytes),
             update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
             loss_chunk_tokens=self._chunk_tokens(),
             compiled_loss=r.compiled,
@@ -196,12 +197,8 @@ class _Builder:
         return replace(plan, save_copy_bytes=num_bytes, device_copy_bytes=of_device, rows=(*plan.rows, row))
 
     @cached_property
-    def _sums(self) -> torch.dtype:
-        return torch.float32 if self.request.num_micro_batches > 1 else self.request.precision.working_dtype
-
-    @cached_property
-    def _wire(self) -> torch.dtype:
-        return torch.bfloat16 if self.request.round_gradients else self._sums
+    def _gradients(self) -> GradientPlaces:
+        return GradientPlaces(self.structure, self.layout, self.request, self.candidate)
 
     def _layers(self) -> tuple[LayerPlan, ...]:
         c, order = self.candidate, LoopOrder.MICRO_BATCHES_OUTER
@@ -213,7 +210,7 @@ class _Builder:
     def _layer(self, index: int) -> LayerPlan:
         layer, compiled = self.layout.layers[index], self._is_compiled(index)
         tier = Tier.HBM if index in self.candidate.hbm_layers else Tier.HOST
-        waits = Tier.HBM if self._waits_on_device(index) else Tier.HOST
+        waits = Tier.HBM if self._gradients.wait_on_device(index) else Tier.HOST
         return LayerPlan(
             name=layer.name,
             num_parameters=layer.logical_size,
@@ -230,16 +227,6 @@ class _Builder:
             activation_budget=self._budget(index) if compiled else 1.0,
             updated_by=("gpu" if tier is Tier.HBM else "cpu") if layer.num_trained else "nobody",
         )
-
-    def _waits_on_device(self, index: int) -> bool:
-        """What leaves rounded, and what Muon trains, leaves as soon as it is complete."""
-        return self._leave_late or index in self.candidate.hbm_layers
-
-    @cached_property
-    def _leave_late(self) -> bool:
-        """Gradients of layers on the host, when all are complete."""
-        waits = self.candidate.gradients is Tier.HBM and self.request.clip and self._wire is self._sums
-        return waits and not self.layout.with_muon
 
     def _leaves(self, index: int) -> bool:
         """Whether what enters the layer waits on the host."""
@@ -285,59 +272,6 @@ class _Builder:
             edges = [max(edges)] if edges else []
         return (*blocks, *(SlotSpec("edge", num_bytes) for num_bytes in edges))
 
-    def _gradient_sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of the gradients that leave the device when they are complete, in the order of a forward."""
-        return [self.layout.layers[i].trained.size * dtype.itemsize for i in self._leaving_layers()]
-
-    def _leaving_layers(self) -> list[int]:
-        return [i for i in self.layout.updated if not self._waits_on_device(i)]
-
-    def _sum_sizes(self) -> list[int]:
-        """Bytes of all unfinished sums."""
-        return [self.layout.layers[i].trained.size * self._sums.itemsize for i in self.layout.updated]
-
-    def _gradient_slots(self) -> tuple[int, ...]:
-        if self.candidate.sums is Tier.HOST:
-            return self._ring(self.layout.updated, self._sums, 3)  # one arrives, one is added to, one leaves
-        leaving, sizes = self._leaving_layers(), self._gradient_sizes(self._sums)
-        if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
-            return tuple(reversed(sizes))
-        if self._wire is not self._sums:  # what leaves is the copy: a sum's region is free as soon as that is made
-            return (max(sizes),) if sizes else ()
-        return self._ring(leaving, self._sums, 2)
-
-    def _leaving_slots(self) -> tuple[int, ...]:
-        """With layers outermost a rounded sum has left long before all micro-batches of the next layer are done."""
-        count = 1 if self.candidate.order is LoopOrder.LAYERS_OUTER else 2
-        return () if self._wire is self._sums else self._ring(self._leaving_layers(), self._wire, count)
-
-    def _ring(self, layers: Sequence[int], dtype: torch.dtype, count: int) -> tuple[int, ...]:
-        """`count` regions that blocks take in turn, and one for embedding and head, between whose gradients there is
-        a forward or a backward; they have no region to themselves where a block's would do."""
-        blocks, edges = (
-            [i for i in layers if (self.structure.layers[i].kind is LayerKind.BLOCK) is of_blocks]
-            for of_blocks in (True, False)
-        )
-        of_block, of_edge = (
-            max((self.layout.layers[i].trained.size * dtype.itemsize for i in some), default=0)
-            for some in (blocks, edges)
-        )
-        larger = (of_edge,) if of_edge > of_block else ()
-        return (*larger, *(of_block,) * min(count, len(layers) - len(larger) if of_block else 0))
-
-    def _slab_bytes(self) -> int:
-        if self.candidate.sums is Tier.HOST:
-            return sum(self._sum_sizes())
-        on_host = [i for i in self.layout.updated if i not in self.candidate.hbm_layers]
-        late = [self.layout.layers[i].trained.size * self._wire.itemsize for i in on_host if self._waits_on_device(i)]
-        sizes = self._gradient_sizes(self._wire)
-        return (sum(sizes) if self.request.clip else _in_flight(sizes)) + _in_flight(late)
-
-    def _muon_slots(self, itemsize: int) -> tuple[int, ...]:
-        """Two, so that what is made of a layer overlaps with what moves for its neighbours."""
-        sizes = [self.layout.layers[i].trained.size * itemsize for i in self.layout.with_muon]
-        return (max(sizes),) * min(2, len(sizes)) if sizes else ()
-
     def _chunk_tokens(self) -> int:
         """Equal chunks where a few more make them so: each size is compiled."""
         r = self.request
@@ -349,11 +283,6 @@ class _Builder:
         fewest = -(-tokens // max(CHUNK_TOKENS, most))
         equal = (n for n in range(fewest, 2 * fewest) if tokens % (n * CHUNK_TOKENS) == 0)
         return -(-tokens // (next(equal, fewest) * CHUNK_TOKENS)) * CHUNK_TOKENS
-
-
-def _in_flight(sizes: Sequence[int]) -> int:
-    """Room for the largest, and for four like most of them; or for all where that is less."""
-    return min(sum(sizes), max(*sizes, 4 * sorted(sizes)[len(sizes) // 2])) if sizes else 0
 
 
 def _name(dtype: torch.dtype) -> str:
