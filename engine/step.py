@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -20,8 +18,8 @@ from megatrain_ray.engine.device_shard import DeviceShard, UpdateGate
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_call import LayerCall
-from megatrain_ray.engine.layout import ModelLayout, Segment
-from megatrain_ray.engine.loss import ChunkSums, Objective, OpenSum, chunked_loss
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.loss import ChunkSums, Objective
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Transfer
@@ -30,6 +28,7 @@ from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
+from megatrain_ray.engine.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.step_seams import GradientTaker, LayerSource
 from megatrain_ray.engine.visits import Phase, Visit
 from megatrain_ray.trace import Op
@@ -101,7 +100,7 @@ class StepRunner:
         self._modules = modules
         self._device_shard = device_shard
         self._gate = gate
-        self._chunk_sums = chunk_sums
+        self._step_loss = StepLoss(plan, structure, device, skeleton, residents, modules, chunk_sums, store)
         self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
         self.whereabouts = "between steps"  # read by other threads
 
@@ -220,48 +219,13 @@ class StepRunner:
                 self._boundaries.leave(layer, j, [port.tensor for port in call.ports])
 
     def _loss(self, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
-        """Loss of one micro-batch; sends its gradient into the forward pass and returns that of the head."""
-        forward_pass = state.passes[j]
-        hidden = forward_pass.final_hidden
-        with ExitStack() as stack:
-            named: list[tuple[Segment, torch.Tensor]] = []
-            for path in sorted(self._structure.loss_modules):
-                _, parameters = stack.enter_context(self._modules.bound(path))
-                named += zip(self._modules.segments[path], parameters, strict=True)
-            sums = self._open_sums(j)
-            stack.enter_context(self._residents.saving())
-            stack.enter_context(self._device.compute(Op("loss", len(self._layout.layers) - 1, j)))
-            result = chunked_loss(
-                partial(self._chunk_sums, state.step.objective),
-                hidden,
-                state.targets[j],
-                [parameter for _, parameter in named],
-                chunk_tokens=self._plan.loss_chunk_tokens,
-                num_supervised=state.step.world.num_supervised,
-                add=self._device.add,
-                into=[sums.get(segment.name) for segment, _ in named],
-            )
-            auxiliary = self._skeleton.auxiliary(forward_pass.result)
-        forward_pass.send(hidden, result.hidden)
-        state.losses += result.losses
-        state.cross_entropies += result.cross_entropies
-        if auxiliary is not None:
-            self._add_auxiliary(auxiliary, forward_pass, state)
-        forward_pass.result = None
-        return {s.tied_to or s.name: g for (s, _), g in zip(named, result.parameters, strict=True)}
-
-    def _open_sums(self, j: int) -> dict[str, OpenSum]:
-        """Of the head's parameters to whose sums over micro-batches each chunk's gradient is added."""
-        if not self._plan.chunks_add_to_sums:
-            return {}
-        names = self._structure.loss_parameters
-        return self._store.open_sums(len(self._layout.layers) - 1, names, first=j == 0)
-
-    def _add_auxiliary(self, auxiliary: torch.Tensor, forward_pass: ForwardPass, state: _StepState) -> None:
-        """A mean over the micro-batches of the step: the term is no sum over tokens."""
-        count = len(state.passes) * state.step.world.size
-        forward_pass.send(auxiliary, torch.full_like(auxiliary, 1 / count))
-        state.losses.append(auxiliary.detach() / count)
+        """Of one micro-batch; returns gradients of the head."""
+        step = state.step
+        share = LossShare(step.objective, step.world.num_supervised, len(state.passes) * step.world.size)
+        found = self._step_loss.run(j, state.passes[j], state.targets[j], share)
+        state.losses += found.losses
+        state.cross_entropies += found.cross_entropies
+        return found.gradients
 
     def _backward(self, layer: int, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Backward of the layer's calls, last one first; gradients by parameter name."""
