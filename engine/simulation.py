@@ -93,7 +93,7 @@ class Simulation:
         self._momentum_s: dict[int, float] = {}
         self._boundary_out_s = 0.0
         self._boundaries_back_s: list[float] = []  # in the order of the backward
-        self._num_backwards = 0  # so far
+        self._num_left, self._num_backwards = 0, 0  # so far
         self._released_s: list[float] = []
         self._arrivals: dict[FragmentId, _Arrival] = {}
         self._num_loads = 0
@@ -192,12 +192,13 @@ class Simulation:
         op = Op("boundary", layer, num_bytes=self._host_boundaries[layer])
         self._boundary_out_s = self._run(Stage.D2H, op, self._end[Stage.COMPUTE])
         self._wait(before_s, "d2h")
+        self._num_left += 1
 
     def _bring_back(self) -> None:
-        """What the next backward needs is on its way, too."""
+        """What the next backward needs is on its way, too, where it has left already."""
         self._wait(self._boundary_out_s, "d2h")
         this, order = self._num_backwards, self._boundary_order
-        for layer in order[len(self._boundaries_back_s) : this + 2]:
+        for layer in order[len(self._boundaries_back_s) : min(this + 2, self._num_left)]:
             op = Op("boundary", layer, num_bytes=self._host_boundaries[layer])
             self._boundaries_back_s.append(self._run(Stage.H2D, op, self._end[Stage.COMPUTE]))
         self._wait(self._boundaries_back_s[this], "h2d")
