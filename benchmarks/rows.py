@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatrain_ray.trace_file import find_traces
 
@@ -98,7 +99,7 @@ def _run(command: list[str], limit_s: float, log: int) -> str:
         return process.communicate()[0]
 
 
-def _report(text: str) -> dict[str, object] | None:
+def _report(text: str) -> dict[str, Any] | None:
     try:
         report = json.loads(text)
     except json.JSONDecodeError:
@@ -106,7 +107,8 @@ def _report(text: str) -> dict[str, object] | None:
     return report if isinstance(report, dict) else None
 
 
-def _line(report: dict) -> str:  # type: ignore[type-arg]  # the schema is docs/bench.md's
+def _line(report: Mapping[str, Any]) -> str:
+    """`report`: as docs/bench.md says."""
     step, plan, memory = report["step_s"], report["plan"], report["memory"]
     predicted = (report["prediction"] or {}).get("model_tflops")
     ceiling = report["ceiling"] or {}
