@@ -32,8 +32,8 @@ ROWS = {
     "7.6b_16x1024": ("qwen2.5_7.6b.yaml", "train.batch_size=16"),
     "7.6b_no_state": ("qwen2.5_7.6b.yaml", "hardware.hbm_layers=0"),
     "7.6b_80gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=80GB"),
-    "7.6b_24gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=24GB"),
-    "7.6b_10gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=10GB"),
+    "7.6b_24gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=24GB", "hardware.ram_limit=123GiB"),
+    "7.6b_10gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=10GB", "train.grad_dtype=bf16"),
     "3.1b": ("qwen2.5_3.1b.yaml",),
     "32.8b": ("qwen2.5_32.8b.yaml",),
     **{

@@ -48,7 +48,6 @@ class BoundaryStore:
         self._memory = torch.empty(plan.boundary_bytes, dtype=torch.uint8)
         device.pin(self._memory)
         self._end = 0
-        self._order: list[Entry] = []
         self._next: dict[Entry, Entry] = {}
         self._away: dict[Entry, _Away] = {}
         self._leaving: Entry | None = None

@@ -158,14 +158,10 @@ class GradientStore:
         flat = self._open.pop(layer)
         return Departure(layer, flat, self._device.record(), self._sums.leave(layer), final=False)
 
-    def waits(self, layer: int) -> bool:
-        """Whether the layer's complete gradient waits on the device for its update."""
-        return layer in self._waiting
-
     def finish(self, layer: int) -> Departure | None:
         """Rounds where asked, measures each parameter's norm (of what the optimizer receives, in FP32), lets go. None
         for one that waits: `take` or `depart` has it."""
-        if self.waits(layer):
+        if layer in self._waiting:
             self._round_in_place(layer)
             self._measure(layer, self._open[layer])
             return None

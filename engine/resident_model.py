@@ -130,9 +130,6 @@ class NoGradients:
     def finish(self, layer: int) -> Departure:
         return Departure(layer, self._nothing, self._device.record(), Future(), final=True)
 
-    def waits(self, layer: int) -> bool:
-        return False
-
     def take(self, layer: int) -> torch.Tensor:
         return self._nothing
 
