@@ -17,7 +17,7 @@ from megatrain_ray.engine.layer_work import LayerWork, Product
 from megatrain_ray.engine.layout import DIRECTION_BYTES, FlatLayout, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, UpdateOrder
-from megatrain_ray.engine.plan_rows import logits_bytes
+from megatrain_ray.engine.plan_loss import logits_bytes
 from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.residency import Residency
@@ -53,10 +53,11 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """What plans of one request have in common: prices by operation, layer, whether that is compiled and its budget;
-    and seconds of the visits of one micro-batch, by what each layer keeps."""
+    """What plans of one request have in common: prices by operation, layer, whether that is compiled, its budget and
+    the tokens of a chunk of the loss; and seconds of the visits of one micro-batch, by what each layer keeps and such
+    a chunk."""
 
-    prices: dict[tuple[str, int, bool, float], float] = field(default_factory=dict)
+    prices: dict[tuple[str, int, bool, float, int], float] = field(default_factory=dict)
     sweeps: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -159,7 +160,8 @@ class Prices:
     def of_layer(self, name: str, layer: int) -> float:
         """Of an operation that computes; "shards": an update by the CPU."""
         plan = self._plan.layers[layer]
-        key = name, layer, plan.compiled, plan.activation_budget
+        chunk = self._plan.loss_chunk_tokens if name == "loss" else 0
+        key = name, layer, plan.compiled, plan.activation_budget, chunk
         price = self._known.get(key)
         if price is None:
             price = self._known[key] = self._compute(name, layer)

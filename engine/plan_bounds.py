@@ -24,9 +24,10 @@ class Bounds:
         known = known or Known()
         self._prices = Prices(plan, setting, activations, known)
         keeps = tuple([(layer.activations.value, layer.compiled, layer.activation_budget) for layer in plan.layers])
-        if keeps not in known.sweeps:
-            known.sweeps[keeps] = tuple(map(self._visit_s, setting.one_sweep))
-        self._sweep_s = known.sweeps[keeps]  # of each visit of one micro-batch
+        key = keeps, plan.loss_chunk_tokens
+        if key not in known.sweeps:
+            known.sweeps[key] = tuple(map(self._visit_s, setting.one_sweep))
+        self._sweep_s = known.sweeps[key]  # of each visit of one micro-batch
         self._num_sweeps = 1 if plan.order is LoopOrder.LAYERS_OUTER else plan.num_micro_batches
         self._at_once = plan.num_micro_batches // self._num_sweeps
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -10,7 +9,8 @@ from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.muon import work_bytes
-from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Precision, Tier
+from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Tier
+from megatrain_ray.engine.plan_loss import loss_bytes
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.io.words import WORD_BYTES
 from megatrain_ray.units import format_bytes
@@ -25,26 +25,16 @@ CONTEXT_BYTES = 1 << 30
 COMPILED_BACKWARD = 1.6
 
 
-def logits_bytes(
-    structure: ModelStructure, precision: Precision, num_tokens: int, *, z_loss: bool, compiled: bool
-) -> int:
-    """Logits of so many tokens and their gradient in the working type; if nothing fuses what is between them, both in
-    FP32, too, and those of a z-loss."""
-    between = 0 if compiled else 12 if z_loss else 8
-    return num_tokens * structure.vocab_size * (2 * precision.working_dtype.itemsize + between)
-
-
 def hbm_rows(
     plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
 ) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
     live = plan.num_live_micro_batches
-    of_layers = [_kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers)]
+    # Not of the head, whose forward and backward are in one visit.
+    of_blocks = [_kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
-    *of_blocks, of_head = of_layers  # whose forward and backward are in one visit: of one micro-batch at a time
     held = [live * (mine + entering) for mine, entering in zip([*of_blocks, 0], stays, strict=True)]
-    held[-1] += of_head
-    loss_bytes = _loss_bytes(plan, structure, layout, max(activations.boundary), z_loss=z_loss)
+    of_loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
     rows: dict[str, tuple[int, str]] = {
         "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
         "gradient slots": (
@@ -54,17 +44,14 @@ def hbm_rows(
         **_resident_rows(plan, layout),
         **_waiting_rows(plan, layout, held),
         "boundary activations": _boundaries(plan, sum(stays)),
-        "kept activations": (
-            live * sum(of_blocks) + of_head,
-            f"{live} micro-batches × {format_bytes(sum(of_blocks))}, and {format_bytes(of_head)} in the head",
-        ),
+        "kept activations": (live * sum(of_blocks), f"{live} micro-batches × {format_bytes(sum(of_blocks))}"),
         "attention masks": (
             # While one is made, up to two other tensors of its size exist.
             (live + 2) * activations.masks,
             f"({live} micro-batches + 2 while one is made) × {format_bytes(activations.masks)}",
         ),
         "work": (
-            max(loss_bytes, _backward_bytes(plan, layout, activations)),
+            max(of_loss, backward_bytes(plan, layout, activations)),
             f"one layer's backward, or the loss: logits of {plan.loss_chunk_tokens} tokens, head gradient, tied ones",
         ),
         "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
@@ -72,6 +59,11 @@ def hbm_rows(
     if plan.num_muon:
         rows |= {"muon": _of_muon(plan, layout)}
     return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
+    """What enters the head, its gradient, and what the head's own forward keeps until the loss has gone through it."""
+    return 2 * max(activations.boundary) + _kept_bytes(activations, len(plan.layers) - 1, plan.layers[-1])
 
 
 def _boundaries(plan: Plan, staying: int) -> tuple[int, str]:
@@ -93,7 +85,7 @@ def _kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> i
     return activations.kept_within(index, layer.activation_budget) if layer.compiled else activations.kept[index]
 
 
-def _backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> int:
+def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> int:
     """What the largest backward of a layer holds beyond what was kept: what it computes again, gradients of what is
     kept and of the weights, both boundaries."""
     item, boundaries = plan.precision.working_dtype.itemsize, 2 * max(activations.boundary)
@@ -183,25 +175,3 @@ def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
     without_v = size - sum(layer.adamw.size for layer in on_host)
     less = f" - {SECOND_MOMENT_BYTES} × {without_v}" if without_v else ""
     return size * per_element - without_v * SECOND_MOMENT_BYTES, f"{per_element} bytes × {size}{less}"
-
-
-def _head_bytes(plan: Plan, elements: int, *, chunked: bool) -> int:
-    """A chunk's gradient of the head's weights, and their sum over chunks; with one chunk a backward counts it."""
-    of_chunk = elements * plan.precision.working_dtype.itemsize
-    if plan.chunks_add_to_sums:
-        return of_chunk
-    return of_chunk + 4 * elements if chunked else 0
-
-
-def _loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, boundary: int, *, z_loss: bool) -> int:
-    """Logits of a chunk, the hidden state's gradient, the head's gradient sum and that of a chunk, and one gradient of
-    every tied weight for each micro-batch whose owner of it has not had its backward."""
-    head = layout.layers[-1]
-    chunked = plan.loss_chunk_tokens < plan.micro_batch_size * plan.seq_len
-    elements = sum(max(s.numel, math.prod(s.shape)) for s in head.segments if s.group.trained)
-    return (
-        logits_bytes(structure, plan.precision, plan.loss_chunk_tokens, z_loss=z_loss, compiled=plan.compiled_loss)
-        + 2 * boundary
-        + _head_bytes(plan, elements, chunked=chunked)
-        + layout.num_tied * plan.precision.working_dtype.itemsize * plan.num_live_micro_batches
-    )

@@ -73,7 +73,7 @@ class _Search:
             )
 
         fixed = self._fixed(request)
-        computed_s: dict[tuple[ActivationPolicy, float], float] = {}  # with as much kept as can be
+        computed_s: dict[tuple[LoopOrder, ActivationPolicy, float], float] = {}  # with as much kept as can be
         first = None
         for candidate in candidates(self._setting.structure, request):
             first = first or candidate  # of those that only differ in what is on the device
@@ -87,7 +87,7 @@ class _Search:
             if candidate.gradients is Tier.HBM and self._found and not fewest(replace(where, gradients=Tier.HOST)):
                 continue  # the host has room for them, from where they would leave late
             filling = Filling(draft, candidate, self._able, self._num_blocks, fewest(where), fixed is not None)
-            kept = candidate.activations, candidate.activation_budget
+            kept = candidate.order, candidate.activations, candidate.activation_budget
             if kept not in computed_s:
                 computed_s[kept] = Bounds(draft(filling.most_kept), self._setting, activations, known).compute_s
             if not self._may_win(computed_s[kept]):

@@ -20,18 +20,12 @@ from megatrain_ray.engine.plan import (
     UpdateOrder,
 )
 from megatrain_ray.engine.plan_gradients import GradientPlaces, in_flight
+from megatrain_ray.engine.plan_loss import chunk_tokens
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_rows import hbm_rows, host_rows, logits_bytes
+from megatrain_ray.engine.plan_rows import backward_bytes, beside_loss, hbm_rows, host_rows
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
 from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
-
-# What exists of a chunk of logits stays under this; or under this share of the device's memory, where that is more.
-# The head's gradient is summed over the chunks: of 512 tokens each that took a third of the loss of 16 × 1024 tokens
-# (Qwen2.5-7B's head on an H200: 146 ms).
-LOGITS_BYTES = 1 << 30
-LOGITS_SHARE = 1 / 48
-CHUNK_TOKENS = 128  # or a multiple
 
 
 def build_plan(
@@ -66,6 +60,7 @@ class Drafts:
 
     frames: dict[Candidate, Plan] = field(default_factory=dict)
     layers: dict[Candidate, dict[tuple[int, bool, bool], LayerPlan]] = field(default_factory=dict)
+    chunks: dict[Candidate, int] = field(default_factory=dict)
 
 
 def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
@@ -138,7 +133,7 @@ class _Builder:
         if where not in self.drafts.frames:
             self.drafts.frames[where] = self._frame()
         frame = self.drafts.frames[where]
-        plan = replace(frame, layers=self._layers())
+        plan = replace(frame, layers=self._layers(), loss_chunk_tokens=self._chunk_tokens(frame))
         hbm = hbm_rows(plan, self.structure, self.layout, self.activations, z_loss=self.request.z_loss)
         plan = replace(plan, rows=(*hbm, *frame.rows))
         return self._with_copies(plan) if self.request.saves else plan
@@ -170,7 +165,7 @@ class _Builder:
             slab_bytes=self._gradients.slab_bytes,
             direction_slab_bytes=in_flight(self.layout.direction_bytes),
             update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
-            loss_chunk_tokens=self._chunk_tokens(),
+            loss_chunk_tokens=0,  # what is kept decides about it
             compiled_loss=r.compiled,
             chunks_add_to_sums=r.num_micro_batches > 1 and bool(self.structure.loss_parameters),
             num_shards=num_shards,
@@ -187,6 +182,18 @@ class _Builder:
             rows=(),
         )
         return replace(plan, rows=tuple(host_rows(plan, self.layout)))
+
+    def _chunk_tokens(self, frame: Plan) -> int:
+        """However many layers keep more: that never makes the loss slower."""
+        alike = replace(self.candidate, hbm_layers=frozenset(), num_late=0, late_budget=1.0)
+        if alike not in self.drafts.chunks:
+            plan = replace(frame, layers=replace(self, candidate=alike)._layers())
+            beside = beside_loss(plan, self.activations)
+            backward = backward_bytes(plan, self.layout, self.activations)
+            self.drafts.chunks[alike] = chunk_tokens(
+                plan, self.structure, self.layout, beside=beside, backward=backward, z_loss=self.request.z_loss
+            )
+        return self.drafts.chunks[alike]
 
     def _with_copies(self, plan: Plan) -> Plan:
         """Half of the RAM that the plan leaves may hold copies for saves."""
@@ -271,18 +278,6 @@ class _Builder:
         if self.candidate.num_edge_slots == 1 and not tied:
             edges = [max(edges)] if edges else []
         return (*blocks, *(SlotSpec("edge", num_bytes) for num_bytes in edges))
-
-    def _chunk_tokens(self) -> int:
-        """Equal chunks where a few more make them so: each size is compiled."""
-        r = self.request
-        tokens = r.micro_batch_size * r.seq_len
-        of_one = logits_bytes(self.structure, r.precision, 1, z_loss=r.z_loss, compiled=r.compiled)
-        most = max(LOGITS_BYTES, int(LOGITS_SHARE * (self.machine.hbm_bytes or 0))) // of_one
-        if tokens <= most:
-            return tokens
-        fewest = -(-tokens // max(CHUNK_TOKENS, most))
-        equal = (n for n in range(fewest, 2 * fewest) if tokens % (n * CHUNK_TOKENS) == 0)
-        return -(-tokens // (next(equal, fewest) * CHUNK_TOKENS)) * CHUNK_TOKENS
 
 
 def _name(dtype: torch.dtype) -> str:

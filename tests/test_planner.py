@@ -137,7 +137,11 @@ def test_device_bytes_by_hand() -> None:
     assert hbm["slots"] == 3 * 2 * block + 2 * edge + 2 * head
     assert hbm["gradient slots"] == 2 * 2 * max(block, head)
     assert hbm["boundary activations"] == (LAYERS + 1) * BATCH * SEQ * HIDDEN * 2
-    assert hbm["kept activations"] == sum(activations.kept[: LAYERS + 1]) + activations.kept[-1]
+    assert hbm["kept activations"] == sum(activations.kept[: LAYERS + 1])
+    # All logits at once and what is between them in FP32; what enters the head, its gradient, and what its norm keeps.
+    loss = BATCH * SEQ * (VOCAB * (2 * 2 + 8) + 2 * HIDDEN * 2) + activations.kept[-1]
+    backward = 2 * activations.kept[1] + 2 * BATCH * SEQ * HIDDEN * 2 + 2 * block
+    assert hbm["work"] == max(loss, backward) == loss
 
 
 def test_the_measured_activations_of_a_llama_layer() -> None:
