@@ -229,9 +229,10 @@ class _Builder:
         )
 
     def _leaves(self, index: int) -> bool:
-        """Whether what enters the layer waits on the host."""
-        private = self.activations.private
-        return self.candidate.boundaries is Tier.HOST and bool(private and private[index])
+        """Whether what enters the layer waits on the host. Where nothing is trained before it no gradient goes back,
+        and what enters stays what it is."""
+        private, behind_trained = self.activations.private, index > self.layout.lowest_trained
+        return self.candidate.boundaries is Tier.HOST and behind_trained and bool(private and private[index])
 
     def _policy(self, layer: int) -> ActivationPolicy:
         """The embedding keeps only indices, the head's loss runs at once, a compiled layer has its budget: for these

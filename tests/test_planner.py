@@ -222,6 +222,21 @@ def test_boundaries_go_to_the_host_where_they_fill_the_device() -> None:
     assert f"boundary  activations of {LAYERS} layers wait on the host" in describe(away)
 
 
+@pytest.mark.parametrize(
+    ("freeze", "lowest"), [(("embed",), 1), (("embed", r"layers\.0\."), 2), ((r"layers\.0\.",), 0)]
+)
+def test_what_enters_the_lowest_trained_layer_stays(freeze: tuple[str, ...], lowest: int) -> None:
+    """Nothing before it needs a gradient, so it is no port of its call. A frozen layer above it hands one on."""
+    structure, activations = model(rules=ParameterRules(freeze=freeze))
+    candidate = Candidate(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, 2, 1, boundaries=Tier.HOST)
+    plan = build_plan(structure, activations, MACHINE, replace(REQUEST, num_micro_batches=16), candidate)
+    one, num_away = BATCH * SEQ * HIDDEN * 2, LAYERS - lowest
+    assert [layer.boundary is Tier.HOST for layer in plan.layers] == [lowest < i <= LAYERS for i in range(LAYERS + 2)]
+    assert rows(plan, Tier.HOST)["boundary activations"] == plan.boundary_bytes == 16 * num_away * one
+    staying = 16 if lowest else 0
+    assert rows(plan, Tier.HBM)["boundary activations"] == (staying + 2 * 16 + 1) * one
+
+
 def test_thousands_of_shards_take_no_time() -> None:
     """What a plan costs is of the model, whatever the number of shards."""
     structure, activations = model()
