@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple, TypeVar
 
+from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layer_work import LayerWork, Product
-from megatrain_ray.engine.layout import DIRECTION_BYTES, FlatLayout, ModelLayout
+from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, UpdateOrder
 from megatrain_ray.engine.plan_rows import logits_bytes

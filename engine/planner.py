@@ -8,7 +8,8 @@ from functools import cached_property
 
 import torch
 
-from megatrain_ray.engine.layout import CUT_ELEMENTS, DIRECTION_BYTES, NODE_CUT_ELEMENTS, ModelLayout
+from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
+from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import (
     ActivationPolicy,

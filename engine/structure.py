@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_ray.engine.attention import Attention, imagined_masks, mask_bytes
 from megatrain_ray.engine.compile_trial import BudgetCost, CompileTrial, try_compiling
-from megatrain_ray.engine.layout import ParameterSpec
+from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.lora import is_adapter, module_of
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure, kept_in_fp32
 from megatrain_ray.engine.muon_choice import with_muon

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from megatrain_ray.engine.layout import ParameterSpec
+from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.model import LayerSpec, ModelStructure
 from megatrain_ray.engine.structure import ActivationBytes, discover
 
