@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
@@ -24,7 +25,6 @@ from megatrain_ray.engine.plan_gradients import GradientPlaces, in_flight
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import hbm_rows, host_rows, logits_bytes
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
-from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 
 # What exists of a chunk of logits stays under this; or under this share of the device's memory, where that is more.

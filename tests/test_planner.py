@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
@@ -18,7 +19,7 @@ from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import PROCESS_BYTES
 from megatrain_ray.engine.plan_search import candidates, make_plan
 from megatrain_ray.engine.planner import build_plan
-from megatrain_ray.engine.structure import ActivationBytes, discover
+from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.units import format_bytes
