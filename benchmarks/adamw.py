@@ -26,9 +26,10 @@ from typing import Any
 import torch
 
 from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.journal import Journal, Part, Transaction
 from megatrain_ray.engine.kernel_choice import open_kernel
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.torch_blocks import TorchBlocks

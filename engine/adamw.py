@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout import Span
+from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.muon import Muon
 from megatrain_ray.engine.working_copy import join_into, split_into
 

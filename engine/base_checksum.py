@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout
+from megatrain_ray.engine.flat_layout import FlatLayout
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.saved_values import READ_ELEMENTS, bytes_of
 from megatrain_ray.engine.working_copy import to_working

@@ -10,8 +10,9 @@ from functools import partial
 import torch
 
 from megatrain_ray.engine.compiled_call import CompiledCall
+from megatrain_ray.engine.flat_layout import Segment
 from megatrain_ray.engine.layer_call import Function
-from megatrain_ray.engine.layout import ModelLayout, Segment
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import LayerPlan
 from megatrain_ray.engine.residency import FragmentId

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple, TypeVar
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layer_work import LayerWork, Product
-from megatrain_ray.engine.layout import DIRECTION_BYTES, FlatLayout, ModelLayout
+from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, UpdateOrder
 from megatrain_ray.engine.plan_loss import logits_bytes
@@ -22,7 +24,6 @@ from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.residency import Residency
 from megatrain_ray.engine.simulation import SimulatedStep, Simulation
-from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 from megatrain_ray.trace import Op, Stage
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Weighting
-from megatrain_ray.engine.layout import FlatLayout, Span, round_up
+from megatrain_ray.engine.flat_layout import FlatLayout, Span, round_up
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.errors import MegatrainError

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatrain_ray.engine.layout import ParameterSpec
+from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelStructure
 
 # One expert's place in a list of experts.

@@ -12,7 +12,8 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
+from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout import ModelLayout
 
 ModelFactory = Callable[[torch.dtype], nn.Module]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from megatrain_ray.engine.layout import ParameterSpec
+from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.errors import ConfigError
 

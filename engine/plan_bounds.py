@@ -5,12 +5,12 @@ Of the schedule that simulation.py runs: what it changes there these bounds must
 
 from __future__ import annotations
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_model import Known, Prices, Setting
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
 from megatrain_ray.engine.planner import group_of
 from megatrain_ray.engine.simulation import operations
-from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit
 
 

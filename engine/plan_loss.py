@@ -8,9 +8,9 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan, Precision
 
-# Logits of a chunk may take this much; or this share of the device's memory, or what a layer's backward takes at another
-# time, where that is more. The head's gradient is summed over the chunks: of 512 tokens each that took a third of the
-# loss of 16 × 1024 tokens (Qwen2.5-7B's head on an H200: 146 ms).
+# Logits of a chunk may take this much; or this share of the device's memory, or what a layer's backward takes at
+# another time, where that is more. The head's gradient is summed over the chunks: of 512 tokens each that took a third
+# of the loss of 16 × 1024 tokens (Qwen2.5-7B's head on an H200: 146 ms).
 LOGITS_BYTES = 1 << 30
 LOGITS_SHARE = 1 / 48
 CHUNK_TOKENS = 128  # or a multiple

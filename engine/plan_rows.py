@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.muon import work_bytes
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Tier
 from megatrain_ray.engine.plan_loss import loss_bytes
-from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.io.words import WORD_BYTES
 from megatrain_ray.units import format_bytes
 

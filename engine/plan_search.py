@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.cost_model import Known, Setting, predict
 from megatrain_ray.engine.layer_work import work_of
@@ -18,7 +19,6 @@ from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.planner import Drafts, draft_plan, with_uploads
-from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
 

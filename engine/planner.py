@@ -8,7 +8,9 @@ from functools import cached_property
 
 import torch
 
-from megatrain_ray.engine.layout import CUT_ELEMENTS, DIRECTION_BYTES, NODE_CUT_ELEMENTS, ModelLayout
+from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
+from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import (
     ActivationPolicy,
@@ -24,7 +26,6 @@ from megatrain_ray.engine.plan_loss import chunk_tokens
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import backward_bytes, beside_loss, hbm_rows, host_rows
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
-from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 
 
@@ -236,9 +237,10 @@ class _Builder:
         )
 
     def _leaves(self, index: int) -> bool:
-        """Whether what enters the layer waits on the host."""
-        private = self.activations.private
-        return self.candidate.boundaries is Tier.HOST and bool(private and private[index])
+        """Whether what enters the layer waits on the host. Where nothing is trained before it no gradient goes back,
+        and what enters stays what it is."""
+        private, behind_trained = self.activations.private, index > self.layout.lowest_trained
+        return self.candidate.boundaries is Tier.HOST and behind_trained and bool(private and private[index])
 
     def _policy(self, layer: int) -> ActivationPolicy:
         """The embedding keeps only indices, the head's loss runs at once, a compiled layer has its budget: for these

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatrain_ray.engine.layout import ModelLayout, Segment
+from megatrain_ray.engine.flat_layout import Segment
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.slots import SlotStateError
 

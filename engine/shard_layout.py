@@ -8,7 +8,8 @@ from functools import cached_property
 
 import torch
 
-from megatrain_ray.engine.layout import CUT_ELEMENTS, ModelLayout, Span, starts_of
+from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, Span, starts_of
+from megatrain_ray.engine.layout import ModelLayout
 
 
 @dataclass(frozen=True)

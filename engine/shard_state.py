@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatrain_ray.engine.adamw import AdamState, Hyper, Scratch, Weighting
 from megatrain_ray.engine.block_pool import BlockPool, Job
+from megatrain_ray.engine.flat_layout import Run, Segment, Span, round_up
 from megatrain_ray.engine.journal import Part
-from megatrain_ray.engine.layout import Run, Segment, Span, round_up
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatrain_ray.engine.layout import starts_of
+from megatrain_ray.engine.flat_layout import starts_of
 from megatrain_ray.engine.seams import Lease
 from megatrain_ray.errors import CapacityError
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout import round_up
+from megatrain_ray.engine.flat_layout import round_up
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.arena import Arena
 from megatrain_ray.io.arena_holder import ArenaHolder

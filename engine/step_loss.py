@@ -10,8 +10,8 @@ import torch
 
 from megatrain_ray.engine.bound_modules import BoundModules
 from megatrain_ray.engine.device import Device
+from megatrain_ray.engine.flat_layout import Segment
 from megatrain_ray.engine.forward_pass import ForwardPass
-from megatrain_ray.engine.layout import Segment
 from megatrain_ray.engine.loss import ChunkSums, Objective, OpenSum, chunked_loss
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan

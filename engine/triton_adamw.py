@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatrain_ray.engine.adamw import AdamState, Coefficients, Hyper, Move, Rates
+from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.journal import Part, Transaction
-from megatrain_ray.engine.layout import Span
 from megatrain_ray.engine.update_kernel import UpdateKernel, check_kernel
 
 BLOCK = 1024

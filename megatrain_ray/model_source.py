@@ -15,7 +15,7 @@ import torch
 from megatrain_ray.architecture import Architecture, is_known
 from megatrain_ray.checkpoint_names import checkpoint_names
 from megatrain_ray.config import LoraConfig, ModelConfig
-from megatrain_ray.engine.layout import ParameterSpec
+from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.load import RandomSource, WeightSource
 from megatrain_ray.engine.lora import AdaptedFactory, Lora, is_adapter
 from megatrain_ray.engine.lora_weights import LoraWeights

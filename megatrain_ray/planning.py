@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatrain_ray.config import OptimizationConfig, TrainConfig
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.attention import Attention, flex_problem
 from megatrain_ray.engine.lora import LoraRules
@@ -20,7 +21,7 @@ from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.structure import ActivationBytes, discover
+from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.machine import probe_machine

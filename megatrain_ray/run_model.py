@@ -12,7 +12,7 @@ from typing import Any
 
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.config_file import leaves
-from megatrain_ray.engine.layout import ParameterSpec
+from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.errors import ConfigError
 

@@ -16,7 +16,7 @@ from megatrain_ray.config_file import config_to_dict
 from megatrain_ray.controller import STEPS_AHEAD
 from megatrain_ray.crew import Crew
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
-from megatrain_ray.engine.layout import FlatLayout
+from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.gpu_worker import Progress

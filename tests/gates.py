@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.parameter_group import COMMON, FROZEN
 from megatrain_ray.engine.save_gate import GatedSave, SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import UpdateHeader

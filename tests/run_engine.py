@@ -21,8 +21,9 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.device_shard import DeviceShard
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
+from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.journal import Journal
-from megatrain_ray.engine.layout import ModelLayout, Span
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.lora import AdaptedFactory, LoraRules

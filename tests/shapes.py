@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from megatrain_ray.engine.layout import ParameterSpec
+from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.model import LayerSpec, ModelStructure
-from megatrain_ray.engine.structure import ActivationBytes, discover
+from megatrain_ray.engine.structure import discover
 
 FOUND_LAYERS = 2
 

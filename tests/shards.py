@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.kernel_choice import NATIVE
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import FROZEN, ParameterGroup

@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from megatrain_ray.config import TrainConfig
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS, CompileTrial
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.plan_search import candidates, make_plan
 from megatrain_ray.engine.planner import build_plan
-from megatrain_ray.engine.structure import ActivationBytes, discover
+from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning import prepare
 from tests.family_models import build_family, family_batches

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_model import Prices, Setting, predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile, RatePoint, interpolate
 from megatrain_ray.engine.layer_work import work_of
@@ -19,7 +20,6 @@ from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.planner import build_plan, residency_of
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.simulation import Simulation
-from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder, visits
 from megatrain_ray.trace import Op, Stage
 from tests.shapes import qwen

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.layer_work import BlockAttention
-from megatrain_ray.engine.layout import ParameterSpec
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.structure import discover

@@ -84,6 +84,16 @@ def test_fp32_is_bit_equal(tmp_path: Path, name: str, mode: Mode) -> None:
     assert_nothing_in_vain(ours, mode, lowest)
 
 
+@pytest.mark.parametrize("name", ["embedding", "lower blocks", "a block between", "all but the head"])
+def test_boundaries_on_the_host_are_those_behind_the_lowest_trained_layer(tmp_path: Path, name: str) -> None:
+    recipe, lowest = FREEZES[name]
+    ours, theirs = run(tmp_path, replace(recipe, micro_batch_size=2), Mode(LAYERS, boundaries=Tier.HOST))
+    assert_equal(ours, theirs, tmp_path)
+    moved = {r.op.layer for records in ours.records for r in records if r.op.name == "boundary"}
+    planned = {i for i, layer in enumerate(ours.plan.layers) if layer.boundary is Tier.HOST}
+    assert moved == planned == set(range(lowest + 1, 4))
+
+
 @pytest.mark.parametrize(
     ("name", "clip"), [(name, (None, 0.05)[k % 2]) for k, name in enumerate(FREEZES)], ids=[*FREEZES]
 )

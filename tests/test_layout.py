@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain_ray.engine.layout import (
+from megatrain_ray.engine.flat_layout import (
     ALIGN_ELEMENTS,
     CUT_ELEMENTS,
     NODE_CUT_ELEMENTS,
     FlatLayout,
-    ModelLayout,
     ParameterSpec,
     Span,
 )
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.shard_layout import ShardLayout
 
 shapes = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatrain_ray.engine import kernel_choice, native_adamw
 from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.journal import Part, Transaction, num_units
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
-from megatrain_ray.engine.layout import Span
 from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.native_adamw import VARIANTS, NativeAdamW
 from megatrain_ray.engine.torch_blocks import TorchBlocks

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_model import Known, Setting, predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.layer_work import work_of
@@ -17,7 +18,6 @@ from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_search import candidates
 from megatrain_ray.engine.planner import draft_plan
-from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
 from tests.shapes import qwen
 

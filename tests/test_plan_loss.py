@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_model import Known, Prices, Setting
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
@@ -16,7 +17,6 @@ from megatrain_ray.engine.plan_loss import CHUNK_TOKENS, LOGITS_BYTES, MAX_LOGIT
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import backward_bytes, beside_loss
 from megatrain_ray.engine.planner import build_plan
-from megatrain_ray.engine.structure import ActivationBytes
 from megatrain_ray.engine.visits import LoopOrder
 from tests.shapes import qwen
 

@@ -33,6 +33,7 @@ def moved(records: Iterable[Record], stage: Stage) -> int:
         (Recipe(2, micro_batch_size=1), Mode(sums=Tier.HOST, hbm_layers=frozenset({0, 2})), True),
         (Recipe(2, micro_batch_size=1), Mode(LoopOrder.LAYERS_OUTER, boundaries=Tier.HOST), False),
         (Recipe(2, micro_batch_size=2), Mode(boundaries=Tier.HOST), False),
+        (Recipe(2, micro_batch_size=2, freeze=("embed", r"layers\.0\.")), Mode(boundaries=Tier.HOST), False),
         (Recipe(2, micro_batch_size=2, muon=MUON), Mode(num_shards=2), False),
         (Recipe(2, micro_batch_size=2, muon=MUON, clip=None), Mode(), False),
         (Recipe(2, micro_batch_size=2, freeze=("layers.0",)), Mode(), False),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
@@ -18,7 +19,7 @@ from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import PROCESS_BYTES
 from megatrain_ray.engine.plan_search import candidates, make_plan
 from megatrain_ray.engine.planner import build_plan
-from megatrain_ray.engine.structure import ActivationBytes, discover
+from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.units import format_bytes
@@ -141,7 +142,7 @@ def test_device_bytes_by_hand() -> None:
     # All logits at once and what is between them in FP32; what enters the head, its gradient, and what its norm keeps.
     loss = BATCH * SEQ * (VOCAB * (2 * 2 + 8) + 2 * HIDDEN * 2) + activations.kept[-1]
     backward = 2 * activations.kept[1] + 2 * BATCH * SEQ * HIDDEN * 2 + 2 * block
-    assert hbm["work"] == max(loss, backward) == loss
+    assert hbm["work"] == max(loss, backward) == backward
 
 
 def test_the_measured_activations_of_a_llama_layer() -> None:
@@ -224,6 +225,21 @@ def test_boundaries_go_to_the_host_where_they_fill_the_device() -> None:
     assert rows(away, Tier.HOST)["boundary activations"] == away.boundary_bytes == 16 * LAYERS * one
     assert "boundary activations" not in rows(kept, Tier.HOST)
     assert f"boundary  activations of {LAYERS} layers wait on the host" in describe(away)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "lowest"), [(("embed",), 1), (("embed", r"layers\.0\."), 2), ((r"layers\.0\.",), 0)]
+)
+def test_what_enters_the_lowest_trained_layer_stays(freeze: tuple[str, ...], lowest: int) -> None:
+    """Nothing before it needs a gradient, so it is no port of its call. A frozen layer above it hands one on."""
+    structure, activations = model(rules=ParameterRules(freeze=freeze))
+    candidate = Candidate(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, 2, 1, boundaries=Tier.HOST)
+    plan = build_plan(structure, activations, MACHINE, replace(REQUEST, num_micro_batches=16), candidate)
+    one, num_away = BATCH * SEQ * HIDDEN * 2, LAYERS - lowest
+    assert [layer.boundary is Tier.HOST for layer in plan.layers] == [lowest < i <= LAYERS for i in range(LAYERS + 2)]
+    assert rows(plan, Tier.HOST)["boundary activations"] == plan.boundary_bytes == 16 * num_away * one
+    staying = 16 if lowest else 0
+    assert rows(plan, Tier.HBM)["boundary activations"] == (staying + 2 * 16 + 1) * one
 
 
 def test_thousands_of_shards_take_no_time() -> None:

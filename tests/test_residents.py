@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from megatrain_ray.engine.compiled_call import CompiledCall
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec, Segment
+from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec, Segment
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.slots import SlotStateError

@@ -116,12 +116,16 @@ def test_sums_that_wait_on_the_host(tmp_path: Path, hbm_layers: frozenset[int]) 
 
 
 @pytest.mark.parametrize("slow", ["COMPUTE", "OPTIMIZER", "D2H", "H2D"])
-@pytest.mark.parametrize("mode", [Mode(LAYERS, RECOMPUTE), Mode(OUTER, KEEP)], ids=["layers outer", "outer"])
-def test_boundaries_that_wait_on_the_host(tmp_path: Path, mode: Mode, slow: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "freeze"),
+    [(Mode(LAYERS, RECOMPUTE), ()), (Mode(OUTER, KEEP), ()), (Mode(LAYERS), ("embed", r"layers\.0\."))],
+    ids=["layers outer", "outer", "frozen"],
+)
+def test_boundaries_that_wait_on_the_host(tmp_path: Path, mode: Mode, freeze: tuple[str, ...], slow: str) -> None:
     """They share each direction with what the event loop moves: which of two comes first is a matter of threads in the
     engine."""
     folder = build_tiny(tmp_path, num_layers=6)
-    recipe, cost = Recipe(NUM_STEPS, micro_batch_size=2), costs(3, **{slow: 4.0})
+    recipe, cost = Recipe(NUM_STEPS, micro_batch_size=2, freeze=freeze), costs(3, **{slow: 4.0})
     mode = replace(mode, boundaries=Tier.HOST)
     result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, mode, cost=cost)
     steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]

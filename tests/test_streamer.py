@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.layout import FlatLayout, ModelLayout, ParameterSpec
+from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.residency import FragmentId, SlotSpec, plan_residency
 from megatrain_ray.engine.seams import HostWeights
 from megatrain_ray.engine.slots import SlotRing, SlotStateError

@@ -1,0 +1,104 @@
+"""What a model's layers leave on the device between their forward and their backward, measured in a trial forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from megatrain_ray.engine.attention import Attention, mask_bytes
+from megatrain_ray.engine.compile_trial import BudgetCost, CompileTrial
+from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.private_inputs import private_inputs, storages_of
+from megatrain_ray.engine.trial import Call, Trial
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
+    beyond them and the weights. `largest`: what a layer has at most while it runs, kept or not. `masks`: the attention
+    masks that all layers share. `compiled`: of each layer what a compiled one keeps; None where that was not asked
+    for. `private`: whether nothing but the layer itself reads what enters it, from its forward to its backward."""
+
+    boundary: tuple[int, ...]
+    kept: tuple[int, ...]
+    largest: int
+    masks: int = 0
+    compiled: tuple[CompileTrial | None, ...] = ()
+    private: tuple[bool, ...] = ()
+
+    def times(self, count: int) -> ActivationBytes:
+        """Of so many such micro-batches in one: as much each. What a layer has once is counted as often too."""
+        boundary, kept = (tuple(count * b for b in of_layers) for of_layers in (self.boundary, self.kept))
+        compiled = tuple(trial and trial.times(count) for trial in self.compiled)
+        return replace(
+            self,
+            boundary=boundary,
+            kept=kept,
+            largest=count * self.largest,
+            masks=count * self.masks,
+            compiled=compiled,
+        )
+
+    def above(self, lowest: int, kept: tuple[int, ...]) -> ActivationBytes:
+        """With other kept bytes; nothing waits for a backward below layer `lowest`."""
+        zeros = (0,) * lowest
+        return replace(self, boundary=zeros + self.boundary[lowest:], kept=zeros + kept[lowest:])
+
+    def budgets_of(self, layer: int) -> tuple[BudgetCost, ...]:
+        """What each activation budget costs; none of a layer that is not compiled."""
+        trial = self.compiled[layer] if self.compiled else None
+        return trial.budgets if trial else ()
+
+    def has_budget(self, layer: int, activation_budget: float) -> bool:
+        """Whether a compiled layer can have it; no layer where nothing is compiled."""
+        return bool(self.compiled) and activation_budget in self._kept_within[layer]
+
+    def kept_within(self, layer: int, activation_budget: float) -> int:
+        """Bytes that a compiled layer keeps."""
+        return self._kept_within[layer][activation_budget]
+
+    def kept_at_most(self, layer: int) -> int:
+        """The same with the largest budget."""
+        return self._kept_at_most[layer]
+
+    @cached_property
+    def _kept_within(self) -> tuple[dict[float, int], ...]:
+        return tuple(
+            {c.activation_budget: c.kept_bytes for c in trial.budgets} if trial else {} for trial in self.compiled
+        )
+
+    @cached_property
+    def _kept_at_most(self) -> tuple[int, ...]:
+        return tuple(max(of_budgets.values(), default=0) for of_budgets in self._kept_within)
+
+
+def measured(
+    model: nn.Module, trial: Trial, structure: ModelStructure, attention: Attention, batch: tuple[int, int]
+) -> ActivationBytes:
+    """Of a trial of `batch` = [sequences, tokens]. What is frozen in the model keeps less."""
+    weights = storages_of(model.parameters())
+    boundary, kept, of_blocks = [], [], list[torch.Tensor]()
+    for layer in structure.layers:
+        calls = [call for path in layer.modules if (call := trial.first(path)) is not None]
+        entering = [t for t in calls[0].inputs if t.requires_grad]
+        boundary.append(_unique_bytes(entering, set()))
+        own = [call for call in calls if call.path not in structure.loss_modules]
+        kept.append(sum(_kept(trial, call, weights) for call in own))
+        if layer.kind is LayerKind.BLOCK:
+            of_blocks += calls[0].inputs
+    masks = mask_bytes(attention, of_blocks, *batch)
+    private = private_inputs(model, trial, structure)
+    return ActivationBytes(tuple(boundary), tuple(kept), max(kept), masks, private=private)
+
+
+def _kept(trial: Trial, call: Call, weights: set[int]) -> int:
+    return _unique_bytes(trial.saved[slice(*call.saved)], weights | storages_of(call.inputs))
+
+
+def _unique_bytes(tensors: Sequence[torch.Tensor], without: set[int]) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(num_bytes for key, num_bytes in storages.items() if key not in without)
