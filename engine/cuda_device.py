@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, Event, MemoryStatistics
+from megatrain_ray.engine.plan_rows import CONTEXT_BYTES
 from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.spans import MAX_SPANS, Row, Span
@@ -38,13 +39,22 @@ class CudaEvent:
 class CudaDevice(Device):
     kind = "cuda"
 
-    def __init__(self, timeline: Timeline | None = None, *, deterministic: bool = False, tf32: bool = False) -> None:
+    def __init__(
+        self,
+        timeline: Timeline | None = None,
+        *,
+        deterministic: bool = False,
+        tf32: bool = False,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """`memory_bytes`: that the process may take of the GPU's; None: all."""
         super().__init__(timeline)
         if not torch.cuda.is_available():
             raise ConfigError("hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu, or auto")
         # Read when the first memory is taken. What activations leave can then be used for gradients of other sizes.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        _limit_memory(memory_bytes)
         self._deterministic = deterministic
         self._streams = {stage: torch.cuda.Stream() for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H)}
         self._generator = torch.cuda.default_generators[self.torch_device.index]
@@ -212,6 +222,13 @@ class CudaDevice(Device):
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
+
+
+def _limit_memory(num_bytes: int | None) -> None:
+    """What tensors left, which stays the process's own, is given back before this is exceeded."""
+    total = total_memory_bytes() or 1
+    if num_bytes is not None and num_bytes < total:
+        torch.cuda.set_per_process_memory_fraction(max(0, num_bytes - CONTEXT_BYTES) / total)
 
 
 def total_memory_bytes() -> int | None:

@@ -19,10 +19,14 @@ from megatrain_ray.units import format_bytes
 PROCESS_BYTES = 640 << 20
 # A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess until a plan is compared with NVML.
 CONTEXT_BYTES = 1 << 30
-# What a compiled layer's backward holds at most, what was kept and boundaries included but not its weights' gradients,
-# as a multiple of what it keeps with a budget of 1: at most 1.56 for layers of Qwen2.5-7B and 14B with budgets of 0 to
-# 1 on an H200 (benchmarks/README.md).
-COMPILED_BACKWARD = 1.6
+# What a compiled layer's backward holds at most, what was kept and its own boundary included, as a multiple of what it
+# keeps with a budget of 1. What computes nearly everything again (SMALL_BUDGET or less) has it and all its gradients at
+# once, but for four tensors of the boundary's size: 2 % more than measured for layers of Qwen2.5-7B and 14B on an H200.
+# With larger budgets at most 1.64 times was measured in a layer alone, 1.51 in a step (benchmarks/README.md).
+COMPILED_BACKWARD, SMALL_BUDGET = 1.6, 0.2
+# Of that, what may still be there when the gradients of all its weights are: with 4 to 64 sequences of 1024 tokens
+# they made no difference.
+BESIDE_GRADIENTS = 0.6
 
 
 def hbm_rows(
@@ -91,13 +95,20 @@ def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes
     item, boundaries = plan.precision.working_dtype.itemsize, 2 * max(activations.boundary)
 
     def of(index: int, layer: LayerPlan) -> int:
-        graph = 2 * activations.kept[index] + boundaries
-        if layer.compiled:
-            mine = activations.kept_within(index, layer.activation_budget)
-            graph = int(COMPILED_BACKWARD * activations.kept_at_most(index)) - mine
-        return graph + layout.layers[index].trained.size * item
+        gradients = layout.layers[index].trained.size * item
+        if not layer.compiled:
+            return 2 * activations.kept[index] + boundaries + gradients
+        graph = _compiled_bytes(activations.kept_at_most(index), boundaries, layer.activation_budget)
+        most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients)
+        return most - activations.kept_within(index, layer.activation_budget)
 
     return max(of(i, layer) for i, layer in enumerate(plan.layers[:-1]))
+
+
+def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> int:
+    """`whole`: what the layer keeps with a budget of 1."""
+    typical = int(COMPILED_BACKWARD * whole)
+    return typical if activation_budget > SMALL_BUDGET else max(typical, 2 * (whole - boundaries))
 
 
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:

@@ -15,6 +15,7 @@ import torch
 from megatrain_ray.arenas import SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
+from megatrain_ray.device_memory import memory_explained
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.compiled_call import keep_compiled_graphs
 from megatrain_ray.engine.cpu_device import CpuDevice
@@ -165,7 +166,8 @@ class GpuWorker:
             device_shard=layers.shard if layers else None,
             gate=layers.gate if layers else None,
         )  # fmt: skip
-        await self._engine.rehearse(self._coming())
+        with memory_explained(plan, "building the engine"):
+            await self._engine.rehearse(self._coming())
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
         self._clock = time.perf_counter()
@@ -212,7 +214,8 @@ class GpuWorker:
         data_s = time.perf_counter() - start
         if step < self._prepared.config.train.steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
-        report = await engine.step(self._step_input(step, batch), self._settings(step, save))
+        with memory_explained(self._prepared.plan, f"step {step}"):
+            report = await engine.step(self._step_input(step, batch), self._settings(step, save))
         engine.device.timeline.clear()  # nobody reads this step's records; kept, they were 8 KB a step
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
         return StepResult(self._row(report, batch, data_s), self._progress)
@@ -238,7 +241,8 @@ class GpuWorker:
             await self._turn.wait_for(lambda: self._progress.step == step)
             batch = await self._take_batch(fetching, f"held-out batch {index}")
             assert self._engine is not None  # start came first
-            total = await self._engine.evaluate(self._micro_batches(batch), step)
+            with memory_explained(self._prepared.plan, f"evaluating after step {step}"):
+                total = await self._engine.evaluate(self._micro_batches(batch), step)
             self._engine.device.timeline.clear()
             self._clock = time.perf_counter()  # no step takes longer by it
             return HeldOutLoss(total, batch.num_supervised)
@@ -323,7 +327,8 @@ class GpuWorker:
 
 def make_device(plan: Plan, *, deterministic: bool) -> Device:
     if plan.device == "cuda":
-        return CudaDevice(deterministic=deterministic, tf32=plan.precision is Precision.TF32)
+        tf32 = plan.precision is Precision.TF32
+        return CudaDevice(deterministic=deterministic, tf32=tf32, memory_bytes=plan.hbm_limit_bytes)
     if deterministic:
         torch.use_deterministic_algorithms(True)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)

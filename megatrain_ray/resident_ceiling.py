@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,7 +44,8 @@ class Ceiling:
 def measure_ceiling(prepared: Prepared) -> Ceiling:
     """At the best micro-batch. On the CPU none is larger than the batch of a step: nothing else bounds it there."""
     plan = prepared.plan
-    device = make_device(plan, deterministic=prepared.config.train.deterministic)
+    whole = replace(plan, hbm_limit_bytes=None)  # a ceiling for any limit
+    device = make_device(whole, deterministic=prepared.config.train.deterministic)
     limit = plan.micro_batch_size * plan.num_micro_batches if plan.device == "cpu" else None
     try:
         with device.activate():

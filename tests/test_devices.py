@@ -309,6 +309,21 @@ def test_a_sum_is_torchs(device: Device, dtype: torch.dtype, shape: tuple[int, .
         assert in_place or torch.equal(here.cpu(), total)
 
 
+@pytest.mark.skipif(not num_gpus(), reason="needs a GPU")
+def test_cuda_takes_no_more_memory_than_it_may() -> None:
+    """Of 5 GiB, 1 of them for the context; what a tensor left does not stand in the way of a larger one."""
+    with closing(CudaDevice(memory_bytes=5 << 30)) as device:
+        try:
+            before = torch.cuda.memory_reserved()
+            for gib in (2, 3):
+                torch.empty((gib << 30) - before, dtype=torch.uint8, device=device.torch_device)
+            assert torch.cuda.memory_reserved() <= 4 << 30
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(9 << 29, dtype=torch.uint8, device=device.torch_device)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_cuda_is_refused_where_there_is_none() -> None:
     if not num_gpus():
         with pytest.raises(ConfigError, match="sees no GPU"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
+from megatrain_ray.errors import CapacityError
 from megatrain_ray.gpu_worker import GpuWorker, Progress
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
@@ -166,3 +168,18 @@ async def test_a_skipped_step_names_the_parameter(ready: Prepared, handles: Hand
     assert not math.isfinite(row["grad_norm"])
     names = [s.name for layer in ready.structure.layout().layers for s in layer.owned]
     assert row["bad_parameter"] in names
+
+
+async def test_out_of_device_memory_is_explained(
+    ready: Prepared, handles: Handles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated …")
+
+    monkeypatch.setattr(torch.nn.functional, "silu", silu)
+    limited = dataclasses.replace(ready, plan=dataclasses.replace(ready.plan, hbm_limit_bytes=24 << 30))
+    with pytest.RaisesGroup(CapacityError, flatten_subgroups=True) as info:
+        await run(limited, handles, (1,))
+    (error,) = info.value.exceptions
+    counted = r"step 1: out of device memory, of which the plan counts \S+ \S+ of 24\.00 GiB; "
+    assert re.fullmatch(counted + r".* Tried to allocate 2\.00 GiB\.", str(error))

@@ -1,0 +1,33 @@
+"""What is said where a GPU has less memory than its plan counts with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.errors import CapacityError
+from megatrain_ray.units import format_bytes
+
+
+@contextmanager
+def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
+    """Raises CapacityError where the block runs out of device memory. `doing`: what it does."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        counted, limit = plan.total_bytes(Tier.HBM), plan.hbm_limit_bytes
+        of_limit = f" of {format_bytes(limit)}" if limit is not None else ""
+        raise CapacityError(
+            f"{doing}: out of device memory, of which the plan counts {format_bytes(counted)}{of_limit}; either other "
+            "processes hold memory of this GPU (nvidia-smi shows them): set hardware.hbm_limit to what they leave; or "
+            "the plan counts too little for this model: lower train.micro_batch_size or data.seq_len. "
+            f"{_first_sentences(error)}"
+        ) from error
+
+
+def _first_sentences(error: torch.OutOfMemoryError) -> str:
+    """torch's own account, without its advice."""
+    return str(error).partition(" If reserved")[0]
