@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,12 +63,19 @@ class GpuActor:
             return batch
 
         self._worker = GpuWorker(prepared, holders, fetch, fetch_held_out)
+        self._filled = asyncio.Event()
 
     async def handles(self) -> dict[str, ArenaHandle]:
         return self._worker.handles()
 
     async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         await self._worker.fill(save_folder, manifest)
+        self._filled.set()
+
+    async def build(self) -> None:
+        """May be called before `fill` has returned: Ray does not keep the order of calls to an async actor."""
+        await self._filled.wait()
+        await self._worker.build()
 
     async def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         return await self._worker.write_part(save_folder, attempt, compression)

@@ -66,6 +66,7 @@ class Crew:
         self.kernel_names: Sequence[str] = ()  # what updates run as; after `start`
         self.gpu: Any = None
         self.data: Any = None
+        self._building: Any = None
         self._pids: dict[str, int] = {}
         self._gpu_handles: Handles = {}
         self._own_handles: Handles = {}
@@ -112,7 +113,7 @@ class Crew:
 
     def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         """Fills all state: from a save, or from the model's source. Raises what its holders raised, and ConfigError
-        where a save leaves out what is frozen and that has changed."""
+        where a save leaves out what is frozen and that has changed. The engine is built meanwhile."""
 
         def task(actor: Any) -> Any:
             return actor.initialize.remote() if save_folder is None else actor.restore.remote(save_folder, manifest)
@@ -120,6 +121,7 @@ class Crew:
         for post in self._shards:
             self._assign(post, task, serves=False)
         filling = self.gpu.fill.remote(save_folder, manifest)
+        self._building = self.gpu.build.remote()  # a failure is told by `begin`
         plan = self._prepared.plan
         limit_s = transfer_deadline_s(plan.updated_bytes + plan.frozen_bytes)
         deadline_s = time.monotonic() + limit_s
@@ -139,8 +141,10 @@ class Crew:
         return sum(rates) * len(self._shards) / len(rates) if rates else math.inf
 
     def begin(self, progress: Progress) -> None:
-        """Starts the engine, which resets the signal words, and then the shards that obey them."""
-        self._until(self.gpu.start.remote(progress), "the GPU worker did not build its engine", STEP_DEADLINE_S)
+        """Once the engine is built, which began beside `load`: starts it, which resets the signal words, and then the
+        shards that obey them."""
+        self._until(self._building, "the GPU worker did not build its engine", STEP_DEADLINE_S)
+        self._until(self.gpu.start.remote(progress), "the GPU worker did not start its engine", STEP_DEADLINE_S)
         for post in self._shards:
             self._assign(post, lambda actor: actor.run.remote(self._newest_save), serves=True)
 

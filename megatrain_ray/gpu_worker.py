@@ -81,7 +81,8 @@ class HeldOutLoss:
 
 
 class GpuWorker:
-    """Plain class behind the GPU actor. `start` on the event loop that will run it, then `step` in order."""
+    """Plain class behind the GPU actor: on the event loop that will run it `fill`, `build`, `start`, and `step` in
+    order."""
 
     def __init__(
         self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch
@@ -144,20 +145,17 @@ class GpuWorker:
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
         return working.view(self._prepared.plan.precision.working_dtype)
 
-    async def start(self, progress: Progress) -> None:
-        """Builds device and engine; `progress`: where the weights in the arenas stand."""
+    async def build(self) -> None:
+        """Builds the engine and compiles what steps need, once the layers on the device are filled; nothing of those on
+        the host is read, so shards may still load them."""
         plan, structure, layout = self._prepared.plan, self._prepared.structure, self._layout
-        working = self._working()
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
         slab = slab[: plan.slab_bytes + plan.direction_slab_bytes]
         if plan.compiled_loss:
             keep_compiled_graphs()
         device = self._device
-        device.pin(working.view(torch.uint8))
         device.pin(slab)
-        momenta = self._momenta(layout, device)
-        self._words.reset(progress.step, plan.updated_layers)
-        self._host = SharedHost(plan, layout, working, slab, self._words, momenta)
+        self._host = SharedHost(plan, layout, self._working(), slab, self._words, self._momenta(layout, device))
         layers = self._device_layers
         self._engine = Engine(
             self._prepared.source.factory, structure, plan, device, self._host,
@@ -166,6 +164,12 @@ class GpuWorker:
             gate=layers.gate if layers else None,
         )  # fmt: skip
         await self._engine.rehearse(self._coming())
+
+    async def start(self, progress: Progress) -> None:
+        """After `build`; `progress`: where the weights in the arenas stand."""
+        # Not before shards have filled it: each page is then on the node of the shard that updates it.
+        self._device.pin(self._working().view(torch.uint8))
+        self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
         self._clock = time.perf_counter()
@@ -259,7 +263,7 @@ class GpuWorker:
         """What the worker does, for the message about a step that does not end."""
         if self._waits_for:
             return f"waiting for the {self._waits_for} from the data process"
-        return self._engine.whereabouts if self._engine else "starting the engine"
+        return self._engine.whereabouts if self._engine else "building the engine"
 
     async def close(self) -> None:
         """Waits until the last step's update is done everywhere, then stops what works in the background."""
