@@ -23,7 +23,6 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
@@ -31,6 +30,7 @@ from megatrain_ray.engine.momenta import Momenta
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.save_gate import SaveAttempt
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.errors import DeadlineError
@@ -155,7 +155,8 @@ class GpuWorker:
             keep_compiled_graphs()
         device = self._device
         device.pin(slab)
-        self._host = SharedHost(plan, layout, self._working(), slab, self._words, self._momenta(layout, device))
+        self._momenta = self._find_momenta()
+        self._host = SharedHost(plan, layout, self._working(), slab, self._words, Momenta(*self._momenta))
         layers = self._device_layers
         self._engine = Engine(
             self._prepared.source.factory, structure, plan, device, self._host,
@@ -167,8 +168,9 @@ class GpuWorker:
 
     async def start(self, progress: Progress) -> None:
         """After `build`; `progress`: where the weights in the arenas stand."""
-        # Not before shards have filled it: each page is then on the node of the shard that updates it.
-        self._device.pin(self._working().view(torch.uint8))
+        # Not before shards have filled them: each page is then on the node of the shard that updates it.
+        for filled in (self._working(), *self._momenta[1]):
+            self._device.pin(filled.view(torch.uint8))
         self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
@@ -182,18 +184,16 @@ class GpuWorker:
         train = self._prepared.config.train
         return Objective(train.z_loss, train.label_smoothing)
 
-    def _momenta(self, layout: ModelLayout, device: Device) -> Momenta:
+    def _find_momenta(self) -> tuple[list[ShardLayout], list[torch.Tensor]]:
         """Those that the shards keep, where Muon trains something."""
         plan = self._prepared.plan
         parts, tensors = [], []
         for k in range(plan.num_shards if plan.num_muon else 0):
-            part = shard_layout(plan, layout, k)
+            part = shard_layout(plan, self._layout, k)
             arena = torch.frombuffer(self._holder.map(state_arena(k)).buffer, dtype=torch.uint8)
-            m = state_views(arena, part, plan.precision)["m"]
-            device.pin(m)
             parts.append(part)
-            tensors.append(m)
-        return Momenta(parts, tensors)
+            tensors.append(state_views(arena, part, plan.precision)["m"])
+        return parts, tensors
 
     async def step(self, step: int, save: bool) -> StepResult:
         """Runs one step. `save`: its update is marked as one that a save wants.
