@@ -17,7 +17,7 @@ from megatrain_ray.arena_owner import ArenaOwner
 from megatrain_ray.arenas import arena_sizes
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.early_imports import COMPILER, TRANSFORMERS, import_all
+from megatrain_ray.early_imports import COMPILER, TRANSFORMERS, import_first
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.errors import DeadlineError
@@ -40,7 +40,7 @@ def late(kind: type) -> type:
     `kind` needs, and waits. `take_up` is the constructor of `kind`; nothing else may be called before it returned."""
 
     def begin(self: Any, modules: Sequence[str] = ()) -> None:
-        import_all(modules)
+        import_first(modules)
 
     return type(
         kind.__name__, (kind,), {"__init__": begin, "take_up": vars(kind)["__init__"], "__module__": kind.__module__}
@@ -51,7 +51,7 @@ class GpuActor:
     """GpuWorker on this actor's event loop, once there is a plan: `take_up` comes first."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        import_all(modules)
+        import_first(modules)
 
     async def take_up(self, prepared: Prepared, holders: Sequence[Handles], data: Any) -> None:
         async def fetch(step: int) -> Batch:

@@ -3,6 +3,7 @@ Ray starts."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import signal
 import threading
@@ -27,6 +28,15 @@ def import_all(modules: Sequence[str], stopped: threading.Event | None = None) -
             return
         with suppress(Exception):
             importlib.import_module(module)
+
+
+def import_first(modules: Sequence[str]) -> None:
+    """The same as the first thing that a process does. Without collections, which would go over what stays anyway: with
+    them the imports of a GPU worker took 3.3 s, without 2.6 s."""
+    gc.disable()
+    import_all(modules)
+    gc.freeze()
+    gc.enable()
 
 
 @contextmanager
