@@ -21,6 +21,10 @@ class Machine:
     hbm_bytes: int | None
     profile: HardwareProfile | None = None  # None: nobody measured it, built-in rates are as good as any
 
+    def shards(self, asked: int | None) -> int:
+        """Optimizer shards; `asked`: of the user, None: one a NUMA node."""
+        return asked or self.num_nodes
+
     @property
     def rates(self) -> HardwareProfile:
         return self.profile or typical(self.device)

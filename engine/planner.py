@@ -142,7 +142,7 @@ class _Builder:
     def _frame(self) -> Plan:
         """All but the rows of device memory."""
         r, c, m = self.request, self.candidate, self.machine
-        num_shards = r.num_shards or m.num_nodes
+        num_shards = m.shards(r.num_shards)
         slots = self._slots()
         plan = Plan(
             version=1,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from megatrain_ray.arena_owner import ArenaOwner
 from megatrain_ray.arenas import arena_sizes
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.data_worker import DataWorker
+from megatrain_ray.early_imports import COMPILER, TRANSFORMERS, import_first
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.errors import DeadlineError
@@ -32,10 +35,25 @@ from megatrain_ray.spans import RecordedSpans
 ONCE: Mapping[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
 
 
-class GpuActor:
-    """GpuWorker on this actor's event loop."""
+def late(kind: type) -> type:
+    """A class like `kind` for actors that begin before there is anything to make one with: an object imports what
+    `kind` needs, and waits. `take_up` is the constructor of `kind`; nothing else may be called before it returned."""
 
-    def __init__(self, prepared: Prepared, holders: Sequence[Handles], data: Any) -> None:
+    def begin(self: Any, modules: Sequence[str] = ()) -> None:
+        import_first(modules)
+
+    return type(
+        kind.__name__, (kind,), {"__init__": begin, "take_up": vars(kind)["__init__"], "__module__": kind.__module__}
+    )
+
+
+class GpuActor:
+    """GpuWorker on this actor's event loop, once there is a plan: `take_up` comes first."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        import_first(modules)
+
+    async def take_up(self, prepared: Prepared, holders: Sequence[Handles], data: Any) -> None:
         async def fetch(step: int) -> Batch:
             batch: Batch = await data.batch.remote(step)
             return batch
@@ -45,12 +63,19 @@ class GpuActor:
             return batch
 
         self._worker = GpuWorker(prepared, holders, fetch, fetch_held_out)
+        self._filled = asyncio.Event()
 
     async def handles(self) -> dict[str, ArenaHandle]:
         return self._worker.handles()
 
     async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         await self._worker.fill(save_folder, manifest)
+        self._filled.set()
+
+    async def build(self) -> None:
+        """May be called before `fill` has returned: Ray does not keep the order of calls to an async actor."""
+        await self._filled.wait()
+        await self._worker.build()
 
     async def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         return await self._worker.write_part(save_folder, attempt, compression)
@@ -84,46 +109,94 @@ class GpuActor:
         await self._worker.close()
 
 
+DATA, OWNER, GPU = "data", "arena owner", "GPU worker"
+
+
+def shard_name(index: int) -> str:
+    return f"optimizer shard {index}"
+
+
+@dataclass(frozen=True)
+class Force:
+    """What processes a run has, as far as that is known before its plan. `draws`: shards make the model's first values
+    with Transformers. `compiles`: the GPU worker compiles layers."""
+
+    num_shards: int
+    device: str
+    draws: bool = False
+    compiles: bool = False
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_shards + 3
+
+    @property
+    def num_gpus(self) -> int:
+        return 1 if self.device == "cuda" else 0
+
+
+def force_of(prepared: Prepared) -> Force:
+    """The processes of a plan."""
+    plan = prepared.plan
+    return Force(plan.num_shards, plan.device, draws=prepared.source.folder is None, compiles=plan.compiled_loss)
+
+
+def owner_arguments(prepared: Prepared, holders: Sequence[Handles], after_pid: int | None) -> tuple[Any, ...]:
+    """Of new arenas, or of those that `holders` still hold."""
+    plan = prepared.plan
+    return arena_sizes(plan, prepared.structure.layout(plan.num_fragments)), holders
+
+
+def shard_arguments(
+    prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None
+) -> tuple[Any, ...]:
+    return prepared, index, holders, after_pid
+
+
 class Placement:
-    """Where a run's actors are placed, and how each of them is made."""
+    """Where a run's actors are placed, and who they are. The first ones begin with it, while the driver still plans:
+    each imports what it needs, which takes longer than anything else of a start, and waits for `take_up`."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        """Raises DeadlineError when the cluster has no room for them."""
-        self._prepared = prepared
-        plan = prepared.plan
-        self._gpu = {"GPU": 1.0} if plan.device == "cuda" else {}
+    def __init__(self, force: Force) -> None:
+        self._force = force
+        self._gpu = {"GPU": 1.0} if force.num_gpus else {}
         # Ray's CPUs are a promise of room; threads are the plan's. Fractions, so that small machines can run all.
-        bundles = [{"CPU": 0.1, **self._gpu}, *({"CPU": 0.1} for _ in range(plan.num_shards))]
-        self._group = placement_group(bundles, "STRICT_PACK")
+        self._bundles = [{"CPU": 0.1, **self._gpu}, *({"CPU": 0.1} for _ in range(force.num_shards))]
+        self._group = placement_group(self._bundles, "STRICT_PACK")
+        names = (OWNER, *map(shard_name, range(force.num_shards)), GPU, DATA)
+        self._waiting = {name: self._begin(name) for name in names}
+
+    def wait(self) -> None:
+        """Raises DeadlineError when the cluster has no room for them."""
         if not self._group.wait(DEADLINE_S):
-            raise DeadlineError(f"the cluster found no room for {bundles} on one machine within {DEADLINE_S:.0f} s")
+            raise DeadlineError(
+                f"the cluster found no room for {self._bundles} on one machine within {DEADLINE_S:.0f} s"
+            )
 
-    def owner(self, holders: Sequence[Handles], after_pid: int | None) -> Any:
-        """Of new arenas, or of those that `holders` still hold. It maps nothing, so whom it follows does not matter."""
-        plan, structure = self._prepared.plan, self._prepared.structure
-        sizes = arena_sizes(plan, structure.layout(plan.num_fragments))
-        # run, handles and stop
-        return ray.remote(ArenaOwner).options(**ONCE, num_cpus=0, max_concurrency=3).remote(sizes, holders)
-
-    def shard_maker(self, index: int) -> Callable[[Sequence[Handles], int | None], Any]:
-        # run, write_part, spans, and what must be answered meanwhile
-        options = self._place(1 + index, max_concurrency=5)
-
-        def make(holders: Sequence[Handles], after_pid: int | None) -> Any:
-            return ray.remote(ShardWorker).options(**options).remote(self._prepared, index, holders, after_pid)
-
-        return make
-
-    def data(self, arguments: Mapping[str, Any]) -> Any:
-        return ray.remote(DataWorker).options(**ONCE, num_cpus=0).remote(**arguments)
-
-    def gpu(self, holders: Sequence[Handles], data: Any) -> Any:
-        options = self._place(0, num_gpus=1 if self._gpu else 0)
-        return ray.remote(GpuActor).options(**options).remote(self._prepared, holders, data)
+    def take(self, name: str) -> Any:
+        """An actor that waits for `take_up`: the first one of that name, then others."""
+        waiting = self._waiting.pop(name, None)
+        return self._begin(name) if waiting is None else waiting
 
     def clear(self) -> None:
-        """Gives the room back, after the actors have ended."""
+        """Ends those whom nobody took, and gives the room back, after the others have ended. Idempotent."""
+        while self._waiting:
+            ray.kill(self._waiting.popitem()[1])
         remove_placement_group(self._group)
+
+    def _begin(self, name: str) -> Any:
+        force = self._force
+        if name == DATA:
+            return ray.remote(late(DataWorker)).options(**ONCE, num_cpus=0).remote()
+        if name == OWNER:  # run, handles and stop; it maps nothing, so whom it follows does not matter
+            return ray.remote(late(ArenaOwner)).options(**ONCE, num_cpus=0, max_concurrency=3).remote()
+        if name == GPU:
+            modules = (*TRANSFORMERS, *(COMPILER if force.compiles else ()))
+            return ray.remote(GpuActor).options(**self._place(0, num_gpus=force.num_gpus)).remote(modules)
+        bundle = 1 + [*map(shard_name, range(force.num_shards))].index(name)
+        # run, write_part, spans, and what must be answered meanwhile
+        options = self._place(bundle, max_concurrency=5)
+        return ray.remote(late(ShardWorker)).options(**options).remote(TRANSFORMERS if force.draws else ())
 
     def _place(self, bundle: int, **options: Any) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)

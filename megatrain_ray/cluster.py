@@ -71,7 +71,8 @@ def in_ray_job() -> bool:
 
 @contextmanager
 def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
-    """Connects this process to Ray for the block.
+    """Connects this process to Ray for the block. `num_cpus`: of an embedded cluster, which begins with as many
+    processes for actors.
 
     In order: a connection that exists already stays as it is; inside `ray job submit`, or with RAY_ADDRESS set, that
     cluster; else an embedded one, whose processes, session folder and shared memory are gone afterwards.

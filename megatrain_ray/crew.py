@@ -11,13 +11,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from megatrain_ray.actors import Placement
+from megatrain_ray.actors import (
+    DATA,
+    GPU,
+    OWNER,
+    Placement,
+    force_of,
+    owner_arguments,
+    shard_arguments,
+    shard_name,
+)
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
@@ -27,7 +37,7 @@ from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
-from megatrain_ray.post import AGAIN, Post, Task, answer, held
+from megatrain_ray.post import AGAIN, Post, Task, answer, await_begin, could_not_start, held
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +50,14 @@ class Crew:
         prepared: Prepared,
         check_cluster: Callable[[], None] = lambda: None,
         record: Callable[[Mapping[str, int]], None] = lambda pids: None,
+        placement: Placement | None = None,
     ) -> None:
-        """`check_cluster` is called in every wait and raises when nothing can go on, `record` when processes change."""
+        """`check_cluster` is called in every wait and raises when nothing can go on, `record` when processes change.
+        `placement`: with actors that have begun; None: they begin when they are needed."""
         self._prepared = prepared
         self._check_cluster = check_cluster
         self._record = record
-        self._placement: Placement | None = None
+        self._placement = placement
         self._posts: list[Post] = []
         self._shards: list[Post] = []
         self._gone: set[str] = set()  # ids of actors that were replaced
@@ -54,37 +66,43 @@ class Crew:
         self.kernel_names: Sequence[str] = ()  # what updates run as; after `start`
         self.gpu: Any = None
         self.data: Any = None
+        self._building: Any = None
         self._pids: dict[str, int] = {}
         self._gpu_handles: Handles = {}
         self._own_handles: Handles = {}
 
     def start(self, data_arguments: Mapping[str, Any]) -> None:
         """Places and starts all actors; weights are not loaded yet."""
-        place = self._placement = Placement(self._prepared)
-        self.data = place.data(data_arguments)
-        owner = Post("arena owner", place.owner)
+        place = self._placement = self._placement or Placement(force_of(self._prepared))
+        place.wait()
+        self.data = place.take(DATA)
+        drawing = self.data.take_up.remote(**data_arguments)
+        owner = Post(OWNER, partial(place.take, OWNER), partial(owner_arguments, self._prepared))
         self._posts = [owner]
         self._fill(owner, None)
         self._assign(owner, lambda actor: actor.run.remote(), serves=True)
         with held(owner.handles) as self._own_handles:  # nobody but their owner holds them yet
             self._start_others(place)
         self._own_handles = {}
+        await_begin("the data process", drawing)
         self._pids["data"] = answer("the data process did not start", self.data.pid.remote())
         self._record(self.pids)
 
     def _start_others(self, place: Placement) -> None:
         """Shards and GPU worker, which attach the owner's arenas."""
-        numbers = range(self._prepared.plan.num_shards)
-        self._shards = [Post(f"optimizer shard {k}", place.shard_maker(k)) for k in numbers]
+        for k, name in enumerate(map(shard_name, range(self._prepared.plan.num_shards))):
+            self._shards.append(Post(name, partial(place.take, name), partial(shard_arguments, self._prepared, k)))
         holders = self._holders()
-        for post in self._shards:  # all processes start at the same time
-            post.actor = post.make(holders, None)
-        self.gpu = place.gpu(holders, self.data)
+        for post in self._shards:  # all attach at the same time
+            post.fill(holders, None)
+        self.gpu = place.take(GPU)
+        attaching = self.gpu.take_up.remote(self._prepared, holders, self.data)
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
         self.kernel_names = sorted(set(self._ask_shards("kernel_name")))
         log.info("updates run as %s", ", ".join(self.kernel_names))
+        await_begin("the GPU worker", attaching)
         self._gpu_handles = answer("the GPU worker did not start", self.gpu.handles.remote())
         self._pids["GPU worker"] = next(iter(self._gpu_handles.values())).pid
 
@@ -95,7 +113,7 @@ class Crew:
 
     def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         """Fills all state: from a save, or from the model's source. Raises what its holders raised, and ConfigError
-        where a save leaves out what is frozen and that has changed."""
+        where a save leaves out what is frozen and that has changed. The engine is built meanwhile."""
 
         def task(actor: Any) -> Any:
             return actor.initialize.remote() if save_folder is None else actor.restore.remote(save_folder, manifest)
@@ -103,6 +121,7 @@ class Crew:
         for post in self._shards:
             self._assign(post, task, serves=False)
         filling = self.gpu.fill.remote(save_folder, manifest)
+        self._building = self.gpu.build.remote()  # a failure is told by `begin`
         plan = self._prepared.plan
         limit_s = transfer_deadline_s(plan.updated_bytes + plan.frozen_bytes)
         deadline_s = time.monotonic() + limit_s
@@ -122,8 +141,10 @@ class Crew:
         return sum(rates) * len(self._shards) / len(rates) if rates else math.inf
 
     def begin(self, progress: Progress) -> None:
-        """Starts the engine, which resets the signal words, and then the shards that obey them."""
-        self._until(self.gpu.start.remote(progress), "the GPU worker did not build its engine", STEP_DEADLINE_S)
+        """Once the engine is built, which began beside `load`: starts it, which resets the signal words, and then the
+        shards that obey them."""
+        self._until(self._building, "the GPU worker did not build its engine", STEP_DEADLINE_S)
+        self._until(self.gpu.start.remote(progress), "the GPU worker did not start its engine", STEP_DEADLINE_S)
         for post in self._shards:
             self._assign(post, lambda actor: actor.run.remote(self._newest_save), serves=True)
 
@@ -191,9 +212,7 @@ class Crew:
         """What the user should read of a death that ends the run."""
         name = self._name_of(error.actor_id)
         if error.actor_init_failed:
-            return MegatrainError(
-                f"a process of the run ({name}) could not start: {str(error).strip().splitlines()[-1]}"
-            )
+            return MegatrainError(could_not_start(name, error))
         return MegatrainError(f"a process of the run died ({name}); the same command resumes")
 
     def failures(self, within_s: float = 2.0) -> Iterator[Exception]:
@@ -269,7 +288,7 @@ class Crew:
         post.task = post.call = None
 
     def _fill(self, post: Post, after_pid: int | None) -> bool:
-        post.actor = post.make(self._holders(but=post), after_pid)
+        post.fill(self._holders(but=post), after_pid)
         return self._introduce(post)
 
     def _holders(self, but: Post | None = None) -> list[Handles]:
@@ -290,6 +309,7 @@ class Crew:
     def _introduce(self, post: Post) -> bool:
         """Waits until the actor has started; False where it died doing so and another one has taken its place."""
         try:
+            await_begin(post.name, post.begun)
             post.handles = answer(f"{post.name} did not start", post.actor.handles.remote())
         except RayActorError as error:
             self.replace(error)

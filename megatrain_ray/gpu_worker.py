@@ -24,7 +24,6 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
@@ -32,6 +31,7 @@ from megatrain_ray.engine.momenta import Momenta
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.save_gate import SaveAttempt
+from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.errors import DeadlineError
@@ -82,7 +82,8 @@ class HeldOutLoss:
 
 
 class GpuWorker:
-    """Plain class behind the GPU actor. `start` on the event loop that will run it, then `step` in order."""
+    """Plain class behind the GPU actor: on the event loop that will run it `fill`, `build`, `start`, and `step` in
+    order."""
 
     def __init__(
         self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch
@@ -145,20 +146,18 @@ class GpuWorker:
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
         return working.view(self._prepared.plan.precision.working_dtype)
 
-    async def start(self, progress: Progress) -> None:
-        """Builds device and engine; `progress`: where the weights in the arenas stand."""
+    async def build(self) -> None:
+        """Builds the engine and compiles what steps need, once the layers on the device are filled; nothing of those on
+        the host is read, so shards may still load them."""
         plan, structure, layout = self._prepared.plan, self._prepared.structure, self._layout
-        working = self._working()
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
         slab = slab[: plan.slab_bytes + plan.direction_slab_bytes]
         if plan.compiled_loss:
             keep_compiled_graphs()
         device = self._device
-        device.pin(working.view(torch.uint8))
         device.pin(slab)
-        momenta = self._momenta(layout, device)
-        self._words.reset(progress.step, plan.updated_layers)
-        self._host = SharedHost(plan, layout, working, slab, self._words, momenta)
+        self._momenta = self._find_momenta()
+        self._host = SharedHost(plan, layout, self._working(), slab, self._words, Momenta(*self._momenta))
         layers = self._device_layers
         self._engine = Engine(
             self._prepared.source.factory, structure, plan, device, self._host,
@@ -168,6 +167,13 @@ class GpuWorker:
         )  # fmt: skip
         with memory_explained(plan, "building the engine"):
             await self._engine.rehearse(self._coming())
+
+    async def start(self, progress: Progress) -> None:
+        """After `build`; `progress`: where the weights in the arenas stand."""
+        # Not before shards have filled them: each page is then on the node of the shard that updates it.
+        for filled in (self._working(), *self._momenta[1]):
+            self._device.pin(filled.view(torch.uint8))
+        self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
         self._clock = time.perf_counter()
@@ -180,18 +186,16 @@ class GpuWorker:
         train = self._prepared.config.train
         return Objective(train.z_loss, train.label_smoothing)
 
-    def _momenta(self, layout: ModelLayout, device: Device) -> Momenta:
+    def _find_momenta(self) -> tuple[list[ShardLayout], list[torch.Tensor]]:
         """Those that the shards keep, where Muon trains something."""
         plan = self._prepared.plan
         parts, tensors = [], []
         for k in range(plan.num_shards if plan.num_muon else 0):
-            part = shard_layout(plan, layout, k)
+            part = shard_layout(plan, self._layout, k)
             arena = torch.frombuffer(self._holder.map(state_arena(k)).buffer, dtype=torch.uint8)
-            m = state_views(arena, part, plan.precision)["m"]
-            device.pin(m)
             parts.append(part)
-            tensors.append(m)
-        return Momenta(parts, tensors)
+            tensors.append(state_views(arena, part, plan.precision)["m"])
+        return parts, tensors
 
     async def step(self, step: int, save: bool) -> StepResult:
         """Runs one step. `save`: its update is marked as one that a save wants.
@@ -263,7 +267,7 @@ class GpuWorker:
         """What the worker does, for the message about a step that does not end."""
         if self._waits_for:
             return f"waiting for the {self._waits_for} from the data process"
-        return self._engine.whereabouts if self._engine else "starting the engine"
+        return self._engine.whereabouts if self._engine else "building the engine"
 
     async def close(self) -> None:
         """Waits until the last step's update is done everywhere, then stops what works in the background."""

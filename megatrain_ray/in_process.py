@@ -31,6 +31,7 @@ async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any
     with ThreadPoolExecutor(plan.num_shards, thread_name_prefix="optimizer") as threads:
         worker = GpuWorker(prepared, [owner.handles], _batches(prepared, tokens), _nothing_held_out)
         await worker.fill(None, None)
+        await worker.build()
         await worker.start(Progress(0, 0))
         serving: list[Future[None]] = [threads.submit(shard.run, NO_ATTEMPT) for shard in shards]
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGAIN_S = 0.02  # after which a signal that came where nothing can be raised is sent again
 MESSAGE = b"interrupted: saving, then stopping (once more: stop at once)\n"
 
 
@@ -53,5 +54,18 @@ class Interrupts:
             with suppress(OSError):  # nobody reads it; and `print` must not be called in the midst of a print
                 os.write(STDERR, MESSAGE)
             return
+        if _in_finalizer(frame):
+            again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
         self._raised = True
         raise KeyboardInterrupt
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    """Python drops what is raised there. A signal during a collection, which takes a second among the objects of
+    Transformers, is delivered to the first finalizer of what was collected."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None

@@ -119,6 +119,20 @@ class ModelSource:
 
 def open_model(model: ModelConfig) -> ModelSource:
     """Reads and checks the configuration. Raises ConfigError for anything that cannot work."""
+    return checked(read_model(model))
+
+
+def checked(source: ModelSource) -> ModelSource:
+    """What `read_model` found, with the names of its weights. Raises ConfigError where it makes no model."""
+    _check(source)
+    if source.folder is None:
+        return source
+    return replace(source, names=checkpoint_names(build_empty(source.factory, torch.float32)))
+
+
+def read_model(model: ModelConfig) -> ModelSource:
+    """What is there, before anything of Transformers is imported for it, but for a model with code of its own. Raises
+    ConfigError for what cannot be found or read."""
     folder, hub = None, None
     if model.path is not None:
         hub = find_on_hub(model.path, "model.path", "config.json", [GENERATION_NAME, INDEX_NAME])
@@ -134,11 +148,7 @@ def open_model(model: ModelConfig) -> ModelSource:
     code = _code(config, place, trusted=model.trust_remote_code)
     if hub and code:
         hub.add_code()
-    source = ModelSource(config, folder, model.seed, code, _generation_config(folder), hub)
-    _check(source)
-    if folder is None:
-        return source
-    return replace(source, names=checkpoint_names(build_empty(source.factory, torch.float32)))
+    return ModelSource(config, folder, model.seed, code, _generation_config(folder), hub)
 
 
 def _owned(structure: ModelStructure) -> list[ParameterSpec]:
@@ -157,7 +167,7 @@ def _open_adapter(name: str) -> AdapterFolder:
 
 def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Path | None:
     """The folder whose code makes the model: None for a model that Transformers has itself."""
-    if is_known(config.get("model_type")) or "auto_map" not in config:
+    if "auto_map" not in config or is_known(config.get("model_type")):
         return None
     if place is None:
         raise ConfigError(

@@ -25,7 +25,7 @@ from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.machine import probe_machine
-from megatrain_ray.model_source import ModelSource, open_model
+from megatrain_ray.model_source import ModelSource, checked, read_model
 from megatrain_ray.profiles import with_profile
 from megatrain_ray.trial_cache import TrialCache
 
@@ -53,9 +53,10 @@ def plan_config(config: TrainConfig) -> Plan:
     return prepare(config, with_profile(machine, hardware.profile)).plan
 
 
-def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
-    """`machine`: with its rates; None: this one, as far as it was measured."""
-    source = open_model(config.model).with_lora(config.lora)
+def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSource | None = None) -> Prepared:
+    """`machine`: with its rates; None: this one, as far as it was measured. `source`: what `read_model` found; None:
+    it is read now."""
+    source = checked(source or read_model(config.model)).with_lora(config.lora)
     positions = source.max_positions
     if positions is not None and config.data.seq_len > positions:
         raise ConfigError(
@@ -67,7 +68,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None) -> Prepared:
         machine = with_profile(probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit), hardware.profile)
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision(config.train.precision)
-    compiled = _compiles(config, machine.device)
+    compiled = compiles(config, machine.device)
     structure, activations, attention, packed_attention = _discover(config, source, machine.device, compiled=compiled)
     _log_uncompiled(structure, activations)
     request = Request(
@@ -126,7 +127,7 @@ def hyper_of(prepared: Prepared) -> Hyper:
     return Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train))
 
 
-def _compiles(config: TrainConfig, device: str) -> bool:
+def compiles(config: TrainConfig, device: str) -> bool:
     """What hardware.compile comes to."""
     setting = config.hardware.compile
     return setting if setting != "auto" else device == "cuda" and not config.train.deterministic

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -24,12 +24,19 @@ class Post:
     """What one replaceable actor after the other fills. `task`: what the present one is doing, `call` its answer."""
 
     name: str
-    make: Callable[[Sequence[Handles], int | None], Any]  # from holders and the pid of whom it follows
+    take: Callable[[], Any]  # an actor that waits for `take_up`
+    arguments: Callable[[Sequence[Handles], int | None], tuple[Any, ...]]  # from holders and the pid of whom it follows
     actor: Any = None
+    begun: Any = None  # when the actor has taken up
     handles: Handles = field(default_factory=dict)
     task: Task | None = None
     call: Any = None
     serves: bool = False  # the task ends only when the actor is told to stop
+
+    def fill(self, holders: Sequence[Handles], after_pid: int | None) -> None:
+        """Puts another actor in, without waiting for it."""
+        self.actor = self.take()
+        self.begun = self.actor.take_up.remote(*self.arguments(holders, after_pid))
 
     @property
     def pid(self) -> int | None:
@@ -42,6 +49,20 @@ def answer(late: str, call: Any, timeout_s: float = DEADLINE_S) -> Any:
         return ray.get(call, timeout=timeout_s)
     except GetTimeoutError:
         raise DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}") from None
+
+
+def await_begin(name: str, begun: Any) -> None:
+    """Until an actor has taken up. Raises RayActorError where it died, MegatrainError where it cannot."""
+    try:
+        answer(f"{name} did not start", begun)
+    except RayTaskError as error:
+        if isinstance(error.cause, MegatrainError):
+            raise
+        raise MegatrainError(could_not_start(name, error)) from error
+
+
+def could_not_start(name: str, error: RayError) -> str:
+    return f"a process of the run ({name}) could not start: {str(error).strip().splitlines()[-1]}"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from megatrain_ray.actors import Placement
 from megatrain_ray.cluster import Daemons
 from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew
@@ -74,8 +75,10 @@ class Silence:
 class Session:
     """The driver's loop: steps, saves, and what is to be done when something dies."""
 
-    def __init__(self, job: Job, manifest: Manifest | None, sinks: MetricSinks) -> None:
-        """`manifest`: of the save to go on from."""
+    def __init__(
+        self, job: Job, manifest: Manifest | None, sinks: MetricSinks, placement: Placement | None = None
+    ) -> None:
+        """`manifest`: of the save to go on from. `placement`: of actors that have begun, which end with the session."""
         prepared, run = job.prepared, job.run
         self._job = job
         self._prepared = prepared
@@ -87,6 +90,7 @@ class Session:
         self._daemons = job.daemons
         self._startup = job.startup
         self._manifest = manifest
+        self._placement = placement
         self._sinks = sinks
         self._policy = RunPolicy.of(prepared.config)
         step = manifest.step if manifest else 0
@@ -106,7 +110,7 @@ class Session:
     def train(self) -> tuple[int, float | None]:
         """Steps completed and the last one's loss, None when none ran. Raises InterruptedRunError, and MegatrainError
         for what failed."""
-        crew = Crew(self._prepared, self._daemons.check, partial(record, self._run.path))
+        crew = Crew(self._prepared, self._daemons.check, partial(record, self._run.path), self._placement)
         try:
             self._start(crew)
             with self._interrupts.put_off():

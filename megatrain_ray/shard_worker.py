@@ -63,7 +63,6 @@ class ShardWorker:
         self._holder = ArenaHolder.adopt(holders)
         names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
         self._arenas = {name: self._holder.map(name) for name in names}
-        self._arenas[state_arena(index)].populate(plan.num_shard_threads)
         self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
         self._shard = self._make_shard()
         # A save with no step after it needs no copies.
@@ -106,12 +105,14 @@ class ShardWorker:
 
     def initialize(self) -> None:
         """Fills this shard's part from the model folder, or with random values."""
+        self._take_state_memory()
         self._shard.load(self._prepared.source.weights(), self._prepared.plan.num_shard_threads)
         self._take_spare_memory()
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
         """Fills this shard's part from a save, whatever the number of shards that wrote it, and with what the save
         leaves out from where the run began."""
+        self._take_state_memory()
         asyncio.run(read_pieces(save_folder, manifest, self._pieces()))
         plan = self._prepared.plan
         if not plan.saves_frozen:
@@ -152,6 +153,10 @@ class ShardWorker:
 
     def stop(self) -> None:
         self._words.stop()
+
+    def _take_state_memory(self) -> None:
+        """With all threads. Not before: while the state is taken and filled the GPU worker builds its engine."""
+        self._arenas[state_arena(self._index)].populate(self._prepared.plan.num_shard_threads)
 
     def _take_spare_memory(self) -> None:
         """While the engine starts: the copies of the first save would else wait for pages. In a daemon, since a process

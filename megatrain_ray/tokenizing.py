@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from megatrain_ray.config import DataConfig
+from megatrain_ray.config import DataConfig, TrainConfig
 from megatrain_ray.data_worker import naming_eval_path, sources_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.cache_folder import cache_folder
@@ -51,6 +51,14 @@ def missing_data(data: DataConfig) -> Iterator[str]:
                     _find(part)
         except (ConfigError, OSError) as error:
             yield str(error)
+
+
+def check_there(config: TrainConfig) -> None:
+    """Raises ConfigError where data of a run are not there; reads no text."""
+    _find(config.data)
+    if config.eval_every and config.data.held_out is not None:
+        with naming_eval_path():
+            _find(config.data.held_out)
 
 
 def _find(data: DataConfig) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain_ray.cluster import cluster, in_ray_job
+from megatrain_ray.actors import Force, Placement
+from megatrain_ray.cluster import Daemons, cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.controller import Observation, RunPolicy
 from megatrain_ray.crew import Crew
 from megatrain_ray.data_worker import HeldOutData, naming_eval_path, open_stream
+from megatrain_ray.early_imports import TRANSFORMERS, importing
 from megatrain_ray.engine.packing import check_packing
+from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.exporting import export_run, has_adapters, load_exported
 from megatrain_ray.interrupts import Interrupts
@@ -26,8 +29,9 @@ from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.logs import log_to, say
 from megatrain_ray.machine import probe_machine
 from megatrain_ray.metric_sinks import check_packages, open_sinks
+from megatrain_ray.model_source import read_model
 from megatrain_ray.objects import Objects
-from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.planning import Prepared, compiles, prepare
 from megatrain_ray.prediction_check import tell
 from megatrain_ray.profiles import measured
 from megatrain_ray.run_dir import RunDir
@@ -35,7 +39,7 @@ from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
 from megatrain_ray.session import Job, Session
 from megatrain_ray.startup import Startup
-from megatrain_ray.tokenizing import tokenize
+from megatrain_ray.tokenizing import check_there, tokenize
 from megatrain_ray.training_arguments import with_arguments
 
 log = logging.getLogger(__name__)
@@ -109,29 +113,61 @@ class Trainer:
                 "it; give an absolute path"
             )
         startup = Startup()
-        with Interrupts() as interrupts, RunDir.open(self.config) as run, log_to(run.logs / "driver.log"):
+        with ExitStack() as stack:
+            interrupts = stack.enter_context(Interrupts())
+            run = stack.enter_context(RunDir.open(self.config))
+            stack.enter_context(log_to(run.logs / "driver.log"))
             await_end(run.path)
             manifest = _newest_save(run)
             if manifest is not None and _is_done(run, manifest.step):
                 return TrainSummary(manifest.step, None, run.path)
-            with self._objects.written(run):
-                prepared = _prepare(run.config, startup)
-                run = replace(run, config=prepared.config)
-                if run.has_begun:
-                    check_model(run.path, prepared.source.config, prepared.structure)
-                if manifest is not None:
-                    _tell_of_resume(run, manifest.step)
-                inputs = _check_inputs(prepared, run.path, manifest, startup)
-                with held(inputs.folders):
-                    return _run(prepared, inputs, run, manifest, interrupts, startup, at_end)
+            after = stack.enter_context(ExitStack())  # what is left for when every process has ended
+            stack.enter_context(self._objects.written(run))
+            source = read_model(run.config.model)  # what is not there is told before anything is started
+            check_there(run.config)
+            machine = _machine(run.config, startup)
+            daemons, placement = stack.enter_context(_processes(run.config, machine, startup))
+            with startup.phase("reading the model's configuration"):
+                prepared = prepare(run.config, machine, source)
+            run = replace(run, config=prepared.config)
+            if run.has_begun:
+                check_model(run.path, prepared.source.config, prepared.structure)
+            if manifest is not None:
+                _tell_of_resume(run, manifest.step)
+            inputs = _check_inputs(prepared, run.path, manifest, startup)
+            with held(inputs.folders):
+                after.callback(_clean_unfinished, run)
+                _begin(prepared, run, manifest)
+                job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, at_end)
+                return _train(job, manifest, placement)
 
 
-def _prepare(config: TrainConfig, startup: Startup) -> Prepared:
+def _machine(config: TrainConfig, startup: Startup) -> Machine:
+    """Measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
     machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit)
-    machine = measured(machine, hardware.profile, startup)
-    with startup.phase("reading the model's configuration"):
-        return prepare(config, machine)
+    return measured(machine, hardware.profile, startup)
+
+
+@contextmanager
+def _processes(config: TrainConfig, machine: Machine, startup: Startup) -> Iterator[tuple[Daemons, Placement]]:
+    """Ray, and processes for the run that begin to import what they need; so does the driver beside Ray's start."""
+    hardware = config.hardware
+    force = Force(
+        num_shards=machine.shards(hardware.num_shards),
+        device=machine.device,
+        draws=config.model.path is None,
+        compiles=compiles(config, machine.device),
+    )
+    with ExitStack() as stack:
+        with startup.phase("starting Ray and importing Transformers"), importing(TRANSFORMERS):
+            daemons = stack.enter_context(cluster(force.num_processes, force.num_gpus))
+            placement = Placement(force)
+        try:
+            yield daemons, placement
+        finally:
+            if not daemons.processes:  # a cluster of our own ends them itself
+                placement.clear()
 
 
 def _tell_of_resume(run: RunDir, step: int) -> None:
@@ -198,30 +234,24 @@ def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
     return HeldOutData(data, tokens, vocab_size, batch_size, plan.micro_batch_size)
 
 
-def _run(
-    prepared: Prepared, inputs: Inputs, run: RunDir, manifest: Manifest | None, interrupts: Interrupts,
-    startup: Startup, at_end: Callable[[Job, Crew], None],
-) -> TrainSummary:  # fmt: skip
+def _begin(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> None:
+    """Makes the directory hold the run."""
     left = run.clean()
-    plan = prepared.plan
     record_model(run.path, prepared.source.config, prepared.structure)
-    run.begin(plan.to_json(), manifest.step if manifest else 0)
+    run.begin(prepared.plan.to_json(), manifest.step if manifest else 0)
     run.keep_tokenizer()
     for path in left:
         log.info("deleted what a dead run left: %s", path)
-    try:
-        with ExitStack() as stack:
-            with startup.phase("starting Ray"):
-                daemons = stack.enter_context(cluster(plan.num_compute_threads, 1 if plan.device == "cuda" else 0))
-            job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, at_end)
-            return _train(job, manifest)
-    finally:
-        with suppress(MegatrainError, OSError):  # what ended the run is to be told
-            clean_unfinished(run.saves)  # every process has ended: nobody writes what was being saved
 
 
-def _train(job: Job, manifest: Manifest | None) -> TrainSummary:
-    """Once more from an earlier save whenever one turns out to be damaged."""
+def _clean_unfinished(run: RunDir) -> None:
+    """When every process has ended, so that nobody writes what was being saved."""
+    with suppress(MegatrainError, OSError):  # what ended the run is to be told
+        clean_unfinished(run.saves)
+
+
+def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> TrainSummary:
+    """Once more from an earlier save whenever one turns out to be damaged. `placement`: for the first time."""
     run, plan = job.run, job.prepared.plan
     while True:
         step = manifest.step if manifest else 0
@@ -230,12 +260,13 @@ def _train(job: Job, manifest: Manifest | None) -> TrainSummary:
         try:
             # From the start: step 0 is that of the evaluation before the first update.
             with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
-                completed, loss = Session(job, manifest, sinks).train()
+                completed, loss = Session(job, manifest, sinks, placement).train()
             rows = [row for row in run.rows() if row["step"] > step]
             tell(plan.prediction, rows)
             return TrainSummary(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
+        placement = None
         await_end(run.path)  # the memory of two crews would not fit
         manifest = _newest_save(run)
         assert manifest is not None  # _fall_back leaves one

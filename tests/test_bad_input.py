@@ -86,22 +86,6 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    spoil, code, message = CASES[name]
-    folder = build_tiny(tmp_path / "model")
-    tree = config(tmp_path / "runs" / "run", folder)
-    spoil(folder, tree)
-    path = write_config(tmp_path / "config.yaml", tree)
-    capsys.readouterr()
-    assert main(["train", str(path)]) == code
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert sum(line.startswith("error: ") for line in shown.splitlines()) == 1
-    assert "Traceback" not in shown
-    assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
-
-
 def test_a_plan_for_a_gpu_needs_neither_that_nor_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = config(tmp_path / "run", SHAPE | {"vocab_size": 320}, hardware__device="cuda", data__path="/nowhere.txt")
     path = write_config(tmp_path / "config.yaml", tree | {"data": tree["data"] | {"eval_path": "/held_out.txt"}})
@@ -115,6 +99,22 @@ def test_a_plan_for_a_gpu_needs_neither_that_nor_data(tmp_path: Path, capsys: py
             f"note: data.eval_path: no such file: /held_out.txt {here}",
         ]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    spoil, code, message = CASES[name]
+    folder = build_tiny(tmp_path / "model")
+    tree = config(tmp_path / "runs" / "run", folder)
+    spoil(folder, tree)
+    path = write_config(tmp_path / "config.yaml", tree)
+    capsys.readouterr()
+    assert main(["train", str(path)]) == code
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert sum(line.startswith("error: ") for line in shown.splitlines()) == 1
+    assert "Traceback" not in shown
+    assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
 
 
 def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:

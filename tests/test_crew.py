@@ -15,11 +15,13 @@ import ray
 from ray.exceptions import RayActorError
 from ray.experimental import get_object_locations
 
+from megatrain_ray.actors import DATA, Force, Placement
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.shard_worker import wait_gone
 from tests.runs import config
 from tests.texts import tokens_of
 
@@ -36,7 +38,7 @@ def prepared(folder: Path, shape: dict[str, int], **changes: Any) -> Prepared:
 
 
 @contextmanager
-def started(ready: Prepared) -> Iterator[Crew]:
+def started(ready: Prepared, placement: Placement | None = None) -> Iterator[Crew]:
     data = ready.config.data
     arguments = {
         "data": data,
@@ -46,7 +48,7 @@ def started(ready: Prepared) -> Iterator[Crew]:
         "step": 0,
         "position": None,
     }
-    crew = Crew(ready)
+    crew = Crew(ready, placement=placement)
     try:
         crew.start(arguments)
         crew.load(None, None)
@@ -97,6 +99,36 @@ def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ra
     # A row holds byte counts, which take a few more digits for the larger model.
     assert small == pytest.approx(large, abs=16)
     assert max(large) < 10_000
+
+
+def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_address: str) -> None:
+    placement = Placement(Force(1, "cpu"))
+    pid = ray.get(placement._waiting[DATA].pid.remote(), timeout=120)
+    with started(prepared(tmp_path, SHAPES[300_000]), placement) as crew:
+        assert crew.pids["data"] == pid
+        assert losses_of(crew, range(1, 2))[0] > 0
+        crew.stop()
+
+
+def test_those_whom_nobody_needs_end(ray_address: str) -> None:
+    placement = Placement(Force(2, "cpu"))
+    pid = ray.get(placement._waiting[DATA].pid.remote(), timeout=120)
+    placement.clear()
+    placement.clear()
+    wait_gone(pid, 60.0)
+
+
+def test_who_cannot_take_up_is_named(tmp_path: Path, ray_address: str) -> None:
+    ready = prepared(tmp_path, SHAPES[300_000])
+    crew = Crew(ready)
+    wrong = {"data": ready.config.data, "tokens": None, "vocab_size": 320, "batch_size": 1, "step": 0, "position": None}
+    try:
+        with pytest.raises(
+            MegatrainError, match=r"^a process of the run \(the data process\) could not start: TypeErr"
+        ):
+            crew.start(wrong)
+    finally:
+        crew.kill()
 
 
 def test_shards_and_owner_are_replaced_and_nothing_changes(tmp_path: Path, ray_address: str) -> None:

@@ -85,11 +85,12 @@ async def run(
         return tiny_batches(index + 1)[index]
 
     shards = [ShardWorker(ready, k, [handles]) for k in range(ready.plan.num_shards)]
+    worker = GpuWorker(ready, [handles], fetch, fetch_held_out)
+    await worker.build()  # weights come later
     for shard in shards:
         shard.initialize()
     if poison:
         poison_a_weight(ready, handles)
-    worker = GpuWorker(ready, [handles], fetch, fetch_held_out)
     await worker.start(Progress(0, 0))
     async with asyncio.TaskGroup() as tasks:
         for shard in shards:

@@ -67,7 +67,7 @@ def test_the_command_line_exits_2_without_network_and_cache(
 ) -> None:
     tree = config(tmp_path / "run", tmp_path, model__path="owner/absent")
     assert main(["train", str(write_config(tmp_path / "config.yaml", tree))]) == 2
-    _, told = capsys.readouterr().err.splitlines()  # what the start does comes first
+    (told,) = capsys.readouterr().err.splitlines()  # nothing was begun
     assert told.startswith("error: model.path: owner/absent: no such folder")
     assert not (tmp_path / "run").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -43,6 +44,22 @@ def test_where_nothing_can_be_saved_the_first_ends(number: signal.Signals) -> No
         with pytest.raises(KeyboardInterrupt):
             send(number)
         assert not interrupts.requested
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_one_in_a_finalizer_is_not_lost(number: signal.Signals) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            send(number)
+            ended.append(True)
+
+    ended: list[bool] = []
+    deadline = time.monotonic() + 20
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        Finalized()
+        assert ended
+        while time.monotonic() < deadline:
+            pass
 
 
 def test_what_is_cleaned_up_is_not_broken_off() -> None:

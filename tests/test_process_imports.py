@@ -7,14 +7,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ray import cloudpickle
+
+from megatrain_ray.actors import late
+from megatrain_ray.arena_owner import ArenaOwner
 from tests.family_models import build_family
 from tests.run_engine import folder_source
 from tests.runs import ROOT
 
 
-def test_the_arena_owner_loads_no_torch() -> None:
-    code = "import sys, megatrain_ray.arena_owner\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+def test_the_arena_owner_loads_no_torch(tmp_path: Path) -> None:
+    """As its class comes through Ray."""
+    (tmp_path / "class").write_bytes(cloudpickle.dumps(late(ArenaOwner)))
+    code = (
+        "import pathlib, pickle, sys\n"
+        "pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())(()).take_up({}, ())\n"
+        "assert 'megatrain_ray.arena_owner' in sys.modules\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "class"], check=True, cwd=ROOT)
 
 
 def test_a_shard_reads_weights_without_transformers(tmp_path: Path) -> None:

@@ -113,6 +113,24 @@ def interrupt(path: Path, run_dir: Path, number: signal.Signals) -> str:
     return errors
 
 
+def test_ctrl_c_while_the_driver_plans_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Ray and the run's processes have begun by then."""
+    path = write_config(tmp_path / "config.yaml", config(tmp_path / "run", build_tiny(tmp_path / "model")))
+    process = subprocess.Popen(
+        command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stderr
+    assert any("reading the model's configuration" in line for line in process.stderr)
+    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (130, "error: interrupted\n")
+    assert len(family) > 4
+    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    assert not leftovers(process.pid)
+    assert not (tmp_path / "run").exists()
+
+
 def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, ray_address: str) -> None:
     """Interrupted twice; then a new process on another cluster with other save settings; the reference in the end."""
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=STEPS, hardware__num_shards=2)

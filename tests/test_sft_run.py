@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bad_input(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
     spoil, message = CASES[name]
     tree = settings(tmp_path)
     spoil(tmp_path, tree)

@@ -100,7 +100,7 @@ SAVING = by_saves("a save being written", lambda s: s.writing and s.num_bytes > 
 MAKING = by_title("weights being made", "ShardWorker.initialize", SHARD_0)
 RESTORING = by_title("weights being restored", "ShardWorker.restore", SHARD_0)
 SHARDS_ATTACHING = attaching(NEW_SHARD)
-STARTING = by_title("the engine being built", "GpuActor.start", GPU)
+STARTING = by_title("the engine being built", "GpuActor.build", GPU)
 
 
 def mid_layer(shard: int, layer: int) -> Phase:
