@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -76,6 +76,10 @@ class BoundModules:
             module.parameters[addresses] = parameters
         with module.template.bound(parameters, module.positions):
             yield module.function, parameters
+
+    def saving(self, *paths: str) -> AbstractContextManager[None]:
+        """For a graph of calls of these modules."""
+        return self._residents.saving([fragment for path in paths for fragment in self._modules[path].fragments])
 
     def compiled(self, path: str) -> CompiledCall | None:
         """What the plan wants compiled of the module's function; None: nothing."""

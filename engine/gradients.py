@@ -5,9 +5,10 @@ What moves between these slots and the host is offload.py's business.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,8 @@ from megatrain_ray.engine.loss import OpenSum
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.errors import DeadlineError
+
+SMALL = 1 << 20  # elements of which a copy takes less time on a GPU than its launch
 
 
 class GradientSlots:
@@ -72,6 +75,13 @@ def wait_for(device: Device, future: Future[Event], cause: str, timeout_s: float
     device.wait(event, cause)
 
 
+class _Sum(NamedTuple):
+    """A layer's gradient: padded, and of each parameter a view of that, by name."""
+
+    flat: torch.Tensor
+    views: Mapping[str, torch.Tensor]
+
+
 class GradientStore:
     """One flat sum for each layer of which something is trained, from the first contribution to departure."""
 
@@ -102,7 +112,7 @@ class GradientStore:
         if not plan.gradients_are_brief:
             self._places = {layer: device.allocate(self._num_bytes(layer)) for layer in sorted(self._waiting)}
         self._poison = poison
-        self._open: dict[int, torch.Tensor] = {}
+        self._open: dict[int, _Sum] = {}
         self._added: frozenset[str] = frozenset()
         self._fetched: dict[int, Fetch] = {}
         self.norms: dict[str, torch.Tensor] = {}
@@ -124,38 +134,39 @@ class GradientStore:
     def open_sums(self, layer: int, names: Collection[str], *, first: bool) -> dict[str, OpenSum]:
         """Of these parameters of the layer, for what is added to them before `add`, which then leaves them as they
         are."""
-        total, flat_layout = self._total(layer), self._layout.layers[layer]
+        views = self._total(layer).views
         self._added = frozenset(names)
-        return {name: OpenSum(flat_layout.view(total, name), first) for name in names}
+        return {name: OpenSum(views[name], first) for name in names}
 
     def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None:
         """Adds one micro-batch's gradients of a layer. A parameter that got none contributes zeros.
 
         `first`: the sum begins here; `last`: and ends here.
         """
-        flat_layout = self._layout.layers[layer]
         total = self._total(layer)
         moves = last and layer in self._moving
-        out = self._begin_waiting(layer) if moves else total
-        for segment in flat_layout.trained_segments:
-            before, after = (flat_layout.view(flat, segment.name) for flat in (total, out))
-            gradient = gradients.get(segment.name)
-            if segment.name in self._added:
+        after = (self._begin_waiting(layer) if moves else total).views
+        copied: dict[str, torch.Tensor] = {}
+        for name, before in total.views.items():
+            gradient = gradients.get(name)
+            if name in self._added or (gradient is None and not first):
                 if moves:
-                    after.copy_(before)
-            elif first:
-                after.copy_(gradient) if gradient is not None else after.zero_()
+                    copied[name] = before
+            elif not first:
+                assert gradient is not None
+                self._device.add(before, gradient, after[name])
             elif gradient is not None:
-                self._device.add(before, gradient, after)
-            elif moves:
-                after.copy_(before)
+                copied[name] = gradient
+            else:
+                after[name].zero_()
+        _copy((after[name], value) for name, value in copied.items())
         self._added = frozenset()
         if moves:
             self._sums.leave(layer).set_result(self._device.record())
 
     def suspend(self, layer: int) -> Departure:
         """Lets the unfinished sum go to the host until `fetch`."""
-        flat = self._open.pop(layer)
+        flat = self._open.pop(layer).flat
         return Departure(layer, flat, self._device.record(), self._sums.leave(layer), final=False)
 
     def finish(self, layer: int) -> Departure | None:
@@ -163,33 +174,30 @@ class GradientStore:
         for one that waits: `take` or `depart` has it."""
         if layer in self._waiting:
             self._round_in_place(layer)
-            self._measure(layer, self._open[layer])
+            self._measure(self._open[layer])
             return None
-        flat, done = self._rounded(layer)
-        self._measure(layer, flat)
+        total, done = self._rounded(layer)
+        self._measure(total)
+        flat = total.flat
         return Departure(layer, flat, self._device.record(), done, final=not self._layout.layers[layer].num_muon)
 
     def take(self, layer: int) -> torch.Tensor:
         """The complete gradient of a layer whose gradient waits, 1-D, padded, for what is submitted next."""
-        return self._open.pop(layer)
+        return self._open.pop(layer).flat
 
     def depart(self, layer: int) -> Departure:
         """Lets it go to the host. It has left before its place is written again: a forward needs every update."""
-        return Departure(layer, self._open.pop(layer), self._device.record(), Future(), final=True)
+        return Departure(layer, self._open.pop(layer).flat, self._device.record(), Future(), final=True)
 
-    def _measure(self, layer: int, flat: torch.Tensor) -> None:
-        flat_layout = self._layout.layers[layer]
-        names = [segment.name for segment in flat_layout.trained_segments]
-        views = [flat_layout.view(flat, name) for name in names]
+    def _measure(self, total: _Sum) -> None:
         # As clip_grad_norm_ takes them: on a GPU a few launches for all of them.
-        norms = torch._foreach_norm(views, 2.0, dtype=torch.float32)
-        self.norms.update(zip(names, norms, strict=True))
+        norms = torch._foreach_norm(list(total.views.values()), 2.0, dtype=torch.float32)
+        self.norms.update(zip(total.views, norms, strict=True))
 
     def _round_in_place(self, layer: int) -> None:
         """To values of the type of what leaves, in that of the sum: an update makes the same of both."""
         if self._wire_dtype is not self._sum_dtype:
-            for segment in self._layout.layers[layer].trained_segments:
-                view = self._layout.layers[layer].view(self._open[layer], segment.name)
+            for view in self._open[layer].views.values():
                 view.copy_(view.to(self._wire_dtype))
 
     def recall(self, layer: int) -> Fetch:
@@ -214,7 +222,7 @@ class GradientStore:
         total: torch.Tensor = torch.linalg.vector_norm(norms)
         return total
 
-    def _total(self, layer: int) -> torch.Tensor:
+    def _total(self, layer: int) -> _Sum:
         """Where the layer's sum is, or begins to be."""
         if layer in self._waiting and layer not in self._moving and layer not in self._open:
             return self._begin_waiting(layer)
@@ -225,12 +233,15 @@ class GradientStore:
             else:
                 wait_for(self._device, fetch.done, "host_accumulation", self._timeout_s)
                 region = fetch.region
-            self._open[layer] = region.view(self._sum_dtype)
+            self._open[layer] = self._sum(layer, region.view(self._sum_dtype))
         return self._open[layer]
 
-    def _begin_waiting(self, layer: int) -> torch.Tensor:
+    def _sum(self, layer: int, flat: torch.Tensor) -> _Sum:
+        return _Sum(flat, self._layout.layers[layer].trained_views(flat))
+
+    def _begin_waiting(self, layer: int) -> _Sum:
         """Where a gradient waits for its update, nothing of it yet."""
-        self._open[layer] = self._place(layer).view(self._sum_dtype)
+        self._open[layer] = self._sum(layer, self._place(layer).view(self._sum_dtype))
         return self._open[layer]
 
     def _place(self, layer: int) -> torch.Tensor:
@@ -243,13 +254,26 @@ class GradientStore:
     def _num_bytes(self, layer: int) -> int:
         return self._layout.layers[layer].trained.size * self._sum_dtype.itemsize
 
-    def _rounded(self, layer: int) -> tuple[torch.Tensor, Future[Event]]:
+    def _rounded(self, layer: int) -> tuple[_Sum, Future[Event]]:
         total = self._open.pop(layer)
         if self._leaving is None:
             return total, self._sums.leave(layer)
-        flat = self._leaving.take(layer, total.numel() * self._wire_dtype.itemsize).view(self._wire_dtype)
-        flat_layout = self._layout.layers[layer]
-        for segment in flat_layout.trained_segments:  # not the padding: it was never written
-            flat_layout.view(flat, segment.name).copy_(flat_layout.view(total, segment.name))
+        num_bytes = total.flat.numel() * self._wire_dtype.itemsize
+        leaving = self._sum(layer, self._leaving.take(layer, num_bytes).view(self._wire_dtype))
+        # Not the padding: it was never written.
+        _copy(zip(leaving.views.values(), total.views.values(), strict=True))
         self._sums.leave(layer).set_result(self._device.record())  # what is fetched to its place waits for this
-        return flat, self._leaving.leave(layer)
+        return leaving, self._leaving.leave(layer)
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Into the first of each pair. The small ones at once: a launch each is most of the time of a small layer."""
+    targets, sources = [], []
+    for target, source in pairs:
+        if source.numel() < SMALL:
+            targets.append(target)
+            sources.append(source)
+        else:
+            target.copy_(source)
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -121,10 +121,10 @@ class Rehearsal:
         """As a step does."""
         policy = self._plan.layers[self._structure.layer_of(call.path)].activations
         keeps = policy is ActivationPolicy.KEEP and self._modules.keeps(call.path)
-        outcome = call.forward(function, parameters, self._residents.saving() if keeps else None)
+        outcome = call.forward(function, parameters, self._modules.saving(call.path) if keeps else None)
         if call.needs_gradient:
             if not call.has_graph:
-                call.recompute(function, parameters, self._residents.saving())
+                call.recompute(function, parameters, self._modules.saving(call.path))
             for leaf in call.leaves:
                 leaf.grad = torch.zeros_like(leaf)
             call.backward([None] * len(call.ports))
@@ -144,7 +144,7 @@ class Rehearsal:
             stack.enter_context(self._residents.bound(self._placed(self._structure.layers[-1].modules[-1])))
             bound = [stack.enter_context(self._modules.bound(path)) for path in sorted(self._structure.loss_modules)]
             parameters = [parameter for _, of_module in bound for parameter in of_module]
-            stack.enter_context(self._residents.saving())
+            stack.enter_context(self._modules.saving(*self._structure.loss_modules))
             loss = partial(
                 chunked_loss, partial(self._chunk_sums, objective), hidden, targets, parameters,
                 chunk_tokens=self._plan.loss_chunk_tokens, num_supervised=targets.numel(),

@@ -2,14 +2,14 @@
 
 Autograd saves weights for backward. A graph that outlives a visit must not own slot memory: the slot is refilled. So
 a saved tensor that lies in a slot is replaced by where it lies in its *layer*, and looked up in whatever slot holds
-the layer when backward asks for it.
+the layer when backward asks for it. Weights that live on the device stay where they are: there is nothing to look up.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -42,11 +42,13 @@ class Residents:
         self._regions: dict[FragmentId, torch.Tensor] = {}
         self._visiting: Mapping[FragmentId, torch.Tensor] = {}
         self._settled: list[tuple[int, FragmentId]] = []  # by address
+        self._living: frozenset[FragmentId] = frozenset()  # on the device for good
 
     def settle(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
         """Fragments that live on the device, in an allocation of their own, are bound from now on."""
         self._memories.append(_Bytes.of(memory))
         self._regions.update(regions)
+        self._living = frozenset(regions)
         self._settled = sorted((region.data_ptr(), fragment) for fragment, region in regions.items())
 
     @contextmanager
@@ -74,11 +76,16 @@ class Residents:
         layer, segment = self._owner_of(layer, segment)
         fragment = self._fragment_of(layer, segment)
         start = segment.start - self._layout.layers[layer].fragments[fragment.index].start
-        flat = self._region(fragment).view(self._dtype)
+        # `.data` has a version counter of its own: autograd must not take an update of others that live in the same
+        # allocation for one of these.
+        flat = self._region(fragment).data.view(self._dtype)
         return flat[start : start + segment.numel].view(segment.shape).detach().requires_grad_(segment.group.trained)
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Graphs built in this context save weights by identity."""
+    def saving(self, fragments: Iterable[FragmentId]) -> AbstractContextManager[None]:
+        """Graphs built in this context save weights by identity, where some of these fragments, which are all that they
+        read, may move. The hooks cost a call for each tensor that is saved."""
+        if self._living.issuperset(fragments):
+            return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _owner_of(self, layer: int, segment: Segment) -> tuple[int, Segment]:

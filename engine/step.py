@@ -100,7 +100,7 @@ class StepRunner:
         self._modules = modules
         self._device_shard = device_shard
         self._gate = gate
-        self._step_loss = StepLoss(plan, structure, device, skeleton, residents, modules, chunk_sums, store)
+        self._step_loss = StepLoss(plan, structure, device, skeleton, modules, chunk_sums, store)
         self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
         self.whereabouts = "between steps"  # read by other threads
 
@@ -210,7 +210,7 @@ class StepRunner:
                 self._device.compute(Op("forward", layer, j)),
             ):
                 self._seed(state.step, j, layer, 0)
-                saving = self._residents.saving() if keep and self._modules.keeps(call.path) else None
+                saving = self._modules.saving(call.path) if keep and self._modules.keeps(call.path) else None
                 outcome = call.forward(function, parameters, saving)
             self._seed(state.step, j, layer, 1)
             with self._device.timed(Op("between layers", layer, j)):
@@ -265,7 +265,7 @@ class StepRunner:
     def _recompute(self, call: LayerCall, layer: int, j: int, state: _StepState) -> None:
         with self._modules.bound(call.path) as (function, parameters), self._device.compute(Op("recompute", layer, j)):
             self._seed(state.step, j, layer, 0)
-            call.recompute(function, parameters, self._residents.saving())
+            call.recompute(function, parameters, self._modules.saving(call.path))
 
     def _layer_of(self, call: LayerCall) -> int:
         return self._structure.layer_of(call.path)

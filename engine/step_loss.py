@@ -15,7 +15,6 @@ from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.loss import ChunkSums, Objective, OpenSum, chunked_loss
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.step_seams import GradientTaker
 from megatrain_ray.trace import Op
@@ -50,7 +49,6 @@ class StepLoss:
         structure: ModelStructure,
         device: Device,
         skeleton: Skeleton,
-        residents: Residents,
         modules: BoundModules,
         chunk_sums: ChunkSums,
         store: GradientTaker,
@@ -59,7 +57,6 @@ class StepLoss:
         self._structure = structure
         self._device = device
         self._skeleton = skeleton
-        self._residents = residents
         self._modules = modules
         self._chunk_sums = chunk_sums
         self._store = store
@@ -75,7 +72,7 @@ class StepLoss:
                 _, parameters = stack.enter_context(self._modules.bound(path))
                 named += zip(self._modules.segments[path], parameters, strict=True)
             sums = self._open_sums(j)
-            stack.enter_context(self._residents.saving())
+            stack.enter_context(self._modules.saving(*self._structure.loss_modules))
             stack.enter_context(self._device.compute(Op("loss", self._head, j)))
             result = chunked_loss(
                 partial(self._chunk_sums, share.objective),

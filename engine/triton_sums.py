@@ -1,6 +1,6 @@
 """A sum in FP32 of values in bf16, on the current GPU, in Triton.
 
-torch's own addition of two types moved 2.4 TB/s on an H200 where its copies move 4.1.
+torch's own addition of two types moved 2.4 TB/s on an H200 where its copies move 4.1. It is launched faster.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+FEWEST = 1 << 20  # elements that are worth the launch
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -26,7 +27,7 @@ def can_add(total: Tensor, value: Tensor, out: Tensor) -> bool:
     """Whether `add` is for them."""
     types = total.dtype, value.dtype, out.dtype
     of_types = types == (torch.float32, torch.bfloat16, torch.float32)
-    return of_types and all(tensor.is_contiguous() for tensor in (total, value, out))
+    return of_types and value.numel() >= FEWEST and all(tensor.is_contiguous() for tensor in (total, value, out))
 
 
 def add(total: Tensor, value: Tensor, out: Tensor) -> None:

@@ -173,6 +173,12 @@ def test_views_are_apart_aligned_and_inside_one_fragment(layout: FlatLayout) -> 
         view.fill_(number)
         assert sum(f.start <= segment.start and segment.stop <= f.stop for f in layout.fragments) == 1
     assert flat.count_nonzero() == layout.logical_size
+    within = torch.cat([torch.zeros(3, dtype=flat.dtype), flat])[3:]
+    views = layout.trained_views(within)
+    assert list(views) == [segment.name for segment in layout.trained_segments]
+    for name, view in views.items():
+        same = layout.view(within, name)
+        assert (view.data_ptr(), view.shape, view.stride()) == (same.data_ptr(), same.shape, same.stride())
 
 
 @repeatable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ class Rig:
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         parameters = [self.residents.parameter(0, segment) for segment in self.flat.segments]
-        with self.template.bound(parameters) as layer, self.residents.saving():
+        with self.template.bound(parameters) as layer, self.residents.saving([FragmentId(0, 0)]):
             return layer(x, position_embeddings=self.rotary), parameters
 
 
@@ -88,7 +89,7 @@ def test_a_kept_graph_of_a_compiled_layer_survives_its_slot() -> None:
         parameters = []
         with rig.residents.bound(regions := rig.place(0)):
             parameters = [rig.residents.parameter(0, segment) for segment in rig.flat.segments]
-            with rig.template.bound(parameters), rig.residents.saving():
+            with rig.template.bound(parameters), rig.residents.saving([FragmentId(0, 0)]):
                 kept = compiled(x, position_embeddings=rig.rotary)
         if slot_of_backward:
             regions = rig.place(slot_of_backward)
@@ -121,6 +122,27 @@ def test_without_packing_the_gradient_would_be_wrong() -> None:
     rig.place(2)
     (gradient,) = torch.autograd.grad(kept.sum(), [x])
     assert gradient.isnan().any()
+
+
+def test_weights_that_live_on_the_device_are_saved_as_they_are() -> None:
+    """Without a call of ours for each saved tensor; and an update of what lives beside them is none of theirs."""
+    rig = Rig(3, torch.float32)
+    expected, parameters = rig.module(rig.x, position_embeddings=rig.rotary), list(rig.module.parameters())
+    home = torch.empty(2 * rig.num_bytes, dtype=torch.uint8)
+    with torch.no_grad():
+        home[: rig.num_bytes].copy_(torch.cat(list(rig.place(0).values())))
+    spans = rig.flat.fragments
+    regions = {FragmentId(0, i): home[4 * span.start : 4 * span.stop] for i, span in enumerate(spans)}
+    rig.residents.settle(home, regions)
+    kept, ours = rig.forward(rig.x)
+    home[rig.num_bytes :].fill_(0xFF)
+    rig.memory.data.fill_(0xFF)
+    for mine, plain in zip(
+        torch.autograd.grad(kept.sum(), ours), torch.autograd.grad(expected.sum(), parameters), strict=True
+    ):
+        assert torch.equal(mine, plain)
+    assert isinstance(rig.residents.saving(regions), nullcontext)
+    assert not isinstance(rig.residents.saving([*regions, FragmentId(1, 0)]), nullcontext)
 
 
 def test_parameters_are_views_and_the_template_keeps_none() -> None:
