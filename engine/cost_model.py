@@ -54,9 +54,9 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """What plans of one request have in common: prices by operation, layer, whether that is compiled, its budget and
-    the tokens of a chunk of the loss; and seconds of the visits of one micro-batch, by what each layer keeps and such
-    a chunk."""
+    """What plans of one request have in common: prices by operation, layer, whether that is compiled, its budget, and
+    the tokens of a chunk of the loss or whether gradients are added in pairs; and seconds of the visits of one
+    micro-batch, by what each layer keeps, loop order and such a chunk."""
 
     prices: dict[tuple[str, int, bool, float, int], float] = field(default_factory=dict)
     sweeps: dict[object, tuple[float, ...]] = field(default_factory=dict)
@@ -161,8 +161,8 @@ class Prices:
     def of_layer(self, name: str, layer: int) -> float:
         """Of an operation that computes; "shards": an update by the CPU."""
         plan = self._plan.layers[layer]
-        chunk = self._plan.loss_chunk_tokens if name == "loss" else 0
-        key = name, layer, plan.compiled, plan.activation_budget, chunk
+        detail = self._plan.loss_chunk_tokens if name == "loss" else layer in self._plan.paired_layers
+        key = name, layer, plan.compiled, plan.activation_budget, detail
         price = self._known.get(key)
         if price is None:
             price = self._known[key] = self._compute(name, layer)
@@ -205,13 +205,14 @@ class Prices:
 
     def _backward(self, layer: int) -> float:
         """Adds to the sum what it makes: a gradient is written and read, its sum written, and read from the second
-        micro-batch on."""
+        micro-batch on, or half as often."""
         size = self._setting.layout.layers[layer].trained.size
         item, of_sum = self._plan.precision.working_dtype.itemsize, self._plan.accumulation_dtype.itemsize
         several = self._plan.num_micro_batches > 1
         if self._plan.chunks_add_to_sums and layer == len(self._plan.layers) - 1:
             size = 0  # the loss has added it
-        working_s = self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + (1 + several) * of_sum))
+        summed = (1 + several) * of_sum / (2 if layer in self._plan.paired_layers else 1)
+        working_s = self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + summed))
         return working_s + self._recomputed(layer)
 
     def _recomputed(self, layer: int) -> float:
@@ -222,7 +223,7 @@ class Prices:
             return 0.0
         return self._profile.matmul_s(self._plan.precision.value, again[0])
 
-    def _layer(self, layer: int, passes: int, traffic: int, more_bytes: int) -> float:
+    def _layer(self, layer: int, passes: int, traffic: int, more_bytes: float) -> float:
         """One micro-batch through a layer. `passes`: 2 for a backward, of what is trained and hands gradients on."""
         work, kept = self._setting.work[layer], float(self._activations.kept[layer])
         if self._setting.structure.layers[layer].kind is LayerKind.HEAD:

@@ -195,6 +195,14 @@ class CudaDevice(Device):
         else:
             super().add(total, value, out)
 
+    def add_two(self, total: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+        from megatrain_ray.engine import triton_sums  # as above
+
+        if all(triton_sums.can_add(out if total is None else total, value, out) for value in (first, second)):
+            triton_sums.add_two(total, first, second, out)
+        else:
+            super().add_two(total, first, second, out)
+
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)
 

@@ -116,6 +116,14 @@ class Device(ABC):
         only."""
         torch.add(total, value, out=out)
 
+    def add_two(self, total: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+        """The same of two values, one after the other: rounded after each, as by two calls. `total` None: zeros."""
+        if total is None:
+            out.copy_(first)
+        else:
+            self.add(total, first, out)
+        self.add(out, second, out)
+
     @abstractmethod
     def record(self) -> Event:
         """An event after everything submitted to the compute stage so far."""

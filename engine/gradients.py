@@ -21,7 +21,7 @@ from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.errors import DeadlineError
 
-SMALL = 1 << 20  # elements of which a copy takes less time on a GPU than its launch
+SMALL_ELEMENTS = 1 << 20  # fewer take a GPU less time than the launch of their copy: by count, 1 us of 6
 
 
 class GradientSlots:
@@ -114,6 +114,9 @@ class GradientStore:
         self._poison = poison
         self._open: dict[int, _Sum] = {}
         self._added: frozenset[str] = frozenset()
+        self._paired = plan.paired_layers
+        self._earlier: list[Mapping[str, torch.Tensor | None]] = []  # a micro-batch's that wait for the next one's
+        self._begins = False  # the sum begins with them
         self._fetched: dict[int, Fetch] = {}
         self.norms: dict[str, torch.Tensor] = {}
 
@@ -123,6 +126,7 @@ class GradientStore:
             self._leaving.reset()
         self._open.clear()
         self._added = frozenset()
+        self._earlier, self._begins = [], False
         self._fetched.clear()
         self.norms.clear()
 
@@ -143,26 +147,43 @@ class GradientStore:
 
         `first`: the sum begins here; `last`: and ends here.
         """
+        if layer in self._paired and not last and not self._earlier:
+            self._earlier, self._begins = [gradients], first
+            return
+        contributions, begins = [*self._earlier, gradients], first or self._begins
+        self._earlier, self._begins = [], False
         total = self._total(layer)
         moves = last and layer in self._moving
-        after = (self._begin_waiting(layer) if moves else total).views
-        copied: dict[str, torch.Tensor] = {}
-        for name, before in total.views.items():
-            gradient = gradients.get(name)
-            if name in self._added or (gradient is None and not first):
-                if moves:
-                    copied[name] = before
-            elif not first:
-                assert gradient is not None
-                self._device.add(before, gradient, after[name])
-            elif gradient is not None:
-                copied[name] = gradient
-            else:
-                after[name].zero_()
-        _copy((after[name], value) for name, value in copied.items())
+        out = self._begin_waiting(layer) if moves else total
+        self._add(total.views, contributions, out.views, begins=begins)
         self._added = frozenset()
         if moves:
             self._sums.leave(layer).set_result(self._device.record())
+
+    def _add(
+        self,
+        total: Mapping[str, torch.Tensor],
+        contributions: Sequence[Mapping[str, torch.Tensor | None]],
+        out: Mapping[str, torch.Tensor],
+        *,
+        begins: bool,
+    ) -> None:
+        """out = total + one or two contributions, by parameter. `begins`: there is no total yet."""
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, target in out.items():
+            values = [value for of_one in contributions if (value := of_one.get(name)) is not None]
+            if name in self._added or not (values or begins):
+                if target is not total[name]:
+                    copied.append((target, total[name]))
+            elif len(values) == 2:
+                self._device.add_two(None if begins else total[name], values[0], values[1], target)
+            elif values and begins:
+                copied.append((target, values[0]))
+            elif values:
+                self._device.add(total[name], values[0], target)
+            else:
+                target.zero_()
+        _copy(copied)
 
     def suspend(self, layer: int) -> Departure:
         """Lets the unfinished sum go to the host until `fetch`."""
@@ -270,7 +291,7 @@ def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Into the first of each pair. The small ones at once: a launch each is most of the time of a small layer."""
     targets, sources = [], []
     for target, source in pairs:
-        if source.numel() < SMALL:
+        if source.numel() < SMALL_ELEMENTS:
             targets.append(target)
             sources.append(source)
         else:

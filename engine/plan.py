@@ -213,6 +213,13 @@ class Plan:
         return one_visit or self.sums is Tier.HOST
 
     @property
+    def paired_layers(self) -> range:
+        """Blocks of which a micro-batch's gradient waits for that of the next one, where that comes next: added to the
+        sum together they read and write it half as often."""
+        several = self.num_micro_batches > 1 and self.order is LoopOrder.LAYERS_OUTER
+        return range(1, len(self.layers) - 1) if several else range(0)
+
+    @property
     def never_in_slab(self) -> frozenset[int]:
         """Layers of which nothing ever waits on the host."""
         return frozenset() if self.sums is Tier.HOST else self.hbm_layers

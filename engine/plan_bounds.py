@@ -24,7 +24,7 @@ class Bounds:
         known = known or Known()
         self._prices = Prices(plan, setting, activations, known)
         keeps = tuple([(layer.activations.value, layer.compiled, layer.activation_budget) for layer in plan.layers])
-        key = keeps, plan.loss_chunk_tokens
+        key = keeps, plan.order, plan.loss_chunk_tokens
         if key not in known.sweeps:
             known.sweeps[key] = tuple(map(self._visit_s, setting.one_sweep))
         self._sweep_s = known.sweeps[key]  # of each visit of one micro-batch

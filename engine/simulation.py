@@ -111,9 +111,10 @@ class Simulation:
         if self._gradients.has_one(visit):
             if visit.phase is Phase.HEAD and self._plan.chunks_add_to_sums:
                 self._gradients.open(visit.layer)
-            self._compute(visit, 1)
+            num_added = 2 if visit.layer in self._plan.paired_layers else 1  # at a time
+            self._compute(visit, num_added)
             self._gradients.open(visit.layer)
-            self._compute(visit, count - 1)
+            self._compute(visit, count - num_added)
             self._complete(visit)
         else:
             self._compute(visit, count)

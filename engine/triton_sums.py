@@ -15,11 +15,17 @@ FEWEST = 1 << 20  # elements that are worth the launch
 
 
 @triton.jit(do_not_specialize=["length"])
-def _add(total, value, out, length, WHOLE: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """WHOLE: `length` is whole blocks; without masks loads are vectors."""
+def _add(total, value, second, out, length, SUMMED: tl.constexpr, TWO: tl.constexpr, WHOLE: tl.constexpr,
+         BLOCK: tl.constexpr) -> None:  # fmt: skip
+    """SUMMED: there is a total. TWO: and a second value. WHOLE: `length` is whole blocks; without masks loads are
+    vectors."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = None if WHOLE else i < length
-    new = tl.load(total + i, mask=inside) + tl.load(value + i, mask=inside).to(tl.float32)
+    new = tl.load(value + i, mask=inside).to(tl.float32)
+    if SUMMED:
+        new = tl.load(total + i, mask=inside) + new
+    if TWO:
+        new = new + tl.load(second + i, mask=inside).to(tl.float32)
     tl.store(out + i, new, mask=inside)
 
 
@@ -32,10 +38,22 @@ def can_add(total: Tensor, value: Tensor, out: Tensor) -> bool:
 
 def add(total: Tensor, value: Tensor, out: Tensor) -> None:
     """out = total + value, on the current stream: equally many values each, without a gap. The bits of torch's."""
-    before, values, after = (tensor.view(-1) for tensor in (total, value, out))
-    whole = values.numel() // BLOCK * BLOCK
-    for start, stop in ((0, whole), (whole, values.numel())):
+    _launch(total, value, None, out)
+
+
+def add_two(total: Tensor | None, first: Tensor, second: Tensor, out: Tensor) -> None:
+    """out = total + first + second in this order, rounded after each. `total` None: zeros."""
+    _launch(total, first, second, out)
+
+
+def _launch(total: Tensor | None, value: Tensor, second: Tensor | None, out: Tensor) -> None:
+    # What is not there is not read; something of the type must stand in its place.
+    given = (out if total is None else total, value, value if second is None else second, out)
+    flats = [tensor.view(-1) for tensor in given]
+    whole = value.numel() // BLOCK * BLOCK
+    for start, stop in ((0, whole), (whole, value.numel())):
         if stop > start:
             grid = (triton.cdiv(stop - start, BLOCK),)
-            of_kernel = before[start:], values[start:], after[start:], stop - start
-            _add[grid](*of_kernel, WHOLE=start < whole, BLOCK=BLOCK)
+            of_kernel = *(flat[start:] for flat in flats), stop - start
+            kinds = {"SUMMED": total is not None, "TWO": second is not None, "WHOLE": start < whole}
+            _add[grid](*of_kernel, **kinds, BLOCK=BLOCK)

@@ -108,7 +108,10 @@ def test_layers_outermost_hides_updates_that_clipping_puts_off() -> None:
     assert outer.exposed_s["optimizer"] > 3 * layers.exposed_s["optimizer"]
     assert layers.step_s < outer.step_s
     assert layers.h2d_bytes < outer.h2d_bytes / 3
-    assert layers.compute_s == pytest.approx(outer.compute_s)
+    # Of the FP32 sums of its blocks, which are read and written for every second of four micro-batches.
+    blocks = sum(layer.trained.size for layer in shape()[0].layout().layers[1:-1])
+    less_s = 4 / 2 * 8 * blocks / TYPICAL_GPU.device_bytes_per_s
+    assert layers.compute_s == pytest.approx(outer.compute_s | {"backward": outer.compute_s["backward"] - less_s})
 
 
 def test_layers_on_the_device_move_nothing_and_update_themselves() -> None:

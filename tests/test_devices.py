@@ -309,6 +309,19 @@ def test_a_sum_is_torchs(device: Device, dtype: torch.dtype, shape: tuple[int, .
         assert in_place or torch.equal(here.cpu(), total)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 8192), (1024, 1024), (1, (1 << 20) + 1), (1030, 1031)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_of_two_is_rounded_twice(device: Device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    total, first, second = torch.randn(shape), torch.randn(shape).to(dtype), (1e-3 * torch.randn(shape)).to(dtype)
+    for summed, in_place in itertools.product((False, True), repeat=2):
+        here, *values = (t.to(device.torch_device, copy=True) for t in (total, first, second))
+        out = here if in_place else torch.empty_like(here)
+        with device.activate():
+            device.add_two(here if summed else None, *values, out)
+            device.record().synchronize()
+        assert torch.equal(out.cpu(), (total + first if summed else first.float()) + second)
+
+
 @pytest.mark.skipif(not num_gpus(), reason="needs a GPU")
 def test_cuda_takes_no_more_memory_than_it_may() -> None:
     """Of 5 GiB, 1 of them for the context; what a tensor left does not stand in the way of a larger one."""
