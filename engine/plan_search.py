@@ -10,7 +10,7 @@ from functools import cache
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
-from megatrain_ray.engine.cost_model import Known, Setting, predict
+from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
@@ -32,8 +32,8 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     """
     layout = structure.layout(request.num_fragments)
     work = work_of(structure, request.active_experts, request.windows)
-    setting = Setting(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss)
-    search = _Search(setting, machine)
+    basis = CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss)
+    search = _Search(basis, machine)
     for split in _splits(request):
         search.try_split(split, activations.times(split.micro_batch_size // request.micro_batch_size))
     return with_uploads(search.chosen(), structure, layout)
@@ -42,30 +42,30 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
 class _Search:
     """Tries the candidates of one split after the other, each only if it may be better than what was found."""
 
-    def __init__(self, setting: Setting, machine: Machine) -> None:
-        self._setting = setting
+    def __init__(self, basis: CostBasis, machine: Machine) -> None:
+        self._basis = basis
         self._machine = machine
         # Not those that Muon trains, whose momenta are the shards'.
-        self._able = [i for i, layer in enumerate(setting.layout.layers) if not layer.num_muon]
-        self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in setting.structure.layers)
+        self._able = [i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon]
+        self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in basis.structure.layers)
         self._found: list[tuple[float, Plan]] = []
         self._best_s = math.inf
         self._last: Filling | None = None
 
     def try_split(self, request: Request, activations: ActivationBytes) -> None:
-        drafts, known = Drafts(), Known()
+        drafts, shared = Drafts(), SharedPrices()
 
         @cache
         def draft(candidate: Candidate) -> Plan:
-            setting = self._setting
-            return draft_plan(setting.structure, setting.layout, activations, self._machine, request, candidate, drafts)
+            basis = self._basis
+            return draft_plan(basis.structure, basis.layout, activations, self._machine, request, candidate, drafts)
 
         @cache
         def fewest(where: Candidate) -> int:
             return fewest_layers(draft, where, self._able) if fixed is None else fixed
 
         def may_win(plan: Plan) -> bool:
-            bounds = Bounds(plan, self._setting, activations, known)
+            bounds = Bounds(plan, self._basis, activations, shared)
             # What takes as long as a simpler one changes nothing.
             return (
                 self._may_win(max(bounds.compute_s, bounds.update_s))
@@ -75,7 +75,7 @@ class _Search:
         fixed = self._fixed(request)
         computed_s: dict[tuple[LoopOrder, ActivationPolicy, float], float] = {}  # with as much kept as can be
         first = None
-        for candidate in candidates(self._setting.structure, request):
+        for candidate in candidates(self._basis.structure, request):
             first = first or candidate  # of those that only differ in what is on the device
             where = replace(
                 first,
@@ -89,12 +89,12 @@ class _Search:
             filling = Filling(draft, candidate, self._able, self._num_blocks, fewest(where), fixed is not None)
             kept = candidate.order, candidate.activations, candidate.activation_budget
             if kept not in computed_s:
-                computed_s[kept] = Bounds(draft(filling.most_kept), self._setting, activations, known).compute_s
+                computed_s[kept] = Bounds(draft(filling.most_kept), self._basis, activations, shared).compute_s
             if not self._may_win(computed_s[kept]):
                 continue
             self._last = filling
             for plan in filling.plans(may_win):
-                self._add(replace(plan, prediction=predict(plan, self._setting, activations, known)))
+                self._add(replace(plan, prediction=predict(plan, self._basis, activations, shared)))
 
     def _fixed(self, request: Request) -> int | None:
         """How many layers must live on the device. Raises ConfigError where that many cannot."""
@@ -104,7 +104,7 @@ class _Search:
         if count > len(self._able):
             raise ConfigError(
                 f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._able)} of "
-                f"{len(self._setting.layout.layers)} (embedding and head are layers, too; what Muon trains stays on "
+                f"{len(self._basis.layout.layers)} (embedding and head are layers, too; what Muon trains stays on "
                 "the host)"
             )
         return count
