@@ -68,7 +68,7 @@ class ActivationBytes:
         return tuple(max(of_budgets.values(), default=0) for of_budgets in self._kept_within)
 
 
-def measured(
+def activation_bytes_of(
     model: nn.Module, trial: Trial, structure: ModelStructure, attention: Attention, batch: tuple[int, int]
 ) -> ActivationBytes:
     """Of a trial of `batch` = [sequences, tokens]. What is frozen in the model keeps less."""
