@@ -50,8 +50,8 @@ from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import StepInput, World
-from megatrain_ray.gpu_worker import make_device
 from megatrain_ray.io.words import WORD_BYTES
+from megatrain_ray.planned_device import make_device
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.spans import Row, Span
 

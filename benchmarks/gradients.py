@@ -28,8 +28,8 @@ from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.step import StepInput, World
-from megatrain_ray.gpu_worker import make_device
 from megatrain_ray.io.batches import Batch
+from megatrain_ray.planned_device import make_device
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.tokenizing import tokenize
 

@@ -27,9 +27,9 @@ from megatrain_ray.engine.plan import Tier
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.step import StepInput, World
-from megatrain_ray.gpu_worker import make_device
 from megatrain_ray.io.batches import Batch, assemble
 from megatrain_ray.io.windows import Rows
+from megatrain_ray.planned_device import make_device
 from megatrain_ray.planning import Prepared, prepare
 
 VOCAB = 32000

@@ -45,9 +45,9 @@ from megatrain_ray.config_file import config_to_dict, load_config
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine import compiled_call
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.gpu_worker import make_device
 from megatrain_ray.in_process import run_in_process
 from megatrain_ray.io.batches import Batch
+from megatrain_ray.planned_device import make_device
 from megatrain_ray.planning import Prepared
 from megatrain_ray.surroundings import commit, hardware, versions
 from megatrain_ray.tokenizing import tokenize

@@ -19,29 +19,21 @@ from megatrain_ray.engine.trial import Call, Trial
 @dataclass(frozen=True)
 class ActivationBytes:
     """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
-    beyond them and the weights. `largest`: what a layer has at most while it runs, kept or not. `masks`: the attention
-    masks that all layers share. `compiled`: of each layer what a compiled one keeps; None where that was not asked
-    for. `private`: whether nothing but the layer itself reads what enters it, from its forward to its backward."""
+    beyond them and the weights. `masks`: the attention masks that all layers share. `compiled`: of each layer what a
+    compiled one keeps; None where that was not asked for. `private`: whether nothing but the layer itself reads what
+    enters it, from its forward to its backward."""
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
-    largest: int
     masks: int = 0
     compiled: tuple[CompileTrial | None, ...] = ()
     private: tuple[bool, ...] = ()
 
     def times(self, count: int) -> ActivationBytes:
-        """Of so many such micro-batches in one: as much each. What a layer has once is counted as often too."""
+        """Of one micro-batch as large as `count` of these; at most, since what does not grow is multiplied, too."""
         boundary, kept = (tuple(count * b for b in of_layers) for of_layers in (self.boundary, self.kept))
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)
-        return replace(
-            self,
-            boundary=boundary,
-            kept=kept,
-            largest=count * self.largest,
-            masks=count * self.masks,
-            compiled=compiled,
-        )
+        return replace(self, boundary=boundary, kept=kept, masks=count * self.masks, compiled=compiled)
 
     def above(self, lowest: int, kept: tuple[int, ...]) -> ActivationBytes:
         """With other kept bytes; nothing waits for a backward below layer `lowest`."""
@@ -76,7 +68,7 @@ class ActivationBytes:
         return tuple(max(of_budgets.values(), default=0) for of_budgets in self._kept_within)
 
 
-def measured(
+def activation_bytes_of(
     model: nn.Module, trial: Trial, structure: ModelStructure, attention: Attention, batch: tuple[int, int]
 ) -> ActivationBytes:
     """Of a trial of `batch` = [sequences, tokens]. What is frozen in the model keeps less."""
@@ -92,7 +84,7 @@ def measured(
             of_blocks += calls[0].inputs
     masks = mask_bytes(attention, of_blocks, *batch)
     private = private_inputs(model, trial, structure)
-    return ActivationBytes(tuple(boundary), tuple(kept), max(kept), masks, private=private)
+    return ActivationBytes(tuple(boundary), tuple(kept), masks, private=private)
 
 
 def _kept(trial: Trial, call: Call, weights: set[int]) -> int:

@@ -53,7 +53,7 @@ class Schedule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Known:
+class SharedPrices:
     """What plans of one request have in common: prices by operation, layer, whether that is compiled, its budget, and
     the tokens of a chunk of the loss or whether gradients are added in pairs; and seconds of the visits of one
     micro-batch, by what each layer keeps, loop order and such a chunk."""
@@ -63,7 +63,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Setting:
+class CostBasis:
     """What plans of one model on one machine have in common. `layout`: of the plans' number of fragments."""
 
     structure: ModelStructure
@@ -88,16 +88,18 @@ class Setting:
         return visits(len(self.layout.layers), 1, LoopOrder.LAYERS_OUTER, self.layout.lowest_trained)
 
 
-def predict(plan: Plan, setting: Setting, activations: ActivationBytes, known: Known | None = None) -> Prediction:
-    """`activations`: of a micro-batch of the plan. `known`: of other plans of the same request."""
-    prices = Prices(plan, setting, activations, known)
-    step = _steady(plan, setting, prices)
+def predict(
+    plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
+) -> Prediction:
+    """`activations`: of a micro-batch of the plan. `shared`: of other plans of the same request."""
+    prices = Prices(plan, basis, activations, shared)
+    step = _steady(plan, basis, prices)
     tokens = plan.num_micro_batches * prices.num_tokens
-    flops = sum(layer.flops(tokens, tokens * plan.seq_len) for layer in setting.work)
+    flops = sum(layer.flops(tokens, tokens * plan.seq_len) for layer in basis.work)
     busy_s = {stage.value: seconds for stage, seconds in step.busy_s.items()}
     return Prediction(
-        rates=str(setting.profile.machine),
-        is_measured=setting.is_measured,
+        rates=str(basis.profile.machine),
+        is_measured=basis.is_measured,
         step_s=step.step_s,
         model_tflops=flops / step.step_s / 1e12,
         compute_s=step.compute_s,
@@ -109,17 +111,17 @@ def predict(plan: Plan, setting: Setting, activations: ActivationBytes, known: K
     )
 
 
-def _steady(plan: Plan, setting: Setting, prices: Prices) -> SimulatedStep:
+def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
     """The second of two steps; of one with many micro-batches in a row, from steps with fewer."""
     count = plan.num_micro_batches
     if plan.order is LoopOrder.LAYERS_OUTER or count <= PERIODS:
-        return _second(plan, setting, prices)
-    fewer, more = (_second(replace(plan, num_micro_batches=n), setting, prices) for n in (PERIODS - 1, PERIODS))
+        return _second(plan, basis, prices)
+    fewer, more = (_second(replace(plan, num_micro_batches=n), basis, prices) for n in (PERIODS - 1, PERIODS))
     return _extended(fewer, more, count - PERIODS)
 
 
-def _second(plan: Plan, setting: Setting, prices: Prices) -> SimulatedStep:
-    simulation = Simulation(plan, setting.layout, *setting.schedule(plan), prices)
+def _second(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
+    simulation = Simulation(plan, basis.layout, *basis.schedule(plan), prices)
     simulation.step()
     return simulation.step()
 
@@ -142,14 +144,16 @@ def _extended(fewer: SimulatedStep, more: SimulatedStep, count: int) -> Simulate
 class Prices:
     """Seconds of an operation of one plan: a CostModel of trace.py."""
 
-    def __init__(self, plan: Plan, setting: Setting, activations: ActivationBytes, known: Known | None = None) -> None:
-        """`known`: of other plans of the same request."""
+    def __init__(
+        self, plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
+    ) -> None:
+        """`shared`: of other plans of the same request."""
         self._plan = plan
-        self._setting = setting
+        self._basis = basis
         self._activations = activations
-        self._profile = setting.profile
+        self._profile = basis.profile
         self.num_tokens = plan.micro_batch_size * plan.seq_len
-        self._known = (known or Known()).prices
+        self._shared = (shared or SharedPrices()).prices
         self._of_products = cache(self._price_products)
 
     def __call__(self, stage: Stage, op: Op) -> float:
@@ -163,9 +167,9 @@ class Prices:
         plan = self._plan.layers[layer]
         detail = self._plan.loss_chunk_tokens if name == "loss" else layer in self._plan.paired_layers
         key = name, layer, plan.compiled, plan.activation_budget, detail
-        price = self._known.get(key)
+        price = self._shared.get(key)
         if price is None:
-            price = self._known[key] = self._compute(name, layer)
+            price = self._shared[key] = self._compute(name, layer)
         return price
 
     @cached_property
@@ -198,7 +202,7 @@ class Prices:
                 return self._update_bytes(layer) / self._profile.device_bytes_per_s
             case "shards":
                 return self._update_bytes(layer) / (UPDATE_BYTES * self._update_rate)
-        return self._orthogonalize(self._setting.layout.layers[layer])
+        return self._orthogonalize(self._basis.layout.layers[layer])
 
     def _forward(self, layer: int) -> float:
         return self._layer(layer, 1, FORWARD_TRAFFIC, 0)
@@ -206,7 +210,7 @@ class Prices:
     def _backward(self, layer: int) -> float:
         """Adds to the sum what it makes: a gradient is written and read, its sum written, and read from the second
         micro-batch on, or half as often."""
-        size = self._setting.layout.layers[layer].trained.size
+        size = self._basis.layout.layers[layer].trained.size
         item, of_sum = self._plan.precision.working_dtype.itemsize, self._plan.accumulation_dtype.itemsize
         several = self._plan.num_micro_batches > 1
         if self._plan.chunks_add_to_sums and layer == len(self._plan.layers) - 1:
@@ -225,8 +229,8 @@ class Prices:
 
     def _layer(self, layer: int, passes: int, traffic: int, more_bytes: float) -> float:
         """One micro-batch through a layer. `passes`: 2 for a backward, of what is trained and hands gradients on."""
-        work, kept = self._setting.work[layer], float(self._activations.kept[layer])
-        if self._setting.structure.layers[layer].kind is LayerKind.HEAD:
+        work, kept = self._basis.work[layer], float(self._activations.kept[layer])
+        if self._basis.structure.layers[layer].kind is LayerKind.HEAD:
             work = replace(work, products=())  # the loss has them
         if self._plan.layers[layer].compiled:
             kept *= COMPILED_TRAFFIC
@@ -256,14 +260,14 @@ class Prices:
     def _loss(self, layer: int) -> float:
         """Forward and backward of the logits in chunks; the head's gradient is summed over them in FP32, or into the
         step's sum."""
-        products, chunk = self._setting.work[layer].products, self._plan.loss_chunk_tokens
+        products, chunk = self._basis.work[layer].products, self._plan.loss_chunk_tokens
         num_chunks = math.ceil(self.num_tokens / chunk)
         item = self._plan.precision.working_dtype.itemsize
         of_one = logits_bytes(
-            self._setting.structure,
+            self._basis.structure,
             self._plan.precision,
             1,
-            z_loss=self._setting.z_loss,
+            z_loss=self._basis.z_loss,
             compiled=self._plan.compiled_loss,
         )
         trained = sum(p.elements for p in products if p.trained)

@@ -233,7 +233,8 @@ class CudaDevice(Device):
 
 
 def _limit_memory(num_bytes: int | None) -> None:
-    """What tensors left, which stays the process's own, is given back before this is exceeded."""
+    """A bound of torch's allocator, which gives memory of freed tensors back before it exceeds that, and fails after.
+    What the context takes is not the allocator's."""
     total = total_memory_bytes() or 1
     if num_bytes is not None and num_bytes < total:
         torch.cuda.set_per_process_memory_fraction(max(0, num_bytes - CONTEXT_BYTES) / total)

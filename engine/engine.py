@@ -29,7 +29,7 @@ from megatrain_ray.engine.loss import ChunkSums, chunk_sums
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.muon import Muon
-from megatrain_ray.engine.offload import Departure, GradientOffloader, Transfer
+from megatrain_ray.engine.offload import GradientOffloader
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import residency_of
@@ -41,7 +41,9 @@ from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.slots import SlotRing
 from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
+from megatrain_ray.engine.step_gradients import StepGradients
 from megatrain_ray.engine.streamer import LayerStreamer
+from megatrain_ray.engine.task_failures import first_failure
 from megatrain_ray.engine.visits import Visit, forward_visits, visits
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.spans import Row
@@ -98,7 +100,7 @@ class Engine:
         memory = device.allocate(sum(slot.num_bytes for slot in plan.slots))
         ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
         self.streamer = LayerStreamer(device, ring, self._layout, host, plan.update_deadline_s + DEADLINE_S)
-        self._offloader = GradientOffloader(device, host)
+        self._gradients = StepGradients(GradientOffloader(device, host))
         self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order, self._layout.lowest_trained)
         self._residency = self._residency_of(self._visits)
         model = build_empty(factory, plan.precision.working_dtype)
@@ -119,7 +121,9 @@ class Engine:
         store = GradientStore(plan, self._layout, device, poison=poison)
         orthogonalizer = None
         if muon is not None:
-            orthogonalizer = Orthogonalizer(plan, self._layout, device, store, muon, self._transfer, poison=poison)
+            orthogonalizer = Orthogonalizer(
+                plan, self._layout, device, store, muon, self._gradients.transfer, poison=poison
+            )
         self.runner = StepRunner(
             plan=plan,
             structure=structure,
@@ -133,17 +137,12 @@ class Engine:
             store=store,
             boundaries=BoundaryStore(plan, device) if plan.boundary_bytes else None,
             orthogonalizer=orthogonalizer,
-            transfer=self._transfer,
+            transfer=self._gradients.transfer,
             device_shard=device_shard,
             gate=gate,
         )
         self._device_shard = device_shard
         self._gate = gate
-        self._departures: list[Departure] = []  # of gradients that waited on the device until the scale was known
-        self._leaving: asyncio.Task[None] | None = None  # theirs
-
-    def _transfer(self, transfer: Transfer) -> None:
-        self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
 
     async def rehearse(self, coming: Coming) -> None:
         """Compiles what steps like those need compiled; before the first one."""
@@ -159,11 +158,10 @@ class Engine:
         if settings.clip is None:
             header = _header(step.step, settings, 1.0, skip=False)
             await self._commit(header, 0.0)
-        offloading = self._offload(step.step)
-        output = await self._stream(self._residency, step.step - 1, self._compute(step, settings, header), offloading)
+        moving = self._gradients.move(step.step)
+        output = await self._stream(self._residency, step.step - 1, self._compute(step, settings, header), moving)
         self._end_on_timeline()
-        if self._departures:
-            self._leaving = self._loop.create_task(self._send_waiting(step.step), name="waiting gradients")
+        self._gradients.send_waiting(step.step)
         skip = output.bad_parameter is not None
         if settings.clip is None and skip:
             raise MegatrainError(
@@ -184,28 +182,6 @@ class Engine:
             memory=self.device.memory(),
         )
 
-    async def _offload(self, update: int) -> None:
-        """Moves the step's gradients, after those of the update before."""
-        await self._all_left()
-        await self._offloader.run(update)
-
-    async def _send_waiting(self, update: int) -> None:
-        """Beside the next forward, as the shards make room."""
-        while self._departures:
-            self._offloader.submit_nowait(self._departures.pop(0))
-        self._offloader.submit_nowait(None)
-        await self._offloader.run(update)
-
-    async def _all_left(self) -> None:
-        """Raises what kept a gradient from leaving."""
-        leaving, self._leaving = self._leaving, None
-        if leaving is None:
-            return
-        try:
-            await leaving
-        except BaseExceptionGroup as failures:
-            raise _first(failures) from None
-
     def _end_on_timeline(self) -> None:
         """The next step begins when this one has computed and its gradients have landed."""
         timeline = self.device.timeline
@@ -215,7 +191,7 @@ class Engine:
 
     async def drain(self, generation: int) -> None:
         """Between steps: waits until every layer has the generation. Raises what kept a gradient from leaving."""
-        await self._all_left()
+        await self._gradients.all_left()
         await self._host.drain(generation)
 
     async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
@@ -249,7 +225,7 @@ class Engine:
                 computing = group.create_task(compute, name="compute")
             return computing.result()
         except BaseExceptionGroup as failures:
-            raise _first(failures) from None
+            raise first_failure(failures) from None
         finally:
             await self.streamer.cancel()
 
@@ -270,7 +246,7 @@ class Engine:
                 self._gate.finish(step.step, self.device.record())
             return output
         finally:
-            self._offloader.submit_nowait(None)
+            self._gradients.end_step()
 
     async def _clip(self, update: int, output: StepOutput, settings: UpdateSettings, clip: float) -> None:
         """Commits the update, now that its scale is known, and makes the directions that need it."""
@@ -282,7 +258,7 @@ class Engine:
         await self._commit(header, at_s)
 
         def run() -> None:
-            self._departures = self.runner.departures()
+            self._gradients.keep_waiting(self.runner.departures())
             self.runner.update_residents(header)
             self.runner.orthogonalize(scale)
 
@@ -308,9 +284,7 @@ class Engine:
 
     async def close(self) -> None:
         """Stops the compute thread and the device. Idempotent."""
-        if self._leaving is not None:
-            self._leaving.cancel()
-            await asyncio.gather(self._leaving, return_exceptions=True)
+        await self._gradients.cancel()
         self._thread.shutdown()
         self.device.close()
 
@@ -323,12 +297,3 @@ def clip_scale(norm: float, max_norm: float) -> float:
 
 def _header(update: int, settings: UpdateSettings, scale: float, *, skip: bool) -> UpdateHeader:
     return UpdateHeader(update, settings.adam_step, settings.lr, scale, skip, settings.save)
-
-
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that the others followed from: cancellations come second."""
-    flat: list[BaseException] = []
-    for failure in failures.exceptions:
-        flat.append(_first(failure) if isinstance(failure, BaseExceptionGroup) else failure)
-    own = [f for f in flat if isinstance(f, MegatrainError)]
-    return (own or flat)[0]

@@ -40,11 +40,6 @@ class ModelLayout:
     def _sizes_among(self, layers: Set[int] | None) -> list[int]:
         return [layer.size if layers is None or i in layers else 0 for i, layer in enumerate(self.layers)]
 
-    @property
-    def trained_size(self) -> int:
-        """Padded elements that have gradients and optimizer state."""
-        return sum(layer.trained.size for layer in self.layers)
-
     @cached_property
     def updated(self) -> tuple[int, ...]:
         """The layers of which something is trained, in the order of a forward."""

@@ -36,15 +36,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Layers in the order of a forward: embedding, blocks, head."""
+    """Layers in the order of a forward: embedding, blocks, head. Parameters that a text never reaches, a vision tower's
+    for instance, belong to none: they stay as they are."""
 
     layers: tuple[LayerSpec, ...]
     parameter_order: tuple[str, ...]  # of those that are trained
     base: str  # path of the module that holds the layers and returns the final hidden state
     loss_modules: frozenset[str]  # of the head: called on the final hidden state, token chunk by token chunk
-    unused: tuple[
-        str, ...
-    ]  # parameters that a text never reaches, a vision tower's for instance; they stay as they are
     vocab_size: int
     attention_widths: tuple[float, ...] = ()  # of each block: heads × head_dim; 0: it does not attend to every token
     looked_up: frozenset[str] = frozenset()  # parameters whose rows are picked by index: embeddings

@@ -137,9 +137,8 @@ class Plan:
     update_order: UpdateOrder
     loss_chunk_tokens: int
     compiled_loss: bool  # a chunk runs through torch.compile
-    chunks_add_to_sums: (
-        bool  # the head's gradient of each goes into the sum over micro-batches; else into one of its own
-    )
+    # The head's gradient of each chunk of the loss goes into the sum over micro-batches; else into a sum of its own.
+    chunks_add_to_sums: bool
     num_shards: int
     shard_cut_elements: int
     num_compute_threads: int

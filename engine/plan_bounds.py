@@ -6,7 +6,7 @@ Of the schedule that simulation.py runs: what it changes there these bounds must
 from __future__ import annotations
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_model import Known, Prices, Setting
+from megatrain_ray.engine.cost_model import CostBasis, Prices, SharedPrices
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
 from megatrain_ray.engine.planner import group_of
@@ -17,17 +17,19 @@ from megatrain_ray.engine.visits import LoopOrder, Phase, Visit
 class Bounds:
     """Of one plan, in seconds."""
 
-    def __init__(self, plan: Plan, setting: Setting, activations: ActivationBytes, known: Known | None = None) -> None:
-        """`activations`: of a micro-batch of the plan. `known`: of other plans of the same request."""
+    def __init__(
+        self, plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
+    ) -> None:
+        """`activations`: of a micro-batch of the plan. `shared`: of other plans of the same request."""
         self._plan = plan
-        self._setting = setting
-        known = known or Known()
-        self._prices = Prices(plan, setting, activations, known)
+        self._basis = basis
+        shared = shared or SharedPrices()
+        self._prices = Prices(plan, basis, activations, shared)
         keeps = tuple([(layer.activations.value, layer.compiled, layer.activation_budget) for layer in plan.layers])
         key = keeps, plan.order, plan.loss_chunk_tokens
-        if key not in known.sweeps:
-            known.sweeps[key] = tuple(map(self._visit_s, setting.one_sweep))
-        self._sweep_s = known.sweeps[key]  # of each visit of one micro-batch
+        if key not in shared.sweeps:
+            shared.sweeps[key] = tuple(map(self._visit_s, basis.one_sweep))
+        self._sweep_s = shared.sweeps[key]  # of each visit of one micro-batch
         self._num_sweeps = 1 if plan.order is LoopOrder.LAYERS_OUTER else plan.num_micro_batches
         self._at_once = plan.num_micro_batches // self._num_sweeps
 
@@ -56,7 +58,7 @@ class Bounds:
             return 0.0
         left_s, updated_s, longest_s = self.compute_s, 0.0, 0.0
         updated = set(self._prices.updated_by_cpu)
-        for visit, seconds in zip(self._setting.one_sweep, self._sweep_s, strict=True):
+        for visit, seconds in zip(self._basis.one_sweep, self._sweep_s, strict=True):
             if visit.phase is Phase.BACKWARD:
                 break
             if visit.layer in updated:
@@ -69,9 +71,9 @@ class Bounds:
     def h2d_s(self) -> float:
         """Blocks come for each forward and each backward, but for what the slots hold from one to the next; unfinished
         sums for every micro-batch after the first; what entered layers where that waits on the host."""
-        plan, layers = self._plan, self._setting.layout.layers
-        item, lowest = plan.precision.working_dtype.itemsize, self._setting.layout.lowest_trained
-        streamed = [i for i in plan.host_layers if self._setting.structure.layers[i].kind is LayerKind.BLOCK]
+        plan, layers = self._plan, self._basis.layout.layers
+        item, lowest = plan.precision.working_dtype.itemsize, self._basis.layout.lowest_trained
+        streamed = [i for i in plan.host_layers if self._basis.structure.layers[i].kind is LayerKind.BLOCK]
         of_sweep = sum(layers[i].size * item * (2 if i >= lowest else 1) for i in streamed)
         edge = group_of(LayerKind.HEAD, 0)
         held = 2 * sum(slot.num_bytes for slot in plan.slots if slot.group != edge)
@@ -80,4 +82,4 @@ class Bounds:
             summed = sum(layer.trained.size for layer in layers)
             num_bytes += (self._num_sweeps - 1) * summed * plan.accumulation_dtype.itemsize
         num_bytes += plan.boundary_bytes * self._num_sweeps
-        return num_bytes / self._setting.profile.both_bytes_per_s
+        return num_bytes / self._basis.profile.both_bytes_per_s

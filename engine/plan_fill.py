@@ -21,8 +21,9 @@ NUM_BETWEEN = 2  # counts of layers on the device that are tried between the few
 class Filling:
     """One way to run a step, with more and more on the device.
 
-    Layers live there from the first of the forward on: those of the CPU are then updated under their forward. What they
-    leave goes to blocks of the forward's end, which keep more for their backward: gradients take that place as it goes.
+    Layers live there from the first of the forward on: the CPU updates the others under their forward. Memory that they
+    leave goes to the last blocks, which keep more for their backward: it comes first, and gradients take the place of
+    what they kept.
     `able`: layers that may live there; `fewest` of them must (`fewest_layers`), `fixed`: and no more.
     """
 

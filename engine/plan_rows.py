@@ -17,16 +17,20 @@ from megatrain_ray.units import format_bytes
 
 # Held by a process for each of them: the interpreter, torch and Ray; 0.45 to 0.62 GiB seen with torch 2.13 on Linux.
 PROCESS_BYTES = 640 << 20
-# A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess until a plan is compared with NVML.
+# A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess; hardware.hbm_limit leaves as much for them.
 CONTEXT_BYTES = 1 << 30
-# What a compiled layer's backward holds at most, what was kept and its own boundary included, as a multiple of what it
-# keeps with a budget of 1. What computes nearly everything again (SMALL_BUDGET or less) has it and all its gradients at
-# once, but for four tensors of the boundary's size: 2 % more than measured for layers of Qwen2.5-7B and 14B on an H200.
-# With larger budgets at most 1.64 times was measured in a layer alone, 1.51 in a step (benchmarks/README.md).
-COMPILED_BACKWARD, SMALL_BUDGET = 1.6, 0.2
-# Of that, what may still be there when the gradients of all its weights are: with 4 to 64 sequences of 1024 tokens
-# they made no difference.
+# What a compiled layer's backward holds at most, what was kept and its own boundary included, as a multiple of what the
+# layer keeps with an activation budget of 1: up to 1.64 in a layer alone, 1.51 in a step (benchmarks/README.md).
+COMPILED_BACKWARD = 1.6
+# With this budget or less a backward computes nearly everything again. Then it holds all that the layer would have kept
+# and the gradients of all that at once, but for four tensors of the boundary's size: 2 % more than was measured for
+# layers of Qwen2.5-7B and 14B on an H200.
+SMALL_BUDGET = 0.2
+# The share of a backward's most that may still be there when the gradients of all weights are: with 4 to 64 sequences
+# of 1024 tokens these gradients did not raise the peak.
 BESIDE_GRADIENTS = 0.6
+# Beside the shards: driver, GPU worker, data, arena owner.
+OTHER_PROCESSES = 4
 
 
 def hbm_rows(
@@ -119,7 +123,7 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     threads = plan.num_shards * plan.num_shard_threads
     units = max(sum(map(num_units, sizes)) for sizes in layout.trained_numels)
     marks = WORD_BYTES * (units + plan.num_shards)
-    processes = 4 + plan.num_shards
+    processes = OTHER_PROCESSES + plan.num_shards
     rows: dict[str, tuple[int, str]] = {
         "working copy": (working, f"{size} padded elements"),
         "optimizer state": _of_state(plan, layout),

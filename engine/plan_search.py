@@ -10,7 +10,7 @@ from functools import cache
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
-from megatrain_ray.engine.cost_model import Known, Setting, predict
+from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
@@ -32,97 +32,130 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     """
     layout = structure.layout(request.num_fragments)
     work = work_of(structure, request.active_experts, request.windows)
-    setting = Setting(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss)
-    search = _Search(setting, machine)
+    basis = CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss)
+    found = _Found()
     for split in _splits(request):
-        search.try_split(split, activations.times(split.micro_batch_size // request.micro_batch_size))
-    return with_uploads(search.chosen(), structure, layout)
+        of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
+        search = _SplitSearch(basis, machine, split, of_split, found)
+        search.run()
+    if not found.plans:
+        raise CapacityError(explain_misfit(search.smallest()))
+    return with_uploads(found.chosen(), structure, layout)
 
 
-class _Search:
-    """Tries the candidates of one split after the other, each only if it may be better than what was found."""
+class _Found:
+    """Plans with a prediction, in the order in which they were tried: the simpler first."""
 
-    def __init__(self, setting: Setting, machine: Machine) -> None:
-        self._setting = setting
+    def __init__(self) -> None:
+        self.plans: list[tuple[float, Plan]] = []  # with seconds of a step
+        self.best_s = math.inf
+
+    def add(self, plan: Plan) -> None:
+        assert plan.prediction is not None
+        self.plans.append((plan.prediction.step_s, plan))
+        self.best_s = min(self.best_s, plan.prediction.step_s)
+
+    def may_be_beaten_in(self, least_s: float) -> bool:
+        """By what takes at least this long: what is only a little faster than a simpler one is not taken."""
+        return least_s * (1 + TIE) < self.best_s
+
+    def chosen(self) -> Plan:
+        """The simplest of those that nothing beats by more than TIE."""
+        return next(plan for step_s, plan in self.plans if step_s <= self.best_s * (1 + TIE))
+
+
+class _SplitSearch:
+    """Tries the candidates of one split one after the other, each only if it may be better than what was found."""
+
+    def __init__(
+        self, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: _Found
+    ) -> None:
+        """`request`: with the split. `activations`: of one of its micro-batches. `found`: gets what fits."""
+        self._basis = basis
         self._machine = machine
+        self._request = request
+        self._activations = activations
+        self._found = found
         # Not those that Muon trains, whose momenta are the shards'.
-        self._able = [i for i, layer in enumerate(setting.layout.layers) if not layer.num_muon]
-        self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in setting.structure.layers)
-        self._found: list[tuple[float, Plan]] = []
-        self._best_s = math.inf
-        self._last: Filling | None = None
+        self._able = [i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon]
+        self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in basis.structure.layers)
+        self._fixed = self._fixed_count()
+        self._candidates = list(candidates(basis.structure, request))
+        self._tried: Filling | None = None  # last
+        self._drafts, self._shared = Drafts(), SharedPrices()
+        self._draft, self._fewest_of = cache(self._make_draft), cache(self._count_fewest)
+        self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, float], float] = {}
 
-    def try_split(self, request: Request, activations: ActivationBytes) -> None:
-        drafts, known = Drafts(), Known()
-
-        @cache
-        def draft(candidate: Candidate) -> Plan:
-            setting = self._setting
-            return draft_plan(setting.structure, setting.layout, activations, self._machine, request, candidate, drafts)
-
-        @cache
-        def fewest(where: Candidate) -> int:
-            return fewest_layers(draft, where, self._able) if fixed is None else fixed
-
-        def may_win(plan: Plan) -> bool:
-            bounds = Bounds(plan, self._setting, activations, known)
-            # What takes as long as a simpler one changes nothing.
-            return (
-                self._may_win(max(bounds.compute_s, bounds.update_s))
-                and max(bounds.chained_s, bounds.h2d_s) < self._best_s
-            )
-
-        fixed = self._fixed(request)
-        computed_s: dict[tuple[LoopOrder, ActivationPolicy, float], float] = {}  # with as much kept as can be
-        first = None
-        for candidate in candidates(self._setting.structure, request):
-            first = first or candidate  # of those that only differ in what is on the device
-            where = replace(
-                first,
-                order=candidate.order,
-                sums=candidate.sums,
-                gradients=candidate.gradients,
-                boundaries=candidate.boundaries,
-            )
-            if candidate.gradients is Tier.HBM and self._found and not fewest(replace(where, gradients=Tier.HOST)):
-                continue  # the host has room for them, from where they would leave late
-            filling = Filling(draft, candidate, self._able, self._num_blocks, fewest(where), fixed is not None)
-            kept = candidate.order, candidate.activations, candidate.activation_budget
-            if kept not in computed_s:
-                computed_s[kept] = Bounds(draft(filling.most_kept), self._setting, activations, known).compute_s
-            if not self._may_win(computed_s[kept]):
+    def run(self) -> None:
+        for candidate in self._candidates:
+            if self._waits_needlessly(candidate):
                 continue
-            self._last = filling
-            for plan in filling.plans(may_win):
-                self._add(replace(plan, prediction=predict(plan, self._setting, activations, known)))
+            is_fixed = self._fixed is not None
+            filling = Filling(
+                self._draft, candidate, self._able, self._num_blocks, self._fewest(candidate), fixed=is_fixed
+            )
+            if not self._found.may_be_beaten_in(self._least_compute_s(filling)):
+                continue
+            self._tried = filling
+            for plan in filling.plans(self._may_win):
+                prediction = predict(plan, self._basis, self._activations, self._shared)
+                self._found.add(replace(plan, prediction=prediction))
 
-    def _fixed(self, request: Request) -> int | None:
+    def smallest(self) -> Plan:
+        """Of the last candidate, where nothing was found in any split."""
+        assert self._tried is not None  # with nothing found every candidate may win
+        return self._tried.smallest()
+
+    def _fixed_count(self) -> int | None:
         """How many layers must live on the device. Raises ConfigError where that many cannot."""
-        count = request.hbm_layers
+        count = self._request.hbm_layers
         if count is None:
             return None if self._machine.device == "cuda" else 0
         if count > len(self._able):
             raise ConfigError(
                 f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._able)} of "
-                f"{len(self._setting.layout.layers)} (embedding and head are layers, too; what Muon trains stays on "
+                f"{len(self._basis.layout.layers)} (embedding and head are layers, too; what Muon trains stays on "
                 "the host)"
             )
         return count
 
-    def _may_win(self, least: float) -> bool:
-        """What could only be a little faster than a simpler one would not be taken."""
-        return least * (1 + TIE) < self._best_s
+    def _waits_needlessly(self, candidate: Candidate) -> bool:
+        """Whether gradients wait on the device, from where they would leave late, and the host has room for them."""
+        if candidate.gradients is not Tier.HBM or not self._found.plans:
+            return False
+        return not self._fewest(replace(candidate, gradients=Tier.HOST))
 
-    def _add(self, plan: Plan) -> None:
-        assert plan.prediction is not None
-        self._found.append((plan.prediction.step_s, plan))
-        self._best_s = min(self._best_s, plan.prediction.step_s)
+    def _fewest(self, candidate: Candidate) -> int:
+        """Layers that must live on the device. Slots and what is kept there make no difference to the host, so one
+        candidate stands for all that differ in nothing else."""
+        order, sums, gradients, boundaries = candidate.order, candidate.sums, candidate.gradients, candidate.boundaries
+        alike = replace(self._candidates[0], order=order, sums=sums, gradients=gradients, boundaries=boundaries)
+        return self._fewest_of(alike)
 
-    def chosen(self) -> Plan:
-        if not self._found:
-            assert self._last is not None
-            raise CapacityError(explain_misfit(self._last.smallest()))
-        return next(plan for step_s, plan in self._found if step_s <= self._best_s * (1 + TIE))
+    def _count_fewest(self, candidate: Candidate) -> int:
+        return fewest_layers(self._draft, candidate, self._able) if self._fixed is None else self._fixed
+
+    def _make_draft(self, candidate: Candidate) -> Plan:
+        structure, layout = self._basis.structure, self._basis.layout
+        return draft_plan(structure, layout, self._activations, self._machine, self._request, candidate, self._drafts)
+
+    def _least_compute_s(self, filling: Filling) -> float:
+        """With as much kept as can be. Slots and tiers make no difference to it."""
+        candidate = filling.candidate
+        key = candidate.order, candidate.activations, candidate.activation_budget
+        if key not in self._compute_s:
+            self._compute_s[key] = self._bounds(self._draft(filling.most_kept)).compute_s
+        return self._compute_s[key]
+
+    def _may_win(self, plan: Plan) -> bool:
+        bounds = self._bounds(plan)
+        if not self._found.may_be_beaten_in(max(bounds.compute_s, bounds.update_s)):
+            return False
+        # What takes as long as a simpler one changes nothing.
+        return max(bounds.chained_s, bounds.h2d_s) < self._found.best_s
+
+    def _bounds(self, plan: Plan) -> Bounds:
+        return Bounds(plan, self._basis, self._activations, self._shared)
 
 
 def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidate]:

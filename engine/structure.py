@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatrain_ray.engine.activation_bytes import ActivationBytes, measured
+from megatrain_ray.engine.activation_bytes import ActivationBytes, activation_bytes_of
 from megatrain_ray.engine.attention import Attention, imagined_masks
 from megatrain_ray.engine.compile_trial import try_compiling
 from megatrain_ray.engine.flat_layout import ParameterSpec
@@ -49,13 +49,13 @@ def discover(
             trial = _run_trial(model, batch, attention, packed=packed)
             structure = _Finder(model, trial, groups, micro_batch_size).structure()
             structure = with_muon(structure, model) if rules.muon else structure
-            activations = measured(model, trial, structure, attention, batch)
+            activations = activation_bytes_of(model, trial, structure, attention, batch)
             if structure.has_frozen:
                 model = factory(dtype)
                 for name, parameter in model.named_parameters():
                     parameter.requires_grad_(groups[name].trained)
                 trial = _run_trial(model, batch, attention, packed=packed)
-                kept = measured(model, trial, structure, attention, batch).kept
+                kept = activation_bytes_of(model, trial, structure, attention, batch).kept
                 activations = activations.above(structure.lowest_trained, kept)
         if compiled:
             activations = replace(activations, compiled=try_compiling(model, structure, trial))
@@ -110,7 +110,6 @@ class _Finder:
             parameter_order=trained,
             base=base.path,
             loss_modules=frozenset(in_loss),
-            unused=tuple(name for name, p in self._model.named_parameters() if id(p) not in owners),
             vocab_size=self._vocab_size(),
             attention_widths=tuple(block.attention / self._micro_batch_size for block in blocks),
             looked_up=frozenset(self._trial.looked_up),

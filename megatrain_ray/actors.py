@@ -35,9 +35,9 @@ from megatrain_ray.spans import RecordedSpans
 ONCE: Mapping[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
 
 
-def late(kind: type) -> type:
-    """A class like `kind` for actors that begin before there is anything to make one with: an object imports what
-    `kind` needs, and waits. `take_up` is the constructor of `kind`; nothing else may be called before it returned."""
+def waiting(kind: type) -> type:
+    """A class like `kind` for actors that begin before there are arguments for its constructor. An object imports
+    `modules` and waits; `take_up` is the constructor of `kind`, and nothing else may be called before it returned."""
 
     def begin(self: Any, modules: Sequence[str] = ()) -> None:
         import_first(modules)
@@ -117,9 +117,9 @@ def shard_name(index: int) -> str:
 
 
 @dataclass(frozen=True)
-class Force:
-    """What processes a run has, as far as that is known before its plan. `draws`: shards make the model's first values
-    with Transformers. `compiles`: the GPU worker compiles layers."""
+class CrewSpec:
+    """What actors a run has, as far as that is known before its plan: what they are placed by, and what they import.
+    `draws`: shards draw the model's first values, with Transformers. `compiles`: the GPU worker compiles layers."""
 
     num_shards: int
     device: str
@@ -128,6 +128,7 @@ class Force:
 
     @property
     def num_processes(self) -> int:
+        """Shards, GPU worker, data and arena owner."""
         return self.num_shards + 3
 
     @property
@@ -135,10 +136,10 @@ class Force:
         return 1 if self.device == "cuda" else 0
 
 
-def force_of(prepared: Prepared) -> Force:
+def crew_spec(prepared: Prepared) -> CrewSpec:
     """The processes of a plan."""
     plan = prepared.plan
-    return Force(plan.num_shards, plan.device, draws=prepared.source.folder is None, compiles=plan.compiled_loss)
+    return CrewSpec(plan.num_shards, plan.device, draws=prepared.source.folder is None, compiles=plan.compiled_loss)
 
 
 def owner_arguments(prepared: Prepared, holders: Sequence[Handles], after_pid: int | None) -> tuple[Any, ...]:
@@ -157,13 +158,13 @@ class Placement:
     """Where a run's actors are placed, and who they are. The first ones begin with it, while the driver still plans:
     each imports what it needs, which takes longer than anything else of a start, and waits for `take_up`."""
 
-    def __init__(self, force: Force) -> None:
-        self._force = force
-        self._gpu = {"GPU": 1.0} if force.num_gpus else {}
+    def __init__(self, spec: CrewSpec) -> None:
+        self._spec = spec
+        self._gpu = {"GPU": 1.0} if spec.num_gpus else {}
         # Ray's CPUs are a promise of room; threads are the plan's. Fractions, so that small machines can run all.
-        self._bundles = [{"CPU": 0.1, **self._gpu}, *({"CPU": 0.1} for _ in range(force.num_shards))]
+        self._bundles = [{"CPU": 0.1, **self._gpu}, *({"CPU": 0.1} for _ in range(spec.num_shards))]
         self._group = placement_group(self._bundles, "STRICT_PACK")
-        names = (OWNER, *map(shard_name, range(force.num_shards)), GPU, DATA)
+        names = (OWNER, *map(shard_name, range(spec.num_shards)), GPU, DATA)
         self._waiting = {name: self._begin(name) for name in names}
 
     def wait(self) -> None:
@@ -185,18 +186,18 @@ class Placement:
         remove_placement_group(self._group)
 
     def _begin(self, name: str) -> Any:
-        force = self._force
+        spec = self._spec
         if name == DATA:
-            return ray.remote(late(DataWorker)).options(**ONCE, num_cpus=0).remote()
+            return ray.remote(waiting(DataWorker)).options(**ONCE, num_cpus=0).remote()
         if name == OWNER:  # run, handles and stop; it maps nothing, so whom it follows does not matter
-            return ray.remote(late(ArenaOwner)).options(**ONCE, num_cpus=0, max_concurrency=3).remote()
+            return ray.remote(waiting(ArenaOwner)).options(**ONCE, num_cpus=0, max_concurrency=3).remote()
         if name == GPU:
-            modules = (*TRANSFORMERS, *(COMPILER if force.compiles else ()))
-            return ray.remote(GpuActor).options(**self._place(0, num_gpus=force.num_gpus)).remote(modules)
-        bundle = 1 + [*map(shard_name, range(force.num_shards))].index(name)
+            modules = (*TRANSFORMERS, *(COMPILER if spec.compiles else ()))
+            return ray.remote(GpuActor).options(**self._place(0, num_gpus=spec.num_gpus)).remote(modules)
+        bundle = 1 + [*map(shard_name, range(spec.num_shards))].index(name)
         # run, write_part, spans, and what must be answered meanwhile
         options = self._place(bundle, max_concurrency=5)
-        return ray.remote(late(ShardWorker)).options(**options).remote(TRANSFORMERS if force.draws else ())
+        return ray.remote(waiting(ShardWorker)).options(**options).remote(TRANSFORMERS if spec.draws else ())
 
     def _place(self, bundle: int, **options: Any) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)

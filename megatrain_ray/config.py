@@ -207,7 +207,7 @@ class HardwareConfig(Group):
     num_gpus: Annotated[Count, only(1)] = 1
     """Only 1 for now."""
     hbm_limit: Size | None = None
-    """Bytes of GPU memory that the plan may use; null: what is there."""
+    """Bytes of GPU memory that the plan may use, and that the run takes at most; null: what is there."""
     ram_limit: Size | None = None
     """Bytes of host memory that the plan may use; null: what is there."""
     hbm_layers: Annotated[int, Field(ge=0)] | None = None

@@ -23,7 +23,7 @@ from megatrain_ray.actors import (
     GPU,
     OWNER,
     Placement,
-    force_of,
+    crew_spec,
     owner_arguments,
     shard_arguments,
     shard_name,
@@ -73,7 +73,7 @@ class Crew:
 
     def start(self, data_arguments: Mapping[str, Any]) -> None:
         """Places and starts all actors; weights are not loaded yet."""
-        place = self._placement = self._placement or Placement(force_of(self._prepared))
+        place = self._placement = self._placement or Placement(crew_spec(self._prepared))
         place.wait()
         self.data = place.take(DATA)
         drawing = self.data.take_up.remote(**data_arguments)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatrain_ray.actors import crew_spec
 from megatrain_ray.crew import Crew
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.io.manifest import Manifest
@@ -37,7 +38,7 @@ def start_crew(
         with startup.phase("measuring the disk"):
             check_save_room(prepared, run.saves, progress.step)
             disk_bytes_per_s = measure_disk(run.saves, plan.save_bytes, prepared.config.save_compress)
-    with startup.phase(f"starting {plan.num_shards + 3} processes"):
+    with startup.phase(f"starting {crew_spec(prepared).num_processes} processes"):
         crew.start(data_arguments)
     with startup.phase(_loading(prepared, manifest)):
         crew.load(None if manifest is None else save_folder(run.saves, manifest.step), manifest)

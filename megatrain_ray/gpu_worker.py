@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,37 +17,27 @@ from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.device_memory import memory_explained
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.compiled_call import keep_compiled_graphs
-from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.cuda_device import CudaDevice
 from megatrain_ray.engine.deadlines import DEADLINE_S
-from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
+from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.loss import Objective
-from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.momenta import Momenta
-from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.errors import DeadlineError
-from megatrain_ray.flop_count import FlopCount
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.part_writer import WrittenPart
+from megatrain_ray.planned_device import make_device
 from megatrain_ray.planning import Prepared, muon_of
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
-
-# With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
-M_MMAP_THRESHOLD = -3  # of malloc.h
-MAPPED_BYTES = 1 << 20
-
-EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python")
+from megatrain_ray.step_rows import StepRows
 
 FetchBatch = Callable[[int], Awaitable[Batch]]  # of a step, or of held-out data by number
 
@@ -95,14 +84,13 @@ class GpuWorker:
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
-        self._host_bytes = sum(handle.nbytes for handle in self._holder.handles.values())
         plan = prepared.plan
         self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
         self._device = make_device(plan, deterministic=prepared.config.train.deterministic)
         self._device_layers: DeviceLayers | None = None
         if plan.hbm_layers:
             self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._words)
-        self._flops = FlopCount.of(prepared.structure, prepared.source)
+        self._rows = StepRows(prepared, sum(handle.nbytes for handle in self._holder.handles.values()))
         self._turn = asyncio.Condition()
         self._engine: Engine | None = None
         self._waits_for = ""
@@ -176,7 +164,7 @@ class GpuWorker:
         self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
-        self._clock = time.perf_counter()
+        self._rows.start_clock()
 
     def _coming(self) -> Coming:
         config = self._prepared.config
@@ -222,7 +210,7 @@ class GpuWorker:
             report = await engine.step(self._step_input(step, batch), self._settings(step, save))
         engine.device.timeline.clear()  # nobody reads this step's records; kept, they were 8 KB a step
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
-        return StepResult(self._row(report, batch, data_s), self._progress)
+        return StepResult(self._rows.row(report, batch, data_s), self._progress)
 
     async def _trace(self, engine: Engine, on: bool) -> None:
         """Begins or ends to record spans, between two steps."""
@@ -248,7 +236,7 @@ class GpuWorker:
             with memory_explained(self._prepared.plan, f"evaluating after step {step}"):
                 total = await self._engine.evaluate(self._micro_batches(batch), step)
             self._engine.device.timeline.clear()
-            self._clock = time.perf_counter()  # no step takes longer by it
+            self._rows.start_clock()
             return HeldOutLoss(total, batch.num_supervised)
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
@@ -290,50 +278,4 @@ class GpuWorker:
 
     def _settings(self, step: int, save: bool) -> UpdateSettings:
         train = self._prepared.config.train
-        return UpdateSettings(self._learning_rate(step), self._progress.adam_step + 1, train.clip, save)
-
-    def _learning_rate(self, step: int) -> float:
-        train = self._prepared.config.train
-        return learning_rate(
-            step,
-            peak=train.lr,
-            min_lr=train.min_lr,
-            steps=train.steps,
-            warmup_steps=train.warmup_steps,
-            schedule=train.schedule,
-        )
-
-    def _row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
-        now = time.perf_counter()
-        step_s, self._clock = now - self._clock, now
-        flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
-        exposed_s = dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s}
-        exposed_s["python"] = max(0.0, step_s - data_s - report.step_s)
-        terms = {} if report.cross_entropy is None else {"cross_entropy": report.cross_entropy}
-        named = {"bad_parameter": report.bad_parameter} if report.skipped else {}
-        return {
-            "step": report.step,
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
-            "lr": self._learning_rate(report.step),
-            "tokens": batch.num_supervised,
-            "skipped": report.skipped,
-            "step_s": step_s,
-            "tokens_per_s": batch.num_tokens / step_s,
-            "model_tflops": flops / step_s / 1e12,
-            "exposed_s": exposed_s,
-            "hbm_peak_bytes": report.memory.peak_bytes,
-            "host_bytes": self._host_bytes,
-            **terms,
-            **named,
-        }
-
-
-def make_device(plan: Plan, *, deterministic: bool) -> Device:
-    if plan.device == "cuda":
-        tf32 = plan.precision is Precision.TF32
-        return CudaDevice(deterministic=deterministic, tf32=tf32, memory_bytes=plan.hbm_limit_bytes)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
-    return CpuDevice(num_threads=plan.num_compute_threads)
+        return UpdateSettings(self._rows.learning_rate(step), self._progress.adam_step + 1, train.clip, save)

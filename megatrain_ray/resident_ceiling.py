@@ -16,7 +16,7 @@ from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.resident_model import ResidentModel
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.flop_count import FlopCount
-from megatrain_ray.gpu_worker import make_device
+from megatrain_ray.planned_device import make_device
 from megatrain_ray.planning import Prepared
 
 WARMUP_STEPS = 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain_ray.actors import Force, Placement
+from megatrain_ray.actors import CrewSpec, Placement
 from megatrain_ray.cluster import Daemons, cluster, in_ray_job
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.controller import Observation, RunPolicy
@@ -153,7 +153,7 @@ def _machine(config: TrainConfig, startup: Startup) -> Machine:
 def _processes(config: TrainConfig, machine: Machine, startup: Startup) -> Iterator[tuple[Daemons, Placement]]:
     """Ray, and processes for the run that begin to import what they need; so does the driver beside Ray's start."""
     hardware = config.hardware
-    force = Force(
+    spec = CrewSpec(
         num_shards=machine.shards(hardware.num_shards),
         device=machine.device,
         draws=config.model.path is None,
@@ -161,8 +161,8 @@ def _processes(config: TrainConfig, machine: Machine, startup: Startup) -> Itera
     )
     with ExitStack() as stack:
         with startup.phase("starting Ray and importing Transformers"), importing(TRANSFORMERS):
-            daemons = stack.enter_context(cluster(force.num_processes, force.num_gpus))
-            placement = Placement(force)
+            daemons = stack.enter_context(cluster(spec.num_processes, spec.num_gpus))
+            placement = Placement(spec)
         try:
             yield daemons, placement
         finally:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_model import Prices, Setting, predict
+from megatrain_ray.engine.cost_model import CostBasis, Prices, predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile, RatePoint, interpolate
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
@@ -52,7 +52,9 @@ def predicted(
         activations = replace(activations, kept=(0, *(kept_bytes * tokens,) * 28, activations.kept[-1]))
     plan = build_plan(structure, activations, MACHINE, request, candidate)
     plan = replace(plan, layers=tuple(replace(layer, **changes or {}) for layer in plan.layers))
-    return predict(plan, Setting(structure, structure.layout(), work_of(structure), profile, True, False), activations)
+    return predict(
+        plan, CostBasis(structure, structure.layout(), work_of(structure), profile, True, False), activations
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,10 +99,10 @@ def test_one_eager_layer() -> None:
     structure, activations = shape()
     request = replace(REQUEST, num_micro_batches=1)
     plan = build_plan(structure, activations.times(16), MACHINE, request, Candidate(OUTER, KEEP, 3, 2))
-    setting = Setting(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
-    prices = Prices(plan, setting, activations.times(16))
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    prices = Prices(plan, basis, activations.times(16))
     seconds = sum(prices(Stage.COMPUTE, Op(name, 1)) for name in ("forward", "backward"))
-    assert setting.work[1].flops(16 * 1024, 16 * 1024 * 1024) / seconds / 1e12 == pytest.approx(595, rel=0.05)
+    assert basis.work[1].flops(16 * 1024, 16 * 1024 * 1024) / seconds / 1e12 == pytest.approx(595, rel=0.05)
 
 
 def test_layers_outermost_hides_updates_that_clipping_puts_off() -> None:
@@ -133,12 +135,12 @@ def test_many_micro_batches_are_told_from_three(sums: Tier) -> None:
     request = replace(REQUEST, micro_batch_size=2, num_micro_batches=9)
     candidate = Candidate(OUTER, KEEP, 3, 2, sums)
     plan = build_plan(structure, activations.times(2), MACHINE, request, candidate)
-    setting = Setting(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
-    prediction = predict(plan, setting, activations.times(2))
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    prediction = predict(plan, basis, activations.times(2))
     order = visits(len(plan.layers), 9, OUTER)
-    residency = residency_of(order, structure, setting.layout, plan)
-    prices = Prices(plan, setting, activations.times(2))
-    simulation = Simulation(plan, setting.layout, order, residency, prices)
+    residency = residency_of(order, structure, basis.layout, plan)
+    prices = Prices(plan, basis, activations.times(2))
+    simulation = Simulation(plan, basis.layout, order, residency, prices)
     simulation.step()
     whole = simulation.step()
     assert prediction.step_s == pytest.approx(whole.step_s, rel=1e-3)

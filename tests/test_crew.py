@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.experimental import get_object_locations
 
-from megatrain_ray.actors import DATA, Force, Placement
+from megatrain_ray.actors import DATA, CrewSpec, Placement
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
 from megatrain_ray.errors import MegatrainError
@@ -102,7 +102,7 @@ def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ra
 
 
 def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_address: str) -> None:
-    placement = Placement(Force(1, "cpu"))
+    placement = Placement(CrewSpec(1, "cpu"))
     pid = ray.get(placement._waiting[DATA].pid.remote(), timeout=120)
     with started(prepared(tmp_path, SHAPES[300_000]), placement) as crew:
         assert crew.pids["data"] == pid
@@ -111,7 +111,7 @@ def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_addre
 
 
 def test_those_whom_nobody_needs_end(ray_address: str) -> None:
-    placement = Placement(Force(2, "cpu"))
+    placement = Placement(CrewSpec(2, "cpu"))
     pid = ray.get(placement._waiting[DATA].pid.remote(), timeout=120)
     placement.clear()
     placement.clear()

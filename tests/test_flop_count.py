@@ -107,7 +107,7 @@ def test_experts_with_parameters_of_their_own() -> None:
     ]
     convolution = ParameterSpec("b.conv.weight", "conv.weight", (7, 1, 4))
     block = LayerSpec("layers.0", LayerKind.BLOCK, ("b",), (*parameters, convolution))
-    structure = ModelStructure((block,), (), "", frozenset(), (), 9, (8.0,), frozenset())
+    structure = ModelStructure((block,), (), "", frozenset(), 9, (8.0,), frozenset())
     source = ModelSource({"model_type": "mixtral", "num_experts_per_tok": 3}, None, 0)
     assert FlopCount.of(structure, source).of_token == 6 * ((3 * 2 + 2) * 30 + 28)
 

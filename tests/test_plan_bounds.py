@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_model import Known, Setting, predict
+from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
@@ -37,9 +37,9 @@ def shape() -> tuple[Any, ActivationBytes]:
     return qwen(10, REQUEST.seq_len, hidden=2048, heads=16, kv_heads=2, inner=8192)  # type: ignore[no-any-return]
 
 
-def setting_of(profile: HardwareProfile) -> Setting:
+def basis_of(profile: HardwareProfile) -> CostBasis:
     structure, _ = shape()
-    return Setting(structure, structure.layout(), work_of(structure), profile, True, False)
+    return CostBasis(structure, structure.layout(), work_of(structure), profile, True, False)
 
 
 def plans(request: Request) -> Iterator[tuple[Plan, ActivationBytes]]:
@@ -64,18 +64,18 @@ def plans(request: Request) -> Iterator[tuple[Plan, ActivationBytes]]:
 )
 def test_no_plan_is_faster(changes: dict[str, Any], profile: str) -> None:
     """The search would leave a plan out that is."""
-    request, setting, known = replace(REQUEST, **changes), setting_of(PROFILES[profile]), Known()
+    request, basis, prices = replace(REQUEST, **changes), basis_of(PROFILES[profile]), SharedPrices()
     for plan, activations in plans(request):
-        step_s = predict(plan, setting, activations, known).step_s
-        bounds = Bounds(plan, setting, activations, known)
+        step_s = predict(plan, basis, activations, prices).step_s
+        bounds = Bounds(plan, basis, activations, prices)
         assert max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s) <= step_s * (1 + 1e-9)
 
 
 def bounds_and_step(profile: str, request: Request, candidate: Candidate) -> tuple[Bounds, float]:
-    (structure, activations), setting = shape(), setting_of(PROFILES[profile])
+    (structure, activations), basis = shape(), basis_of(PROFILES[profile])
     activations = activations.times(request.micro_batch_size)
     plan = draft_plan(structure, structure.layout(), activations, MACHINE, request, candidate)
-    return Bounds(plan, setting, activations), predict(plan, setting, activations).step_s
+    return Bounds(plan, basis, activations), predict(plan, basis, activations).step_s
 
 
 def test_updates_before_a_forward_are_counted_with_what_follows_them() -> None:
@@ -92,8 +92,8 @@ def test_copies_for_every_micro_batch_are_counted() -> None:
 
 
 def test_plans_of_one_request_share_what_they_know() -> None:
-    setting, known = setting_of(TYPICAL_GPU), Known()
+    basis, prices = basis_of(TYPICAL_GPU), SharedPrices()
     for plan, activations in plans(REQUEST):
-        shared, alone = Bounds(plan, setting, activations, known), Bounds(plan, setting, activations)
+        shared, alone = Bounds(plan, basis, activations, prices), Bounds(plan, basis, activations)
         assert (shared.compute_s, shared.update_s) == (alone.compute_s, alone.update_s)
-        assert predict(plan, setting, activations, known) == predict(plan, setting, activations)
+        assert predict(plan, basis, activations, prices) == predict(plan, basis, activations)

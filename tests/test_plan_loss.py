@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_model import Known, Prices, Setting
+from megatrain_ray.engine.cost_model import CostBasis, Prices, SharedPrices
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision
@@ -76,10 +76,13 @@ def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
 
 def test_larger_chunks_are_predicted_to_be_faster() -> None:
     structure, activations = shape()
-    setting, known = Setting(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False), Known()
+    basis, prices = (
+        CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False),
+        SharedPrices(),
+    )
 
     def seconds(tokens: int) -> float:
         plan = replace(planned(64), loss_chunk_tokens=tokens)
-        return Prices(plan, setting, activations.times(64), known).of_layer("loss", len(plan.layers) - 1)
+        return Prices(plan, basis, activations.times(64), prices).of_layer("loss", len(plan.layers) - 1)
 
     assert seconds(1024) > seconds(4096) > seconds(8192)

@@ -106,7 +106,8 @@ def test_two_bytes_a_frozen_parameter() -> None:
     trained = LAYERS // 2 * BLOCK + VOCAB * HIDDEN + HIDDEN
     assert (plan.num_trained, plan.num_parameters) == (trained, whole.num_parameters)
     assert plan.save_bytes == 12 * trained + 2 * (plan.num_parameters - trained)
-    host, trained_size = rows(plan, Tier.HOST), structure.layout().trained_size
+    host = rows(plan, Tier.HOST)
+    trained_size = sum(layer.trained.size for layer in structure.layout().layers)
     assert 0 <= trained_size - trained < (LAYERS // 2 + 1) * 2048
     assert host["working copy"] == 2 * padded
     assert host["optimizer state"] == 10 * trained_size
@@ -126,7 +127,6 @@ def test_frozen_matrices_keep_fewer_activations() -> None:
     """Products with a frozen matrix need no inputs in backward."""
     all_of_it, norms_alone = model()[1], model(rules=ParameterRules(trainable=("norm",)))[1]
     assert norms_alone.kept[1] < 0.8 * all_of_it.kept[1]
-    assert norms_alone.largest == all_of_it.largest
 
 
 def test_device_bytes_by_hand() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray import cloudpickle
 
-from megatrain_ray.actors import late
+from megatrain_ray.actors import waiting
 from megatrain_ray.arena_owner import ArenaOwner
 from tests.family_models import build_family
 from tests.run_engine import folder_source
@@ -18,7 +18,7 @@ from tests.runs import ROOT
 
 def test_the_arena_owner_loads_no_torch(tmp_path: Path) -> None:
     """As its class comes through Ray."""
-    (tmp_path / "class").write_bytes(cloudpickle.dumps(late(ArenaOwner)))
+    (tmp_path / "class").write_bytes(cloudpickle.dumps(waiting(ArenaOwner)))
     code = (
         "import pathlib, pickle, sys\n"
         "pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())(()).take_up({}, ())\n"
