@@ -24,6 +24,7 @@ from megatrain_ray.surroundings import commit, hardware, versions
 from megatrain_ray.units import format_bytes, format_count
 
 VERSION = 1
+ABOVE_CEILING = 1.02  # a run's share of its ceiling that no noise of a quiet machine explains
 
 
 def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
@@ -187,10 +188,13 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _ceiling_line(ceiling: Mapping[str, Any]) -> str:
     if ceiling["model_tflops"] is None:
         return "none: the weights and one sequence do not fit the device"
-    return (
+    line = (
         f"{ceiling['model_tflops']:.4g} model TFLOPS with resident weights and micro-batches of "
         f"{ceiling['micro_batch_size']}; the run has {ceiling['ratio']:.3g} of it"
     )
+    if ceiling["ratio"] > ABOVE_CEILING:
+        line += ": more than there is, so something else used the machine meanwhile; measure again"
+    return line
 
 
 def _memory_line(memory: Mapping[str, Any]) -> str:

@@ -14,15 +14,17 @@ from typing import Any
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN_S = 0.02  # after which a signal that came where nothing can be raised is sent again
-MESSAGE = b"interrupted: saving, then stopping (once more: stop at once)\n"
+MESSAGE = "interrupted: {}stopping (once more: stop at once)\n"
 
 
 class Interrupts:
     """Handlers for the time of a block, in which a signal raises KeyboardInterrupt. Outside the main thread it hears
     nothing, because Python delivers signals there only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = True) -> None:
+        """`saves`: what is told of a signal that is put off."""
         self.requested = False  # by a signal that was put off
+        self._message = MESSAGE.format("saving, then " if saves else "").encode()
         self._puts_off = self._raised = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -52,7 +54,7 @@ class Interrupts:
         if self._puts_off and not self.requested:
             self.requested = True
             with suppress(OSError):  # nobody reads it; and `print` must not be called in the midst of a print
-                os.write(STDERR, MESSAGE)
+                os.write(STDERR, self._message)
             return
         if _in_finalizer(frame):
             again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))

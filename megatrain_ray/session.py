@@ -126,9 +126,16 @@ class Session:
             self._tracing.close()
         forget(self._run.path)
         if self._interrupts.requested and not self._policy.is_done(self._seen()):
-            saved = f"saved at step {self._saved}" if self._saved == self._completed else "nothing saved"
-            raise InterruptedRunError(f"interrupted after step {self._completed}, {saved}; the same command resumes")
+            raise InterruptedRunError(f"interrupted after step {self._completed}, {self._kept()}")
         return self._completed, self._last_row.get("loss")
+
+    def _kept(self) -> str:
+        """What an interrupted run leaves."""
+        if self._saved == self._completed:
+            return f"saved at step {self._saved}; the same command resumes"
+        if self._prepared.config.save_every is None:
+            return "nothing saved (save_every: null)"
+        return "nothing saved; the same command resumes"
 
     def _start(self, crew: Crew) -> None:
         self._save_rates = start_crew(

@@ -114,7 +114,7 @@ class Trainer:
             )
         startup = Startup()
         with ExitStack() as stack:
-            interrupts = stack.enter_context(Interrupts())
+            interrupts = stack.enter_context(Interrupts(saves=self.config.save_every is not None))
             run = stack.enter_context(RunDir.open(self.config))
             stack.enter_context(log_to(run.logs / "driver.log"))
             await_end(run.path)

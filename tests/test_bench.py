@@ -107,6 +107,9 @@ def test_the_table(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     assert "by the plan (+10.0%)" in out
     assert "one process" not in out
     assert "do not fit the device" in out
+    for ratio, told in ((1.01, False), (1.2, True)):
+        print_table(report | {"ceiling": {"model_tflops": 2.0, "micro_batch_size": 1, "ratio": ratio}})
+        assert ("something else used the machine" in capsys.readouterr().out) is told
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,12 @@ def handlers() -> list[object]:
     return [signal.getsignal(number) for number in SIGNALS]
 
 
+def test_what_saves_nothing_does_not_say_that_it_saves(capfd: pytest.CaptureFixture[str]) -> None:
+    with Interrupts(saves=False) as interrupts, interrupts.put_off():
+        send(signal.SIGINT)
+    assert capfd.readouterr().err == "interrupted: stopping (once more: stop at once)\n"
+
+
 @pytest.mark.parametrize("second", SIGNALS)
 @pytest.mark.parametrize("first", SIGNALS)
 def test_the_first_asks_and_the_second_ends(
