@@ -202,7 +202,9 @@ class Prices:
                 return self._update_bytes(layer) / self._profile.device_bytes_per_s
             case "shards":
                 return self._update_bytes(layer) / (UPDATE_BYTES * self._update_rate)
-        return self._orthogonalize(self._basis.layout.layers[layer])
+            case "orthogonalize":
+                return self._orthogonalize(self._basis.layout.layers[layer])
+        raise ValueError(f"no price for {name}")
 
     def _forward(self, layer: int) -> float:
         return self._layer(layer, 1, FORWARD_TRAFFIC, 0)

@@ -17,7 +17,8 @@ from megatrain_ray.units import format_bytes
 
 # Held by a process for each of them: the interpreter, torch and Ray; 0.45 to 0.62 GiB seen with torch 2.13 on Linux.
 PROCESS_BYTES = 640 << 20
-# A CUDA context with cuBLAS and cuDNN workspaces on an H200. A guess; hardware.hbm_limit leaves as much for them.
+# A CUDA context and its libraries: on an H200 NVML had 0.95 GB more than all tensors at their most (7.6b_16x4096 in
+# benchmarks/README.md). hardware.hbm_limit leaves as much for them.
 CONTEXT_BYTES = 1 << 30
 # What a compiled layer's backward holds at most, what was kept and its own boundary included, as a multiple of what the
 # layer keeps with an activation budget of 1: up to 1.64 in a layer alone, 1.51 in a step (benchmarks/README.md).
