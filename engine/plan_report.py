@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatrain_ray.engine.layout import DIRECTION_BYTES
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, Tier, UpdateOrder
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.units import format_bytes, format_count
 
@@ -16,7 +16,6 @@ NUM_NAMED = 4  # layers
 
 def describe(plan: Plan) -> str:
     """Bytes per tier, then how a step runs."""
-    recomputed = sum(layer.activations is ActivationPolicy.RECOMPUTE for layer in plan.layers)
     lines = [
         f"{format_count(plan.num_parameters)} parameters in {len(plan.layers)} layers, {plan.precision.value}, "
         f"{plan.device}",
@@ -26,7 +25,7 @@ def describe(plan: Plan) -> str:
         f"step      {plan.num_micro_batches} micro-batches of {plan.micro_batch_size} × {plan.seq_len} tokens, "
         f"{plan.order.value.replace('_', ' ')}",
         f"weights   stream from the host, {plan.uploads_per_step} uploads a step through {len(plan.slots)} slots",
-        f"keep      activations of {len(plan.layers) - recomputed} layers; recompute those of {recomputed}",
+        _keeping(plan),
         *_compiled_lines(plan),
         *_boundary_lines(plan),
         f"attention {_attention(plan)}",
@@ -40,6 +39,17 @@ def describe(plan: Plan) -> str:
         *(_predicted(plan.prediction) if plan.prediction else ()),
     ]
     return "\n".join(lines)
+
+
+def _keeping(plan: Plan) -> str:
+    """Of a compiled layer its activation budget says more."""
+    recomputed = sum(layer.activations is ActivationPolicy.RECOMPUTE for layer in plan.layers)
+    partly = sum(layer.compiled and layer.activation_budget < 1 for layer in plan.layers)
+    of_partly = f"; part of those of {partly}" if partly else ""
+    return (
+        f"keep      activations of {len(plan.layers) - recomputed - partly} layers{of_partly}; recompute those of "
+        f"{recomputed}"
+    )
 
 
 def _predicted(prediction: Prediction) -> Iterator[str]:
@@ -92,6 +102,8 @@ def _tier_lines(plan: Plan) -> list[str]:
     lines: list[str] = []
     for tier in dict.fromkeys(row.tier for row in plan.rows):
         rows = [row for row in plan.rows if row.tier is tier]
+        if tier is Tier.HOST and plan.device == "cpu":
+            rows.append(ByteCount(tier, "device memory", plan.total_bytes(Tier.HBM), "the rows above"))
         lines += ["", f"{tier.value:<10}{format_bytes(sum(r.num_bytes for r in rows)):>12}   {_limit(plan, tier)}"]
         lines += [f"  {r.name:<22}{format_bytes(r.num_bytes):>12}   {r.formula}" for r in rows]
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.units import format_bytes
 
+KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
 HIDDEN, INNER, LAYERS, VOCAB, BATCH, SEQ = 128, 256, 4, 512, 2, 64
 BLOCK = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * 64 + 3 * HIDDEN * INNER + 2 * HIDDEN  # q, o, k and v of 64, MLP, norms
 MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
@@ -260,10 +262,28 @@ def test_on_the_cpu_device_memory_is_host_memory() -> None:
     structure, activations = model()
     plan = make_plan(structure, activations, replace(MACHINE, device="cpu"), REQUEST)
     need = plan.total_bytes(Tier.HOST) + plan.total_bytes(Tier.HBM)
+    assert f"\nhost{format_bytes(need):>18}   of 64.00 GiB" in describe(plan)
     machine = replace(MACHINE, device="cpu", ram_bytes=need - plan.save_copy_bytes - 1)
     smaller = make_plan(structure, activations, machine, REQUEST)
     assert smaller.total_bytes(Tier.HOST) + smaller.total_bytes(Tier.HBM) < need
     assert smaller.slots != plan.slots or smaller.layers != plan.layers
+
+
+@pytest.mark.parametrize(
+    ("candidate", "compiled", "told"),
+    [
+        (KEEP, {}, "keep      activations of 6 layers; recompute those of 0"),
+        (RECOMPUTE, {}, "keep      activations of 2 layers; recompute those of 4"),
+        (KEEP, {"compiled": True, "activation_budget": 0.2}, "keep      activations of 2 layers; part of those of 4;"),
+        (KEEP, {"compiled": True}, "keep      activations of 6 layers; recompute those of 0"),
+    ],
+)
+def test_what_is_kept_is_told(candidate: ActivationPolicy, compiled: dict[str, Any], told: str) -> None:
+    where = Candidate(LoopOrder.MICRO_BATCHES_OUTER, candidate, 2, 1)
+    plan = build_plan(*model(), MACHINE, REQUEST, where)
+    first, *blocks, last = plan.layers
+    plan = replace(plan, layers=(first, *(replace(block, **compiled) for block in blocks), last))
+    assert f"\n{told}" in describe(plan)
 
 
 def test_the_plan_survives_json() -> None:
