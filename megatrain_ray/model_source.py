@@ -65,6 +65,13 @@ class ModelSource:
         positions: int | None = self.setting("max_position_embeddings")
         return positions
 
+    @property
+    def written_positions(self) -> int | None:
+        """The same where the configuration says it by this name, which needs nothing of Transformers; else None."""
+        texts = self.config.get("text_config") or self.config
+        written = texts.get("max_position_embeddings") if isinstance(texts, Mapping) else None
+        return written if isinstance(written, int) else None
+
     def check_weights(self, structure: ModelStructure) -> None:
         """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape, and where
         weights cannot be fetched."""

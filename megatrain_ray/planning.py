@@ -57,12 +57,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
     """`machine`: with its rates; None: this one, as far as it was measured. `source`: what `read_model` found; None:
     it is read now."""
     source = checked(source or read_model(config.model)).with_lora(config.lora)
-    positions = source.max_positions
-    if positions is not None and config.data.seq_len > positions:
-        raise ConfigError(
-            f"data.seq_len: {config.data.seq_len} is more than the model's {positions} positions "
-            "(max_position_embeddings); lower it"
-        )
+    check_length(config, source.max_positions)
     hardware = config.hardware
     if machine is None:
         machine = with_profile(probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit), hardware.profile)
@@ -119,6 +114,15 @@ def muon_of(train: OptimizationConfig) -> Muon | None:
         return None
     muon = train.muon
     return Muon(muon.momentum, muon.nesterov, muon.ns_steps, LrAdjustment(muon.adjust_lr))
+
+
+def check_length(config: TrainConfig, positions: int | None) -> None:
+    """Raises ConfigError for rows that are longer than the model's positions; None: it has any number of them."""
+    if positions is not None and config.data.seq_len > positions:
+        raise ConfigError(
+            f"data.seq_len: {config.data.seq_len} is more than the model's {positions} positions "
+            "(max_position_embeddings); lower it"
+        )
 
 
 def hyper_of(prepared: Prepared) -> Hyper:

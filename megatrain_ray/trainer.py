@@ -31,7 +31,7 @@ from megatrain_ray.machine import probe_machine
 from megatrain_ray.metric_sinks import check_packages, open_sinks
 from megatrain_ray.model_source import read_model
 from megatrain_ray.objects import Objects
-from megatrain_ray.planning import Prepared, compiles, prepare
+from megatrain_ray.planning import Prepared, check_length, compiles, prepare
 from megatrain_ray.prediction_check import tell
 from megatrain_ray.profiles import measured
 from megatrain_ray.run_dir import RunDir
@@ -124,6 +124,7 @@ class Trainer:
             after = stack.enter_context(ExitStack())  # what is left for when every process has ended
             stack.enter_context(self._objects.written(run))
             source = read_model(run.config.model)  # what is not there is told before anything is started
+            check_length(run.config, source.written_positions)
             check_there(run.config)
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(_processes(run.config, machine, startup))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray import planning
+from megatrain_ray import planning, trainer
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.plan_request import Machine
@@ -40,6 +40,18 @@ def test_no_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
     assert prepared(tmp_path, {}, data__seq_len=POSITIONS).plan.seq_len == POSITIONS
     with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):
         prepared(tmp_path, {}, data__seq_len=POSITIONS + 1)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_that_are_too_long_are_refused_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    monkeypatch.setattr(trainer, "_processes", None)
+    shape = {"model_type": "gemma3", "text_config": LLAMA} if nested else LLAMA
+    tree = config(tmp_path / "run", shape, data__seq_len=POSITIONS + 1)
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):
+        trainer.Trainer(TrainConfig.model_validate(tree)).fit()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
