@@ -57,7 +57,7 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
     if train.warmup_steps > train.steps:
-        remedy = f"set train.warmup_steps to {train.steps} or fewer"
+        remedy = f"set train.warmup_steps to {train.steps} or fewer, or train.steps to {train.warmup_steps} or more"
         yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; {remedy}"
     if config.eval_every and config.data.eval_path is None:
         yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"

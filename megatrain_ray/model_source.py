@@ -145,7 +145,7 @@ def read_model(model: ModelConfig) -> ModelSource:
         hub = find_on_hub(model.path, "model.path", "config.json", [GENERATION_NAME, INDEX_NAME])
         folder = hub.path if hub else Path(model.path)
         if not folder.is_dir():
-            raise ConfigError(f"model.path: {folder} is no folder, nor can it be a hub id; expected one of these")
+            raise ConfigError(f"model.path: {model.path} is no folder, nor can it be a hub id; expected one of these")
         place, config = folder, _read_config(folder / "config.json", "model.path")
     elif isinstance(model.config, Mapping):
         place, config = None, dict(model.config)
@@ -168,7 +168,7 @@ def _open_adapter(name: str) -> AdapterFolder:
         hub.require([WEIGHTS_NAME])
     folder = hub.path if hub else Path(name)
     if not folder.is_dir():
-        raise ConfigError(f"lora.path: {folder} is no folder, nor can it be a hub id; expected an adapter of peft's")
+        raise ConfigError(f"lora.path: {name} is no folder, nor can it be a hub id; expected an adapter of peft's")
     return AdapterFolder.open(folder)
 
 

@@ -32,6 +32,11 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
     "wrong type": (lambda f, t: t["train"].update(steps="ten"), 2, "train.steps: expected an integer, got"),
     "missing data": (lambda f, t: t["data"].update(path="/nowhere.txt"), 2, "no such file: /nowhere.txt"),
     "missing model": (lambda f, t: t["model"].update(path="/nowhere"), 2, "model.path: /nowhere is no folder"),
+    "missing model, as it was written": (
+        lambda f, t: t["model"].update(path="./my/model"),
+        2,
+        "model.path: ./my/model is no folder",
+    ),
     "no config.json": (lambda f, t: (f / "config.json").unlink(), 2, "config.json"),
     "broken config.json": (lambda f, t: (f / "config.json").write_text("{"), 2, "config.json is not valid JSON"),
     "typo in the model": (

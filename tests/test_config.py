@@ -227,7 +227,11 @@ def test_all_problems_come_in_one_message() -> None:
         ({"model__path": MISSING}, "model.path or model.config is required"),
         (RANDOM_MODEL, "data.tokenizer is required with model.config"),
         ({"train__min_lr": 1.0}, "train.min_lr: 1.0 is more than train.lr: 0.0001"),
-        ({"train__warmup_steps": 5}, "train.warmup_steps: 5 is more than train.steps: 4"),
+        (
+            {"train__warmup_steps": 5},
+            "train.warmup_steps: 5 is more than train.steps: 4; set train.warmup_steps "
+            "to 4 or fewer, or train.steps to 5 or more",
+        ),
         ({"log__trace": [3, 2]}, "log.trace: [3, 2]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
         ({"log__trace": [3, 5]}, "log.trace: [3, 5]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
         ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft, and data.kind is pretrain; leave the key"),
