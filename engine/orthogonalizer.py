@@ -13,7 +13,8 @@ import torch
 
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.gradients import GradientSlots, GradientStore, wait_for
+from megatrain_ray.engine.gradient_slots import GradientSlots, wait_for
+from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.muon import Muon, direction, matrices
 from megatrain_ray.engine.offload import Completion, Departure, Fetch, MomentumFetch, Transfer

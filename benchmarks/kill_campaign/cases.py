@@ -206,7 +206,7 @@ def _of_others(case: Callable[..., Case], num_layers: int) -> Iterator[Case]:
     yield case(GPU, at=under_way, variant=Variant.UNCLIPPED)
     yield case(SHARD_1, at=SAVING, variant=Variant.UNCLIPPED)
     yield case(GPU, at=by_stack("recomputing", "step.py", "_recompute", near=IN_STEP), variant=Variant.TIGHT)
-    waiting = by_stack("sums waiting on the host", "gradients.py", "suspend", "fetch", "wait_for", near=IN_STEP)
+    waiting = by_stack("sums waiting on the host", "gradients.py", "suspend", "fetch", "_total", near=IN_STEP)
     yield case(GPU, at=waiting, variant=Variant.TIGHT)
     yield case(SHARD_0, at=mid_layer(0, num_layers // 2), variant=Variant.TIGHT)
     steps = Variant.UNCLIPPED.changes["train__steps"]
