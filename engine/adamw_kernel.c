@@ -16,7 +16,8 @@
 
 /* The room of a unit stays in the first cache. With units of 2^12 to 2^14 elements, or saved in one piece, an update took
  * twice as long as without a journal on one core; so it takes 1.2 times as long, and less where memory is the limit:
- * 1.06 times on 16 cores of an H200's machine, 1.11 with strips of 2^8 or 2^9 elements. Prefetching there changed nothing. */
+ * 1.06 times on 16 cores of an H200's machine with strips of 2^7 elements, 1.11 with 2^8 or 2^9. (That of 2^7 was measured
+ * with prefetching, which with 2^8 changed nothing.) */
 static const int64_t UNIT = 1 << 10, STRIP = 1 << 7;
 static const int64_t ITEM_UNITS = 32; /* what a thread takes at a time */
 static const int64_t COPY_BYTES = 1 << 20, RECORD_WORDS = 8;

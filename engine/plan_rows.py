@@ -28,7 +28,7 @@ COMPILED_BACKWARD = 1.6
 # layers of Qwen2.5-7B and 14B on an H200.
 SMALL_BUDGET = 0.2
 # The share of a backward's most that may still be there when the gradients of all weights are: with 4 to 64 sequences
-# of 1024 tokens these gradients did not raise the peak.
+# of 1024 tokens these gradients did not raise the peak. A guess.
 BESIDE_GRADIENTS = 0.6
 # Beside the shards: driver, GPU worker, data, arena owner.
 OTHER_PROCESSES = 4
