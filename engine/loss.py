@@ -75,7 +75,7 @@ def chunked_loss(
     parameters: Sequence[torch.Tensor],
     *,
     chunk_tokens: int,
-    num_supervised: int,
+    num_supervised: int | torch.Tensor,
     add: Add | None = None,
     into: Sequence[OpenSum | None] = (),
 ) -> LossResult:
@@ -101,6 +101,7 @@ def chunked_loss(
         if hidden_gradient is not None:
             hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
         sums.add(of_parameters)
+        del of_parameters  # or it would be there beside the next chunk's, the head's size twice
         losses.append(loss.detach())
         cross_entropies.append(plain / num_supervised)
     of_hidden = None if hidden_gradient is None else hidden_gradient.view(hidden.shape)
