@@ -11,8 +11,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.adamw import AdamState, Hyper
 from megatrain_ray.engine.device import Device, Event
+from megatrain_ray.engine.journal import Part
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Plan
@@ -52,7 +53,7 @@ class DeviceShard(ShardState):
         self.updated = tuple(i for i in self.layers if layout.layers[i].trained.size)
         self._device = device
         self.spans = device.spans
-        self._parts = {layer: self.parts(layer, hyper) for layer in self.updated}
+        self._parts = {layer: _joined(self.parts(layer, hyper)) for layer in self.updated}
         self._kernel = device.open_update_kernel(hyper)
 
     def regions(self) -> Mapping[FragmentId, Tensor]:
@@ -107,6 +108,22 @@ class DeviceShard(ShardState):
 
     def _buffer(self, tensor: Tensor) -> Buffer:
         return tensor
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Neighbours that are updated alike in one part: each costs the host a launch. Parameters begin aligned, so one
+    that another adjoins has no tail, which kernels compute otherwise than the rest."""
+    joined = list(parts[:1])
+    for part in parts[1:]:
+        before = joined[-1]
+        adjoins = before.gradient_start + before.length == part.gradient_start
+        if adjoins and before.weighting == part.weighting:
+            length = before.length + part.length
+            tensors = (None if t is None else t.as_strided((length,), (1,)) for t in before.state)
+            joined[-1] = before._replace(state=AdamState(*tensors))  # type: ignore[arg-type]  # None where it was
+        else:
+            joined.append(part)
+    return joined
 
 
 def _pairs(there: Piece, here: Piece) -> Iterator[tuple[Tensor, Tensor]]:

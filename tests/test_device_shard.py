@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.device_shard import DeviceShard
 from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.visits import LoopOrder
-from tests.reference import Recipe, train_reference
-from tests.run_engine import EngineResult, Mode, train_engine
+from tests.reference import Own, Recipe, train_reference
+from tests.run_engine import EngineResult, Mode, folder_source, hyper_of, plan_for, train_engine
 from tests.tiny import build_tiny, tiny_batches
 
 STEPS = 4
@@ -65,3 +68,21 @@ def test_frozen_layers(tmp_path: Path, hbm_layers: frozenset[int]) -> None:
     )
     ours = assert_equal(tmp_path, recipe, Mode(hbm_layers=hbm_layers))
     assert ours.frozen.keys() & {"model.embed_tokens.weight"}
+
+
+def test_neighbours_that_are_updated_alike_are_one_part(tmp_path: Path) -> None:
+    """Vectors of 64 elements end in padding; a group of its own and what nobody adjoins are parts of their own."""
+    source, alike = folder_source(build_tiny(tmp_path)), Recipe(1, precision="bf16")
+    grouped = replace(alike, groups=(Own(r"self_attn\.k_proj", weight_decay=0.5),))
+
+    def lengths(recipe: Recipe) -> list[int]:
+        structure, plan = plan_for(source.factory, recipe, Mode(hbm_layers=ALL), (4, 32))
+        shard = DeviceShard(plan, structure.layout(), CpuDevice(), hyper_of(recipe))
+        shard.load(source.weights())
+        parts = shard._parts[1]
+        assert [part.gradient_start % 128 for part in parts] == [0] * len(parts)
+        return [part.length for part in parts]
+
+    q, k, mlp = 64 * 64, 32 * 64, 176 * 64
+    assert lengths(alike) == [2 * q + 2 * k + 3 * mlp, 64, 64]
+    assert lengths(grouped) == [q, k, k + q + 3 * mlp, 64, 64]
