@@ -176,8 +176,9 @@ async def measure(ready: Prepared, words: HostWords) -> dict[str, Any]:
     found: dict[str, Any] = {
         "step_s": shortest_and_median(s.step for s in steps),
         "thread_s": shortest_and_median(s.thread for s in steps),
-        "visits": visits_of([s for s in spans if s.row is of_thread], blocks),
     }
+    if not ready.plan.captured:
+        found["visits"] = visits_of([s for s in spans if s.row is of_thread], blocks)
     if ready.plan.hbm_layers:
         updates = [s.end_ns - s.start_ns for s in spans if s.name == "update" and s.row is of_thread]
         found["update_us"] = round(statistics.median(updates) / 1000, 1)
@@ -306,6 +307,7 @@ def main() -> None:
         "plan": {
             "activations": plan.layers[1].activations.value,
             "compiled": plan.layers[1].compiled,
+            "captured": plan.captured,
             "layers_on_device": len(plan.hbm_layers),
             "slots": len(plan.slots),
             "uploads_per_step": plan.uploads_per_step,

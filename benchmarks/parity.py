@@ -43,7 +43,7 @@ from benchmarks.plain_training import Grouping, Numbers, check_settings, train_p
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import config_to_dict, load_config
 from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.engine import compiled_call
+from megatrain_ray.engine import captured_step, compiled_call
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.in_process import run_in_process
 from megatrain_ray.io.batches import Batch
@@ -105,14 +105,14 @@ class Parity:
         plain = self.plain(prepared)
         forget()
         start_s = time.perf_counter()
-        with what_runs_uncompiled() as uncompiled:
+        with what_is_given_up() as given_up:
             rows = run_in_process(prepared, self.tokens)
         seconds = time.perf_counter() - start_s
         ours = Numbers(tuple(row["loss"] for row in rows), tuple(row["grad_norm"] for row in rows))
         skipped = [f"step {row['step']} was skipped" for row in rows if row["skipped"]]
         return {
             "about": mode.about,
-            "problems": [*self.common.problems(mode, prepared.plan), *uncompiled, *skipped],
+            "problems": [*self.common.problems(mode, prepared.plan), *given_up, *skipped],
             **compare(ours, plain, self.tolerance),
             "plan": summary(prepared.plan, self.common.structure),
             "hbm_peak_bytes": rows[-1]["hbm_peak_bytes"],
@@ -146,20 +146,23 @@ def forget() -> None:
 
 
 @contextmanager
-def what_runs_uncompiled() -> Iterator[list[str]]:
-    """Fills with a line for each function that was to be compiled and runs as it is in the block."""
+def what_is_given_up() -> Iterator[list[str]]:
+    """Fills with a line for each function that was to be compiled and runs as it is in the block, and for a step that
+    was to be captured."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger(compiled_call.__name__)
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    logs = [logging.getLogger(module.__name__) for module in (compiled_call, captured_step)]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
     try:
         yield heard
     finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.removeHandler(handler)
+            log.setLevel(level)
 
 
 def measure(config: TrainConfig, names: Sequence[str], out: Path, commit_hash: str | None) -> list[str]:

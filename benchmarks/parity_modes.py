@@ -34,8 +34,9 @@ class Mode:
     """How a step runs. `budget`: of compiled layers; where none is compiled 1.0 keeps activations and 0.0 recomputes
     them. `late_budget`: of the second half of the blocks. `hbm_share`: of the layers, from the embedding on, those that
     live on the device. `gradients`: where complete ones of the other layers wait for the scale of clipping.
-    `boundaries`: where what enters layers waits for their backward. `is_limited`: the split alone is given, and a
-    device without a byte more than the smallest plan needs; the rest is the product's choice."""
+    `boundaries`: where what enters layers waits for their backward. `captured`: a step is one graph. `is_limited`: the
+    split alone is given, and a device without a byte more than the smallest plan needs; the rest is the product's
+    choice."""
 
     about: str
     num_micro_batches: int = 1
@@ -48,6 +49,7 @@ class Mode:
     boundaries: Tier = Tier.HBM
     compiled: bool = True
     clips: bool = True
+    captured: bool = False
     is_limited: bool = False
 
     def matches(self, candidate: Candidate) -> bool:
@@ -66,6 +68,11 @@ MODES: Mapping[str, Mode] = {
     "half_hbm": Mode(
         "half of the layers live in HBM, the others stream; gradients of these wait in HBM; budget 0.8, late blocks 1",
         budget=0.8, late_budget=1.0, hbm_share=0.5, gradients=Tier.HBM,
+    ),
+    "captured": Mode("as hbm, a step is one CUDA graph", hbm_share=1.0, captured=True),
+    "captured_layers_outer": Mode(
+        "as captured, 4 micro-batches, layers outermost; budget 0.2", SEVERAL, LoopOrder.LAYERS_OUTER, 0.2,
+        hbm_share=1.0, captured=True,
     ),
     "streamed": Mode("no layer lives in HBM; activations kept"),
     "no_clip": Mode("as streamed, without clipping: updates run under the backward", clips=False),
@@ -154,7 +161,8 @@ class Common:
         candidate = replace(candidate, hbm_layers=frozenset(range(self.num_hbm_layers(mode))))
         if mode.late_budget is not None:
             candidate = replace(candidate, num_late=self.num_late, late_budget=mode.late_budget)
-        return build_plan(self.structure, activations, self.machine, request, candidate)
+        plan = build_plan(self.structure, activations, self.machine, request, candidate)
+        return replace(plan, captured=mode.captured)
 
     def num_hbm_layers(self, mode: Mode) -> int:
         return round(mode.hbm_share * len(self.structure.layers))
@@ -193,6 +201,7 @@ class Common:
             "compiled_layers": num_blocks if mode.compiled else 0,
             "compiled_loss": mode.compiled,
             "update_order": (UpdateOrder.FORWARD if mode.clips else UpdateOrder.BACKWARD).value,
+            "captured": mode.captured,
             "fits": True,
         }
         if mode.is_limited:
@@ -231,6 +240,7 @@ def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
         "activation_budgets": dict(Counter(map(str, budgets))),
         "layers_that_keep_all": len(whole),
         "compiled_loss": plan.compiled_loss,
+        "captured": plan.captured,
         "loss_chunk_tokens": plan.loss_chunk_tokens,
         "update_order": plan.update_order.value,
         "gradient_dtype": plan.gradient_dtype,

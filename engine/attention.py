@@ -69,6 +69,21 @@ def packed_arguments(model: nn.Module, positions: torch.Tensor | None) -> dict[s
     return {"position_ids": positions.expand(4, -1, -1) if "mrope_section" in rope else positions}
 
 
+@contextmanager
+def as_uncaptured() -> Iterator[None]:
+    """In the block Transformers does not see that a stream is captured: it would make masks of what needs none, because
+    another replay might need one. Rows of one document never do."""
+    from transformers.utils import import_utils
+
+    name = "is_cuda_stream_capturing"
+    before = getattr(import_utils, name, None)  # older ones do not look
+    setattr(import_utils, name, lambda: False)
+    try:
+        yield
+    finally:
+        setattr(import_utils, name, before)
+
+
 def answer_packed() -> None:
     """From now on Transformers does not look a forward's positions up where PACKED says whether a row holds several
     documents: they are on the device, so the host would wait for all that was submitted before. Idempotent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,6 +37,18 @@ class MemoryStatistics:
     peak_bytes: int  # of all tensors on the device; equals reserved_bytes where the device cannot tell
 
 
+class Capture(Protocol):
+    """Operations of the compute stage, to be submitted again and again."""
+
+    outputs: tuple[torch.Tensor, ...]  # overwritten by every replay
+
+    def replay(self) -> None:
+        """Submits them. Compute thread only."""
+
+    def close(self) -> None:
+        """Gives their memory back, once they have run. Idempotent."""
+
+
 class Device(ABC):
     """A place that computes. Implementations: CpuDevice (three threads), CudaDevice (three streams)."""
 
@@ -61,7 +73,7 @@ class Device(ABC):
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the device of a small tensor of ordinary memory, in the order of the compute stage, which the host
-        does not wait for. Compute thread only."""
+        does not wait for; of what is there, that itself. Compute thread only."""
         return host.to(self.torch_device)
 
     @contextmanager
@@ -123,6 +135,15 @@ class Device(ABC):
         else:
             self.add(total, first, out)
         self.add(out, second, out)
+
+    @abstractmethod
+    def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
+        """What `function` submits, which was run before. A replay reads and writes memory where the function did when
+        it was captured; nothing of its Python code is run again. Compute thread only, between steps.
+
+        Raises CaptureError where replays would not do the same again: because random numbers are drawn, or because the
+        host waits for the device or reads memory of its own.
+        """
 
     @abstractmethod
     def record(self) -> Event:

@@ -18,6 +18,7 @@ import torch
 
 from megatrain_ray.engine.bound_modules import BoundModules
 from megatrain_ray.engine.boundaries import BoundaryStore
+from megatrain_ray.engine.captured_step import CapturedStep
 from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, MemoryStatistics
@@ -40,9 +41,10 @@ from megatrain_ray.engine.seams import Host
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.slots import SlotRing
-from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
+from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner, Submitted
 from megatrain_ray.engine.step_gradients import StepGradients
-from megatrain_ray.engine.streamer import LayerStreamer
+from megatrain_ray.engine.step_loss import StepLoss
+from megatrain_ray.engine.streamer import LayerStreamer, NoStreamer
 from megatrain_ray.engine.task_failures import first_failure
 from megatrain_ray.engine.visits import Visit, forward_visits, visits
 from megatrain_ray.errors import MegatrainError
@@ -112,13 +114,14 @@ class Engine:
         sums: ChunkSums = partial(chunk_sums, self._skeleton.logits)
         if plan.compiled_loss:
             sums = CompiledCall("chunks of the loss", sums)
-        self._rehearsal = Rehearsal(
-            plan, structure, self._layout, memory, self._skeleton, self._residents, modules, sums
-        )
         self._evaluator = Evaluator(
             structure, device, self._skeleton, self.streamer, self._residents, modules, plan.loss_chunk_tokens
         )
         store = GradientStore(plan, self._layout, device, poison=poison)
+        step_loss = StepLoss(plan, structure, device, self._skeleton, modules, sums, store)
+        self._rehearsal = Rehearsal(
+            plan, structure, self._layout, memory, self._skeleton, self._residents, modules, step_loss
+        )
         orthogonalizer = None
         if muon is not None:
             orthogonalizer = Orthogonalizer(
@@ -130,10 +133,10 @@ class Engine:
             layout=self._layout,
             device=device,
             skeleton=self._skeleton,
-            streamer=self.streamer,
+            streamer=self.streamer if plan.host_layers else NoStreamer(),
             residents=self._residents,
             modules=modules,
-            chunk_sums=sums,
+            step_loss=step_loss,
             store=store,
             boundaries=BoundaryStore(plan, device) if plan.boundary_bytes else None,
             orthogonalizer=orthogonalizer,
@@ -141,12 +144,20 @@ class Engine:
             device_shard=device_shard,
             gate=gate,
         )
+        self._captured = CapturedStep(plan, device, self.runner, self._submit, store) if plan.captured else None
         self._device_shard = device_shard
         self._gate = gate
 
     async def rehearse(self, coming: Coming) -> None:
-        """Compiles what steps like those need compiled; before the first one."""
-        await self.on_compute_thread(lambda: self._rehearsal.run(coming))
+        """Compiles what steps like those need compiled, and captures them where the plan says so; before the first
+        one."""
+
+        def run() -> None:
+            self._rehearsal.run(coming)
+            if self._captured:
+                self._captured.capture(coming)
+
+        await self.on_compute_thread(run)
 
     async def step(self, step: StepInput, settings: UpdateSettings) -> StepReport:
         """One step: update `step.step` is committed when it returns, not yet done.
@@ -233,10 +244,13 @@ class Engine:
         packed = any(micro_batch.positions is not None for micro_batch in micro_batches)
         self._skeleton.attention.set(self._plan.packed_attention if packed else self._plan.attention)
 
+    def _submit(self, step: StepInput, header: UpdateHeader | None = None) -> Submitted:
+        self._choose_attention(step.micro_batches)
+        return self.runner.submit(step, self._visits, header)
+
     async def _compute(self, step: StepInput, settings: UpdateSettings, header: UpdateHeader | None) -> StepOutput:
         def run() -> StepOutput:
-            self._choose_attention(step.micro_batches)
-            return self.runner.run(step, self._visits, header)
+            return self._captured.run(step) if self._captured else self.runner.read(self._submit(step, header))
 
         try:
             output = await self.on_compute_thread(run)
@@ -287,6 +301,8 @@ class Engine:
         await self._gradients.cancel()
         self._thread.shutdown()
         self.device.close()
+        if self._captured:
+            self._captured.close()
 
 
 def clip_scale(norm: float, max_norm: float) -> float:

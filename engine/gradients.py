@@ -29,6 +29,13 @@ class _Sum(NamedTuple):
     views: Mapping[str, torch.Tensor]
 
 
+class Completed(NamedTuple):
+    """What a backward leaves to the update: sums that wait on the device, by layer, and norms by parameter."""
+
+    sums: Mapping[int, _Sum]
+    norms: Mapping[str, torch.Tensor]
+
+
 class GradientStore:
     """One flat sum for each layer of which something is trained, from the first contribution to departure."""
 
@@ -148,6 +155,14 @@ class GradientStore:
         self._measure(total)
         flat = total.flat
         return Departure(layer, flat, self._device.record(), done, final=not self._layout.layers[layer].num_muon)
+
+    def completed(self) -> Completed:
+        """What the backward that is over has left."""
+        return Completed(dict(self._open), dict(self.norms))
+
+    def restore(self, completed: Completed) -> None:
+        """As if another backward had left this."""
+        self._open, self.norms = dict(completed.sums), dict(completed.norms)
 
     def take(self, layer: int) -> torch.Tensor:
         """The complete gradient of a layer whose gradient waits, 1-D, padded, for what is submitted next."""

@@ -151,6 +151,7 @@ class Plan:
     hbm_limit_bytes: int | None
     ram_limit_bytes: int
     rows: tuple[ByteCount, ...]
+    captured: bool = False  # forward and backward of a step are one graph that the device has; it launches all at once
     prediction: Prediction | None = None  # of what a step takes
 
     @property
@@ -209,7 +210,8 @@ class Plan:
         """Whether a gradient that waits on the device comes up in the last visit to its layer; else it is there as a
         sum from the first micro-batch on."""
         one_visit = self.num_micro_batches == 1 or self.order is LoopOrder.LAYERS_OUTER
-        return one_visit or self.sums is Tier.HOST
+        # What a captured step writes stays where it was when that was captured.
+        return (one_visit or self.sums is Tier.HOST) and not self.captured
 
     @property
     def paired_layers(self) -> range:

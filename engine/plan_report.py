@@ -28,6 +28,7 @@ def describe(plan: Plan) -> str:
         _keeping(plan),
         *_compiled_lines(plan),
         *_boundary_lines(plan),
+        *_capture_lines(plan),
         f"attention {_attention(plan)}",
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
@@ -71,6 +72,10 @@ def _predicted(prediction: Prediction) -> Iterator[str]:
 def _boundary_lines(plan: Plan) -> list[str]:
     count = sum(layer.boundary is Tier.HOST for layer in plan.layers)
     return [f"boundary  activations of {count} layers wait on the host for their backward"] if count else []
+
+
+def _capture_lines(plan: Plan) -> list[str]:
+    return ["launches  one for a step's forward and backward: they are a captured CUDA graph"] if plan.captured else []
 
 
 def _compiled_lines(plan: Plan) -> list[str]:

@@ -15,6 +15,7 @@ from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
+from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
@@ -28,11 +29,23 @@ TIE = 0.002  # what is faster by less than this is not: the simpler of two plans
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
     """The fastest that fits every limit. `activations`: of a micro-batch as requested.
 
-    Raises CapacityError with the arithmetic of the last candidate, which is the smallest.
+    Raises CapacityError with the arithmetic of the last candidate, which is the smallest, and ConfigError where what is
+    asked for cannot be.
     """
     layout = structure.layout(request.num_fragments)
     work = work_of(structure, request.active_experts, request.windows)
     basis = CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss)
+    plan = _fastest(basis, machine, request, activations)
+    if _wants_capture(plan, basis, request, activations):
+        try:
+            plan = _captured(plan, basis, machine, request, activations)
+        except (CapacityError, ConfigError):
+            if request.captured:
+                raise
+    return with_uploads(plan, structure, layout)
+
+
+def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
     found = _Found()
     for split in _splits(request):
         of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
@@ -40,7 +53,22 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
         search.run()
     if not found.plans:
         raise CapacityError(explain_misfit(search.smallest()))
-    return with_uploads(found.chosen(), structure, layout)
+    return found.chosen()
+
+
+def _wants_capture(plan: Plan, basis: CostBasis, request: Request, activations: ActivationBytes) -> bool:
+    if request.captured is not None:
+        return request.captured
+    of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
+    return plan.device == "cuda" and is_slowed_by_launches(plan, basis, of_plan)
+
+
+def _captured(plan: Plan, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
+    """With all layers on the device, unless the request says where they live."""
+    if plan.host_layers and request.hbm_layers is None and machine.device == "cuda":
+        plan = _fastest(basis, machine, replace(request, hbm_layers=len(plan.layers)), activations)
+    of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
+    return captured(plan, basis, of_plan, request)
 
 
 class _Found:

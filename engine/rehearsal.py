@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,13 +17,14 @@ from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_call import LayerCall, Outcome
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.loss import ChunkSums, Objective, chunked_loss
+from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.planner import needed_fragments, streamed
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
+from megatrain_ray.engine.step_loss import StepLoss
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Rehearsal:
         skeleton: Skeleton,
         residents: Residents,
         modules: BoundModules,
-        chunk_sums: ChunkSums,
+        step_loss: StepLoss,
     ) -> None:
         """`memory`: what all slots were cut from."""
         self._plan = plan
@@ -60,7 +60,7 @@ class Rehearsal:
         self._skeleton = skeleton
         self._residents = residents
         self._modules = modules
-        self._chunk_sums = chunk_sums
+        self._step_loss = step_loss
 
     def run(self, coming: Coming) -> None:
         """One micro-batch of each kind that is compiled in any part."""
@@ -140,18 +140,11 @@ class Rehearsal:
             return call.infer(function)
 
     def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._residents.bound(self._placed(self._structure.layers[-1].modules[-1])))
-            bound = [stack.enter_context(self._modules.bound(path)) for path in sorted(self._structure.loss_modules)]
-            parameters = [parameter for _, of_module in bound for parameter in of_module]
-            stack.enter_context(self._modules.saving(*self._structure.loss_modules))
-            loss = partial(
-                chunked_loss, partial(self._chunk_sums, objective), hidden, targets, parameters,
-                chunk_tokens=self._plan.loss_chunk_tokens, num_supervised=targets.numel(),
-            )  # fmt: skip
-            if isinstance(self._chunk_sums, CompiledCall):
-                _compile(self._chunk_sums, loss)
-            loss()
+        run = partial(self._step_loss.rehearse, hidden, targets, objective)
+        with self._residents.bound(self._placed(self._structure.layers[-1].modules[-1])):
+            if self._step_loss.compiled is not None:
+                _compile(self._step_loss.compiled, run)
+            run()
 
     def _placed(self, path: str) -> Mapping[FragmentId, torch.Tensor]:
         """Regions for the layer of a module and those it shares parameters with, one after the other; those that live

@@ -28,6 +28,7 @@ from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
+from megatrain_ray.engine.step_loss import StepLoss
 from megatrain_ray.engine.visits import Visit, visits
 
 WEIGHT_STD = 0.02  # of the matrices: zeros would need less power, and so run faster, than values do
@@ -59,9 +60,11 @@ class ResidentModel:
 
     def with_micro_batch(self, size: int, objective: Objective) -> StepRunner:
         """For steps of one micro-batch of `size` sequences; what they need compiled is compiled."""
-        plan = _resident_plan(self._plan, size)
+        plan, store = _resident_plan(self._plan, size), NoGradients(self.device)
+        of_model = self._skeleton, self._modules, self._chunk_sums
+        step_loss = StepLoss(plan, self._structure, self.device, *of_model, store)
         parts = self._structure, self._layout, self._memory, self._skeleton, self._residents, self._modules
-        Rehearsal(plan, *parts, self._chunk_sums).run(Coming(objective))  # with weights of zeros
+        Rehearsal(plan, *parts, step_loss).run(Coming(objective))  # with weights of zeros
         _fill(self._memory.view(plan.precision.working_dtype), self._layout)
         return StepRunner(
             plan=plan,
@@ -72,8 +75,8 @@ class ResidentModel:
             streamer=self._layers,
             residents=self._residents,
             modules=self._modules,
-            chunk_sums=self._chunk_sums,
-            store=NoGradients(self.device),
+            step_loss=step_loss,
+            store=store,
             boundaries=None,
             orthogonalizer=None,
             transfer=lambda transfer: None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.loss import ChunkSums, Objective
+from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Transfer
@@ -36,9 +37,10 @@ from megatrain_ray.trace import Op
 
 @dataclass(frozen=True)
 class World:
-    """The step's share of this rank. `num_supervised`: target tokens of the step over all ranks and micro-batches."""
+    """The step's share of this rank. `num_supervised`: target tokens of the step over all ranks and micro-batches; in a
+    captured step, whose number is another each time, an FP32 scalar on the device."""
 
-    num_supervised: int
+    num_supervised: int | torch.Tensor
     rank: int = 0
     size: int = 1
 
@@ -63,6 +65,15 @@ class StepOutput:
     bad_parameter: str | None
 
 
+class Submitted(NamedTuple):
+    """What the host reads of a step: in `values`, FP32 on the device, plain cross-entropies of the loss's chunks, then
+    what the loss is the sum of, then the norm."""
+
+    values: torch.Tensor
+    num_cross_entropies: int
+    has_terms: bool  # the loss is more than cross-entropy
+
+
 class StepRunner:
     """Runs steps of one plan. Compute thread only."""
 
@@ -76,7 +87,7 @@ class StepRunner:
         streamer: LayerSource,
         residents: Residents,
         modules: BoundModules,
-        chunk_sums: ChunkSums,
+        step_loss: StepLoss,
         store: GradientTaker,
         boundaries: BoundaryStore | None,
         orthogonalizer: Orthogonalizer | None,
@@ -100,13 +111,17 @@ class StepRunner:
         self._modules = modules
         self._device_shard = device_shard
         self._gate = gate
-        self._step_loss = StepLoss(plan, structure, device, skeleton, modules, chunk_sums, store)
+        self._step_loss = step_loss
         self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
         self.whereabouts = "between steps"  # read by other threads
 
     def run(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateHeader | None) -> StepOutput:
         """All visits; returns when the loss and the norm are known on the host. `header`: of the update where it does
         not wait for the norm; layers on the device have it then as soon as their gradient is complete."""
+        return self.read(self.submit(step, visits, header))
+
+    def submit(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateHeader | None) -> Submitted:
+        """The same without the wait for what it brings."""
         self._store.begin()
         if self._boundaries:
             self._boundaries.begin(visits)
@@ -133,9 +148,21 @@ class StepRunner:
                     self._finish(visit.layer, state.header)
                 elif self._store.waits_on_host:
                     self._transfer(self._store.suspend(visit.layer))
-        output = self._output(state)
+        has_terms = len(state.losses) > len(state.cross_entropies) or not step.objective.is_cross_entropy
         self.whereabouts = f"after the backward of step {step.step}"
-        return output
+        values = torch.stack([*state.cross_entropies, *state.losses, self._store.total_norm()])
+        return Submitted(values, len(state.cross_entropies), has_terms)
+
+    def read(self, submitted: Submitted) -> StepOutput:
+        """Waits until the device has come to it."""
+        with self._device.exposed("loss"):
+            *losses, norm = submitted.values.tolist()
+        count = submitted.num_cross_entropies
+        bad = None
+        if not math.isfinite(norm):
+            names = self._layout.parameter_order
+            bad = next((n for n in names if not bool(torch.isfinite(self._store.norms[n]))), "the norm of all")
+        return StepOutput(sum(losses[count:]), sum(losses[:count]) if submitted.has_terms else None, norm, bad)
 
     def orthogonalize(self, scale: float) -> None:
         """After the backward of a clipped step: submits the directions of what Muon trains. `scale`: of the update."""
@@ -274,19 +301,6 @@ class StepRunner:
         """`call`: 0 inside the layer, 1 in what the model does after it."""
         first = step.world.rank * len(step.micro_batches)
         self._device.seed(dropout_seed(step.dropout_seed, step.step, first + micro_batch, layer, call))
-
-    def _output(self, state: _StepState) -> StepOutput:
-        norm = self._store.total_norm()
-        with self._device.exposed("loss"):
-            *losses, norm_value = torch.stack([*state.cross_entropies, *state.losses, norm]).tolist()
-        count = len(state.cross_entropies)
-        has_terms = len(state.losses) > count or not state.step.objective.is_cross_entropy
-        cross_entropy = sum(losses[:count]) if has_terms else None
-        bad = None
-        if not math.isfinite(norm_value):
-            names = self._layout.parameter_order
-            bad = next((n for n in names if not bool(torch.isfinite(self._store.norms[n]))), "the norm of all")
-        return StepOutput(sum(losses[count:]), cross_entropy, norm_value, bad)
 
 
 class _StepState:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from megatrain_ray.engine.bound_modules import BoundModules
+from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.flat_layout import Segment
 from megatrain_ray.engine.forward_pass import ForwardPass
-from megatrain_ray.engine.loss import ChunkSums, Objective, OpenSum, chunked_loss
+from megatrain_ray.engine.loss import ChunkSums, LossResult, Objective, OpenSum, chunked_loss
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.skeleton import Skeleton
@@ -22,11 +24,11 @@ from megatrain_ray.trace import Op
 
 @dataclass(frozen=True)
 class LossShare:
-    """What a micro-batch's loss is a share of. `num_supervised`: target tokens, `num_parts`: micro-batches, both of the
-    step over all ranks."""
+    """What a micro-batch's loss is a share of. `num_supervised`: target tokens (World), `num_parts`: micro-batches,
+    both of the step over all ranks."""
 
     objective: Objective
-    num_supervised: int
+    num_supervised: int | torch.Tensor
     num_parts: int
 
 
@@ -62,28 +64,18 @@ class StepLoss:
         self._store = store
         self._head = len(plan.layers) - 1
 
+    @property
+    def compiled(self) -> CompiledCall | None:
+        """What of it is to be compiled before the first step."""
+        return self._chunk_sums if isinstance(self._chunk_sums, CompiledCall) else None
+
     def run(self, j: int, forward_pass: ForwardPass, targets: torch.Tensor, share: LossShare) -> MicroBatchLoss:
         """Of micro-batch `j`, whose forward is over but for the head's own modules; sends its gradient into the
         forward pass. targets: [B, T]."""
         hidden = forward_pass.final_hidden
-        with ExitStack() as stack:
-            named: list[tuple[Segment, torch.Tensor]] = []
-            for path in sorted(self._structure.loss_modules):
-                _, parameters = stack.enter_context(self._modules.bound(path))
-                named += zip(self._modules.segments[path], parameters, strict=True)
-            sums = self._open_sums(j)
-            stack.enter_context(self._modules.saving(*self._structure.loss_modules))
-            stack.enter_context(self._device.compute(Op("loss", self._head, j)))
-            result = chunked_loss(
-                partial(self._chunk_sums, share.objective),
-                hidden,
-                targets,
-                [parameter for _, parameter in named],
-                chunk_tokens=self._plan.loss_chunk_tokens,
-                num_supervised=share.num_supervised,
-                add=self._device.add,
-                into=[sums.get(segment.name) for segment, _ in named],
-            )
+        with self._bound() as named:
+            with self._device.compute(Op("loss", self._head, j)):
+                result = self._chunked(hidden, targets, named, share, first=j == 0)
             auxiliary = self._skeleton.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)
         losses = [*result.losses]
@@ -94,8 +86,47 @@ class StepLoss:
         gradients = {s.tied_to or s.name: g for (s, _), g in zip(named, result.parameters, strict=True)}
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
-    def _open_sums(self, j: int) -> dict[str, OpenSum]:
+    def rehearse(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
+        """The loss as of a step's first micro-batch, where it takes its memory. Between steps, of which it leaves
+        nothing."""
+        with self._bound() as named:
+            self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1), first=True)
+        self._store.begin()
+
+    @contextmanager
+    def _bound(self) -> Iterator[list[tuple[Segment, torch.Tensor]]]:
+        """The head's modules, ready to be called; what they have of parameters."""
+        with ExitStack() as stack:
+            named: list[tuple[Segment, torch.Tensor]] = []
+            for path in sorted(self._structure.loss_modules):
+                _, parameters = stack.enter_context(self._modules.bound(path))
+                named += zip(self._modules.segments[path], parameters, strict=True)
+            stack.enter_context(self._modules.saving(*self._structure.loss_modules))
+            yield named
+
+    def _chunked(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        named: Sequence[tuple[Segment, torch.Tensor]],
+        share: LossShare,
+        *,
+        first: bool,
+    ) -> LossResult:
+        sums = self._open_sums(first=first)
+        return chunked_loss(
+            partial(self._chunk_sums, share.objective),
+            hidden,
+            targets,
+            [parameter for _, parameter in named],
+            chunk_tokens=self._plan.loss_chunk_tokens,
+            num_supervised=share.num_supervised,
+            add=self._device.add,
+            into=[sums.get(segment.name) for segment, _ in named],
+        )
+
+    def _open_sums(self, *, first: bool) -> dict[str, OpenSum]:
         """Of the head's parameters to whose sums over micro-batches each chunk's gradient is added."""
         if not self._plan.chunks_add_to_sums:
             return {}
-        return self._store.open_sums(self._head, self._structure.loss_parameters, first=j == 0)
+        return self._store.open_sums(self._head, self._structure.loss_parameters, first=first)

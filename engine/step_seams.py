@@ -15,7 +15,7 @@ from megatrain_ray.engine.residency import FragmentId
 
 
 class LayerSource(Protocol):
-    """Implemented by LayerStreamer and ResidentLayers."""
+    """Implemented by LayerStreamer, NoStreamer and ResidentLayers."""
 
     def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
         """The visit's fragments on the device, in use until the block ends. Compute thread only."""

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,13 @@ class Arrival(NamedTuple):
     fragment: FragmentId
     region: torch.Tensor
     event: Event
+
+
+class NoStreamer:
+    """A LayerSource where every layer lives on the device: nothing arrives, and nothing is let go of."""
+
+    def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
+        return nullcontext({})
 
 
 class LayerStreamer:

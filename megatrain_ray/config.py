@@ -220,6 +220,10 @@ class HardwareConfig(Group):
     compile: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
     """Layers and the loss run through torch.compile, before the first step once for each kind of layer; one that cannot
     be compiled runs as it is, and the log says why. auto: on a GPU, unless train.deterministic."""
+    cuda_graphs: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
+    """A step's forward and backward are one CUDA graph, which the GPU launches by itself, where all layers live in its
+    memory; a step that cannot be captured runs layer by layer, and the log says why. auto: where launching layers takes
+    longer than computing them."""
 
 
 class LogConfig(Group):

@@ -36,5 +36,9 @@ class ShardFailedError(MegatrainError):
     """An optimizer shard failed; its own call says why."""
 
 
+class CaptureError(MegatrainError):
+    """What was to be captured on the device cannot be; it runs uncaptured."""
+
+
 class DeadlineError(MegatrainError):
     """A stage did not finish within its stated bound; the message names the stage."""

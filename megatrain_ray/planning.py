@@ -84,6 +84,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
         active_experts=active_experts(source),
         windows=windows(source, len(structure.attention_widths)),
         compiled=compiled,
+        captured=None if hardware.cuda_graphs == "auto" else hardware.cuda_graphs,
     )
     plan = make_plan(structure, activations, machine, request)
     return Prepared(config.with_split(plan.micro_batch_size, plan.num_micro_batches), source, structure, plan)

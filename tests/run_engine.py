@@ -68,6 +68,7 @@ class Mode:
     packed_attention: Attention = Attention.SDPA
     hbm_layers: frozenset[int] = frozenset()
     activation_budget: float | None = None  # of compiled layers; None: none is compiled
+    captured: bool = False
     poison: bool = True
 
 
@@ -138,7 +139,7 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         activation_budget=mode.activation_budget or 0.0,
     )
     plan = build_plan(structure, activations, MACHINE, request, candidate)
-    changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads}
+    changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads, "captured": mode.captured}
     if recipe.loss_chunk_tokens:
         changes["loss_chunk_tokens"] = recipe.loss_chunk_tokens
     return structure, dataclasses.replace(plan, **changes)

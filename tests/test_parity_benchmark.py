@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import parity
-from benchmarks.parity import CONFIG, compare, what_runs_uncompiled
+from benchmarks.parity import CONFIG, compare, what_is_given_up
 from benchmarks.parity_modes import MODES, Common, DrawnSource, Mode
 from benchmarks.plain_training import Grouping, Numbers, check_settings, train_plain
 from megatrain_ray.config import TrainConfig
@@ -102,8 +102,8 @@ def test_modes_have_plans_on_a_gpu() -> None:
     assert (plans["host_sums"].loss_chunk_tokens, plans["limited"].loss_chunk_tokens) == (2048, 1024)
 
 
-def test_what_runs_uncompiled_is_heard() -> None:
-    with what_runs_uncompiled() as heard:
+def test_what_is_given_up_is_heard() -> None:
+    with what_is_given_up() as heard:
         CompiledCall("layers", abs).give_up(ValueError("no graph"))
     CompiledCall("others", abs).give_up(ValueError("no graph"))
     assert heard == ["layers run uncompiled: ValueError: no graph"]

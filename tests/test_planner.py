@@ -359,7 +359,7 @@ def test_the_device_is_filled_from_the_first_layer_on() -> None:
     assert sizes == sorted(sizes)
     for count, num_bytes in enumerate(sizes):
         machine = replace(MACHINE, hbm_bytes=math.ceil(num_bytes / 0.97))
-        plan = make_plan(structure, activations, machine, replace(REQUEST, hbm_layers=None))
+        plan = make_plan(structure, activations, machine, replace(REQUEST, hbm_layers=None, captured=False))
         assert plan.hbm_layers == set(range(count))
     on_cpu = make_plan(structure, activations, replace(MACHINE, device="cpu"), replace(REQUEST, hbm_layers=None))
     assert on_cpu.hbm_layers == frozenset()

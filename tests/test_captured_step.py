@@ -1,0 +1,204 @@
+"""A captured step is the step: the same bits, from memory that stays where it is; and when a plan has one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import import_utils
+
+from megatrain_ray.engine.attention import as_uncaptured
+from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.device import Capture
+from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
+from megatrain_ray.engine.plan import Plan, Precision, Tier
+from megatrain_ray.engine.plan_report import describe
+from megatrain_ray.engine.plan_request import Machine, Request
+from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.errors import CaptureError, ConfigError
+from megatrain_ray.io.batches import Batch
+from tests.reference import Recipe
+from tests.run_engine import EngineResult, Mode, train_engine
+from tests.shapes import qwen
+from tests.tiny import build_tiny, tiny_batches
+
+ALL = frozenset(range(5))  # layers of the tiny model
+STEPS = 4
+CAPTURED = Mode(hbm_layers=ALL, captured=True)
+
+
+class CountingDevice(CpuDevice):
+    """`num_replays`: of each capture."""
+
+    num_replays: list[int]
+
+    def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
+        captures = vars(self).setdefault("num_replays", [])
+        captures.append(0)
+        return _Counted(super().capture(function), captures, len(captures) - 1)
+
+
+class _Counted:
+    def __init__(self, capture: Capture, counts: list[int], index: int) -> None:
+        self._capture, self._counts, self._index = capture, counts, index
+        self.outputs = capture.outputs
+
+    def replay(self) -> None:
+        self._counts[self._index] += 1
+        self._capture.replay()
+
+    def close(self) -> None:
+        self._capture.close()
+
+
+class UnableDevice(CpuDevice):
+    def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
+        raise CaptureError("it waits for the device")
+
+
+def both(
+    folder: Path, recipe: Recipe, mode: Mode, batches: Sequence[Batch], **options: Any
+) -> tuple[EngineResult, EngineResult, list[CountingDevice]]:
+    """Captured, uncaptured, and the devices of both."""
+    devices: list[CountingDevice] = []
+
+    def make(timeline: Any, num_threads: int) -> CpuDevice:
+        devices.append(CountingDevice(timeline, num_threads))
+        return devices[-1]
+
+    modes = mode, replace(mode, captured=False)
+    ours, theirs = (train_engine(folder, batches, recipe, m, make_device=make, **options) for m in modes)
+    return ours, theirs, devices
+
+
+def assert_equal(ours: EngineResult, theirs: EngineResult) -> None:
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
+
+
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_captured_steps_are_bit_equal(tmp_path: Path, order: LoopOrder, micro_batch_size: int, tied: bool) -> None:
+    """Of texts with other numbers of supervised tokens, with evaluations between them, which are not captured."""
+    build_tiny(tmp_path, tied=tied)
+    batches = [_unsupervised(batch, 7 * i) for i, batch in enumerate(tiny_batches(STEPS))]
+    recipe = Recipe(STEPS, precision="bf16", micro_batch_size=micro_batch_size)
+    mode = replace(CAPTURED, order=order)
+    ours, theirs, devices = both(tmp_path, recipe, mode, batches, held_out=tiny_batches(2))
+    assert devices[0].num_replays == [STEPS]
+    assert not hasattr(devices[1], "num_replays")
+    assert_equal(ours, theirs)
+    assert ours.evaluations == theirs.evaluations
+
+
+def _unsupervised(batch: Batch, count: int) -> Batch:
+    targets = batch.targets.clone()
+    targets.view(-1)[:count] = -100
+    return replace(batch, targets=targets, num_supervised=int((targets != -100).sum()))
+
+
+def test_rows_of_several_documents_have_a_graph_of_their_own(tmp_path: Path) -> None:
+    """Documents begin elsewhere in each step. Rows of one document among them run as packed ones do: attention with
+    masks, which rounds otherwise."""
+    build_tiny(tmp_path)
+    rows = tiny_batches(STEPS)
+    starts = [torch.arange(32) >= 5 * (i + 1) for i in range(STEPS)]
+    batches = [replace(b, segments=s.int().repeat(4, 1)) for b, s in zip(rows, starts, strict=True)]
+    recipe = Recipe(STEPS, precision="fp32", micro_batch_size=2)
+    ours, theirs, devices = both(tmp_path, recipe, CAPTURED, [*batches[:2], rows[2], batches[3]])
+    assert devices[0].num_replays == [1, STEPS - 1]
+    assert_equal(ours, theirs)
+
+
+def test_steps_that_cannot_be_captured_run_uncaptured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_tiny(tmp_path)
+    recipe, batches = Recipe(STEPS, precision="bf16", micro_batch_size=2), tiny_batches(STEPS)
+    with caplog.at_level(logging.INFO):
+        ours = train_engine(tmp_path, batches, recipe, CAPTURED, make_device=UnableDevice)
+    assert "steps run uncaptured, layer by layer: it waits for the device" in caplog.text
+    assert_equal(ours, train_engine(tmp_path, batches, recipe, replace(CAPTURED, captured=False)))
+
+
+def test_gradients_of_a_captured_step_have_a_place(tmp_path: Path) -> None:
+    """Also where others come up as activations go."""
+    build_tiny(tmp_path)
+    recipe = Recipe(1, micro_batch_size=4)
+    results = [train_engine(tmp_path, tiny_batches(1), recipe, replace(CAPTURED, captured=c)) for c in (True, False)]
+    assert not results[0].plan.gradients_are_brief
+    assert results[1].plan.gradients_are_brief
+    trained = 4 * sum(layer.num_trained for layer in results[0].plan.layers)
+    assert results[0].device_bytes - results[1].device_bytes >= trained
+
+
+def test_masks_of_a_capture_are_those_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Transformers model makes explicit ones while a stream is captured."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert import_utils.is_tracing()
+    with as_uncaptured():
+        assert not import_utils.is_tracing()
+    assert import_utils.is_tracing()
+
+
+MACHINE = Machine("cuda", num_cpus=16, num_nodes=1, ram_bytes=1 << 37, hbm_bytes=140 << 30, profile=TYPICAL_GPU)
+SMALL = {"hidden": 896, "heads": 14, "kv_heads": 2, "inner": 4864}
+LARGE = {"hidden": 3584, "heads": 28, "kv_heads": 4, "inner": 18944}
+
+
+def planned(sequences: int, *, hbm_bytes: int = 140 << 30, shape: dict[str, int] = SMALL, **changes: Any) -> Plan:
+    structure, activations = qwen(8, 1024, **shape)
+    request = Request(Precision.BF16, False, True, 1, sequences, 1024, free_split=True, saves=False)
+    machine = replace(MACHINE, hbm_bytes=hbm_bytes)
+    return make_plan(structure, activations, machine, replace(request, **changes))
+
+
+def test_a_step_is_captured_where_its_launches_take_longer() -> None:
+    small = planned(1)
+    assert small.captured
+    assert "launches  one for a step's forward and backward" in describe(small)
+    uncaptured = planned(1, captured=False)
+    assert not uncaptured.captured
+    assert small.prediction and uncaptured.prediction
+    assert small.prediction.step_s < 0.8 * uncaptured.prediction.step_s
+    assert not planned(64).captured
+    assert not planned(16, shape=LARGE).captured
+    assert planned(64, captured=True).captured
+
+
+def test_a_captured_step_has_its_memory_to_itself() -> None:
+    """Gradients stay, and an evaluation has the work of a layer beside it."""
+    captured, uncaptured = (
+        {row.name: row.num_bytes for row in planned(1, captured=c).rows if row.tier is Tier.HBM} for c in (True, False)
+    )
+    assert captured.pop("beside the captured step") == captured["work"]
+    assert captured.pop("gradients in HBM") > uncaptured.pop("gradients in HBM")
+    assert captured == uncaptured
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hbm_layers": 4}, "6 of 10 layers do not live in GPU memory (hardware.hbm_layers)"),
+        ({"clip": False}, "with train.clip: null layers are updated within it"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_where_it_is_asked_for(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned(1, captured=True, **changes)
+    assert str(refused.value) == f"hardware.cuda_graphs: this step cannot be captured: {problem}; set it to auto"
+    assert not planned(1, **changes).captured
+
+
+def test_a_step_is_not_captured_where_there_is_no_room() -> None:
+    needed = planned(1, captured=False).total_bytes(Tier.HBM)
+    assert not planned(1, hbm_bytes=needed).captured
+    with pytest.raises(ConfigError, match=r"it would need .* of GPU memory of "):
+        planned(1, hbm_bytes=needed, captured=True)
