@@ -38,7 +38,7 @@ def chunk_tokens(
     most = min(max(share, room) // of_one, MAX_LOGITS // structure.vocab_size)
     if tokens <= most:
         return tokens
-    fewest = -(-tokens // max(CHUNK_TOKENS, most))
+    fewest = -(-tokens // max(CHUNK_TOKENS, most // CHUNK_TOKENS * CHUNK_TOKENS))
     equal = (n for n in range(fewest, 2 * fewest) if tokens % (n * CHUNK_TOKENS) == 0)
     return -(-tokens // (next(equal, fewest) * CHUNK_TOKENS)) * CHUNK_TOKENS
 

@@ -64,6 +64,15 @@ def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batche
     assert tokens == 8192 or bytes_of(2 * tokens) > backward, "with twice as many there were more"
 
 
+@pytest.mark.parametrize("seq_len", [14123, 28195, 28232, 40001])
+def test_chunks_of_rows_of_any_length_stay_below_32_bits(seq_len: int) -> None:
+    structure, layout = shape()[0], shape()[0].layout()
+    plan = replace(planned(64), micro_batch_size=1, seq_len=seq_len)
+    tokens = chunk_tokens(plan, structure, layout, beside=0, backward=1000 << 30, z_loss=False)
+    assert tokens % CHUNK_TOKENS == 0
+    assert tokens * VOCAB <= MAX_LOGITS
+
+
 def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
     structure, activations = shape()
     activations = activations.times(64)
