@@ -17,7 +17,9 @@ def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
     """Raises CapacityError where the block runs out of device memory. `doing`: what it does."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         counted, limit = plan.total_bytes(Tier.HBM), plan.hbm_limit_bytes
         of_limit = f" of {format_bytes(limit)}" if limit is not None else ""
         raise CapacityError(
@@ -28,6 +30,12 @@ def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
         ) from error
 
 
-def _first_sentences(error: torch.OutOfMemoryError) -> str:
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """A context, or a library's handle, is taken beside torch's allocator, and has errors of its own."""
+    beside = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in beside)
+
+
+def _first_sentences(error: RuntimeError) -> str:
     """torch's own account, without its advice."""
-    return str(error).partition(" If reserved")[0]
+    return str(error).partition(" If reserved")[0].partition("\n")[0]

@@ -86,10 +86,11 @@ class GpuWorker:
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
         plan = prepared.plan
         self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
-        self._device = make_device(plan, deterministic=prepared.config.train.deterministic)
         self._device_layers: DeviceLayers | None = None
-        if plan.hbm_layers:
-            self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._words)
+        with memory_explained(plan, "opening the device"):
+            self._device = make_device(plan, deterministic=prepared.config.train.deterministic)
+            if plan.hbm_layers:
+                self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._words)
         self._rows = StepRows(prepared, sum(handle.nbytes for handle in self._holder.handles.values()))
         self._turn = asyncio.Condition()
         self._engine: Engine | None = None
@@ -147,13 +148,13 @@ class GpuWorker:
         self._momenta = self._find_momenta()
         self._host = SharedHost(plan, layout, self._working(), slab, self._words, Momenta(*self._momenta))
         layers = self._device_layers
-        self._engine = Engine(
-            self._prepared.source.factory, structure, plan, device, self._host,
-            muon=muon_of(self._prepared.config.train),
-            device_shard=layers.shard if layers else None,
-            gate=layers.gate if layers else None,
-        )  # fmt: skip
         with memory_explained(plan, "building the engine"):
+            self._engine = Engine(
+                self._prepared.source.factory, structure, plan, device, self._host,
+                muon=muon_of(self._prepared.config.train),
+                device_shard=layers.shard if layers else None,
+                gate=layers.gate if layers else None,
+            )  # fmt: skip
             await self._engine.rehearse(self._coming())
 
     async def start(self, progress: Progress) -> None:

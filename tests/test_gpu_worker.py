@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from megatrain_ray.arenas import WORKING, arena_sizes
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import DataWorker
+from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
 from megatrain_ray.errors import CapacityError
@@ -184,3 +185,46 @@ async def test_out_of_device_memory_is_explained(
     (error,) = info.value.exceptions
     counted = r"step 1: out of device memory, of which the plan counts \S+ \S+ of 24\.00 GiB; "
     assert re.fullmatch(counted + r".* Tried to allocate 2\.00 GiB\.", str(error))
+
+
+@pytest.mark.parametrize(
+    ("hbm_layers", "doing", "kind", "text", "told"),
+    [
+        (2, "opening the device", torch.OutOfMemoryError, "CUDA out of memory. Free: 1 MiB. If reserved …", "1 MiB."),
+        (2, "opening the device", torch.AcceleratorError, "CUDA error: out of memory\nSearch for …", "out of memory"),
+        (0, "building the engine", torch.OutOfMemoryError, "CUDA out of memory. Free: 1 MiB.", "1 MiB."),
+    ],
+    ids=["layers", "context", "slots"],
+)
+async def test_out_of_device_memory_before_the_first_step_is_explained(
+    ready: Prepared,
+    hbm_layers: int,
+    doing: str,
+    kind: type[RuntimeError],
+    text: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Most of the memory that a plan counts is taken then, where another process may hold it."""
+
+    def allocate(device: CpuDevice, num_bytes: int) -> torch.Tensor:
+        raise kind(text)
+
+    tree = ready.config.model_dump(mode="json")
+    tree["hardware"]["hbm_layers"] = hbm_layers
+    prepared = prepare(TrainConfig.model_validate(tree), MACHINE)
+    owner = ArenaHolder.create(arena_sizes(prepared.plan, prepared.structure.layout(prepared.plan.num_fragments)))
+    data = batches(prepared)
+    monkeypatch.setattr(CpuDevice, "allocate", allocate)
+
+    async def fetch(step: int) -> Batch:
+        return data.batch(step)
+
+    async with AsyncExitStack() as stack:
+        stack.callback(owner.close)
+        adopt = ArenaHolder.adopt
+        monkeypatch.setattr(ArenaHolder, "adopt", lambda holders: stack.enter_context(closing(adopt(holders))))
+        with pytest.raises(CapacityError, match=f"^{doing}: out of device memory, .* {re.escape(told)}$"):
+            worker = GpuWorker(prepared, [owner.handles], fetch, fetch)
+            stack.push_async_callback(lambda: worker._host.close())
+            await worker.build()
