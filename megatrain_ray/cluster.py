@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -161,14 +162,15 @@ def _remove_stale_folders() -> None:
 
 
 def _init(problem: str, advice: str, **options: Any) -> None:
-    """ray.init; a SIGTERM meanwhile is heard by its handler afterwards. Raises MegatrainError.
+    """ray.init; a SIGTERM meanwhile is heard by its handler afterwards, as a first Ctrl-C is. Raises MegatrainError.
 
     What Ray starts inherits a blocked SIGTERM (Ray blocks SIGINT itself): where the signal goes to the whole process
     group, as schedulers send it, the run needs its processes for its last save.
     """
     handler, before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        ray.init(**options)
+        with _interrupted_afterwards():
+            ray.init(**options)
     except Exception as error:  # Ray has many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MegatrainError(f"{problem}: {reason}; {advice}") from error
@@ -176,6 +178,30 @@ def _init(problem: str, advice: str, **options: Any) -> None:
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray's own prints a stack and aborts
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """The first SIGINT in the block is heard at its end. Ray makes its core in one long call: where that one is broken
+    off nobody holds the core to end it, and the process dies of it as it exits, by signal 11."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[int] = []
+
+    def put_off(number: int, frame: FrameType | None) -> None:
+        if came:
+            handler(number, frame)
+        came.append(number)
+
+    signal.signal(signal.SIGINT, put_off)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _is_daemon(process: psutil.Process) -> bool:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from megatrain_ray.cluster import _init
 from megatrain_ray.interrupts import SIGNALS, Interrupts
+
+ROOT = Path(__file__).parent.parent
 
 
 def send(number: signal.Signals) -> None:
@@ -112,6 +117,46 @@ def test_a_signal_while_ray_starts_is_heard(monkeypatch: pytest.MonkeyPatch) -> 
         _init("Ray did not start", "start it")
     assert handlers() == before
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_ray_makes_its_core_to_the_end() -> None:
+    """A signal meanwhile is heard by Python as soon as that call is over, before anybody holds what it made."""
+    program = """
+import os, signal
+import ray
+from megatrain_ray.cluster import cluster
+from megatrain_ray.interrupts import Interrupts
+
+class Core(ray._raylet.CoreWorker):
+    def __init__(self, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+
+ray._raylet.CoreWorker = Core
+try:
+    with Interrupts(), cluster(1, 0):
+        print("not heard")
+except KeyboardInterrupt:
+    print("heard")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
+
+
+def test_a_second_signal_while_ray_starts_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = []
+
+    def init(**options: object) -> None:
+        send(signal.SIGINT)
+        came.append(1)
+        send(signal.SIGINT)
+        came.append(2)
+
+    monkeypatch.setattr("ray.init", init)
+    before = handlers()
+    with Interrupts(), pytest.raises(KeyboardInterrupt):
+        _init("Ray did not start", "start it")
+    assert came == [1]
+    assert handlers() == before
 
 
 def test_outside_the_main_thread_it_leaves_handlers_alone() -> None:
