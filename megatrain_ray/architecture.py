@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -28,9 +30,14 @@ class Architecture:
     weights: Path | None = None
 
     def __call__(self, dtype: torch.dtype) -> Any:
-        build = partial(self._auto_class.from_config, self.config, **_attention_of(self.config))
-        model = _without_values(partial(build, dtype=dtype, trust_remote_code=self.code is not None))
+        trust = self.code is not None
+        build = partial(
+            self._auto_class.from_config, self.config, **_attention_of(self.config), trust_remote_code=trust
+        )
+        model = _without_values(partial(build, dtype=dtype))
         _keep_in_fp32(model)
+        if dtype is not torch.float32:
+            _compute_buffers(model, partial(build, dtype=torch.float32))
         if self.weights is not None:
             _load_buffers(model, self.weights)
         return model
@@ -122,6 +129,24 @@ def _keep_in_fp32(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and kept_in_fp32(model, f"{path}.{name}"):
                 module._buffers[name] = buffer.float()
+
+
+def _compute_buffers(model: nn.Module, exact: Callable[[], Any]) -> None:
+    """What a model computes and nobody stores, from one in FP32 that `exact` builds: from_config computes it in the
+    model's type, from_pretrained of Transformers 5 does not. In bf16 angles of GPT-J and CodeGen are 0.9 off after 2048
+    tokens."""
+    computed = {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        if (buffer := module._buffers.get(name)) is not None and buffer.is_floating_point() and _is_loaded(buffer)
+    }
+    if not computed or find_spec("transformers.initialization") is None:
+        return
+    with init_empty_weights(include_buffers=False):
+        buffers = dict(_without_values(exact).named_buffers(remove_duplicate=False))
+    for name, buffer in computed.items():
+        buffer.copy_(buffers[name])
 
 
 def _load_buffers(model: nn.Module, weights: Path) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain_ray.architecture import Architecture
 from megatrain_ray.config import ModelConfig
+from megatrain_ray.engine.model import build_empty
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model_source import open_model
 from tests.family_models import build_family, family_batches
-from tests.reference import Recipe
+from tests.reference import Recipe, load_model
 from tests.run_engine import Mode, train_engine
 
 TINY: dict[str, Any] = {
@@ -87,3 +89,17 @@ def test_pickled_weights_are_refused_whoever_is_trusted(tmp_path: Path) -> None:
     source = open_model(ModelConfig(path=str(folder), trust_remote_code=True))
     with pytest.raises(ConfigError, match="its weights are pickled, which is not read"):
         source.weights()
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen"])
+def test_what_a_model_computes_and_nobody_stores_is_that_of_from_pretrained(tmp_path: Path, model_type: str) -> None:
+    """In bf16 too, where these two compute angles of 2048 positions in the type that is the default meanwhile."""
+    sizes = {"vocab_size": 50, "n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 32, "n_positions": 2048}
+    model = Architecture({"model_type": model_type, **sizes})(torch.float32)
+    model.save_pretrained(tmp_path)
+    source = open_model(ModelConfig(path=str(tmp_path)))
+    ours = dict(build_empty(source.factory, torch.bfloat16).named_buffers())
+    theirs = dict(load_model(tmp_path, torch.bfloat16).named_buffers())
+    assert ours.keys() == theirs.keys()
+    for name, buffer in theirs.items():
+        assert torch.equal(ours[name], buffer), name
