@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.plan import Plan, Tier
@@ -40,15 +39,15 @@ class Filling:
         return self._candidate(0, self._most_late)
 
     def smallest(self) -> Plan:
-        """With as little on the device as the host allows, or with as much as it has room for where the host has too
-        little in any case."""
-        return self._plan(self.fewest if self.fixed else min(self.fewest, max(0, self._most)), 0)
+        """With as little on the device as the host allows, or with as much as it has room for, all of it used, where
+        the host has too little in any case."""
+        return self._plan(self.fewest if self.fixed else min(self.fewest, max(0, self._most_within(1.0))), 0)
 
     def plans(self, may_win: Callable[[Plan], bool]) -> Iterator[Plan]:
         """Those that fit and may win, the one with the most layers on the device first."""
         if not fits(self._plan(self.fewest, 0)):
             return
-        most = self.fewest if self.fixed else max(self.fewest, self._most)
+        most = self.fewest if self.fixed else max(self.fewest, self._most_within(FILLED_SHARE))
         step = max(1, (most - self.fewest) // (NUM_BETWEEN + 1))
         for count in dict.fromkeys((*range(most, self.fewest, -step), self.fewest)):
             # With more kept nothing takes longer, so what cannot win then need not be filled.
@@ -71,15 +70,15 @@ class Filling:
     def _may_keep_more(self) -> bool:
         return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
 
-    @cached_property
-    def _most(self) -> int:
-        return _first(lambda count: not _is_roomy(self._plan(count, 0)), len(self.able) + 1) - 1
+    def _most_within(self, share: float) -> int:
+        """Layers on the device with which a plan takes no more than this share of its memory."""
+        return _first(lambda count: not _is_within(share, self._plan(count, 0)), len(self.able) + 1) - 1
 
     def _with_late(self, count: int) -> Plan:
         without = self._plan(count, 0)
         if without.hbm_limit_bytes is None or not self._may_keep_more:
             return without
-        most = _first(lambda late: not _is_roomy(self._plan(count, late)), self.num_blocks + 1) - 1
+        most = _first(lambda late: not _is_within(FILLED_SHARE, self._plan(count, late)), self.num_blocks + 1) - 1
         return self._plan(count, most) if most > 0 else without
 
 
@@ -103,5 +102,5 @@ def _first(condition: Callable[[int], bool], end: int) -> int:
     return low
 
 
-def _is_roomy(plan: Plan) -> bool:
-    return plan.hbm_limit_bytes is None or plan.total_bytes(Tier.HBM) <= FILLED_SHARE * plan.hbm_limit_bytes
+def _is_within(share: float, plan: Plan) -> bool:
+    return plan.hbm_limit_bytes is None or plan.total_bytes(Tier.HBM) <= share * plan.hbm_limit_bytes

@@ -158,10 +158,10 @@ def _limit(plan: Plan, tier: Tier) -> str:
     return f"of {format_bytes(limit)}"
 
 
-def explain_misfit(plan: Plan) -> str:
-    """Which tier overflows in the smallest plan there is, by how much, and what would help."""
-    hbm = sum(r.num_bytes for r in plan.rows if r.tier is Tier.HBM)
-    host = sum(r.num_bytes for r in plan.rows if r.tier.value == "host")
+def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
+    """Which tier overflows in the smallest plan there is, by how much, and what would help. `remedies`: settings with
+    which something fits."""
+    hbm, host = plan.total_bytes(Tier.HBM), plan.total_bytes(Tier.HOST)
     on_host = host + (hbm if plan.device == "cpu" else 0)
     problems = []
     if plan.hbm_limit_bytes is not None and hbm > plan.hbm_limit_bytes:
@@ -174,4 +174,6 @@ def explain_misfit(plan: Plan) -> str:
             f"needs {format_bytes(on_host)} of host RAM, {format_bytes(plan.ram_limit_bytes)} available: raise "
             "hardware.ram_limit if the machine has more, or use a smaller model"
         )
+    if remedies:
+        problems.append(f"within these limits it fits with {' or with '.join(remedies)}")
     return "; ".join(problems) + "\n" + "\n".join(_tier_lines(plan))

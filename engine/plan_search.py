@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
@@ -19,10 +19,11 @@ from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.planner import Drafts, draft_plan, with_uploads
+from megatrain_ray.engine.planner import Drafts, draft_plan, missing_bytes, with_uploads
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
 
+GRADIENT_BYTES = 4  # of an element that waits, at most
 TIE = 0.002  # what is faster by less than this is not: the simpler of two plans is taken
 
 
@@ -47,13 +48,42 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
 
 def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
     found = _Found()
-    for split in _splits(request):
-        of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
-        search = _SplitSearch(basis, machine, split, of_split, found)
+    for search in _searches(basis, machine, request, activations, found):
         search.run()
     if not found.plans:
-        raise CapacityError(explain_misfit(search.smallest()))
+        smallest = partial(_smallest, basis, machine, activations=activations)
+        plan = smallest(request)
+        # What they save are gradients that wait: where more is missing there is nothing to try.
+        may_help = missing_bytes(plan) <= GRADIENT_BYTES * plan.num_trained
+        raise CapacityError(explain_misfit(plan, _remedies(smallest, request) if may_help else ()))
     return found.chosen()
+
+
+def _searches(
+    basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: _Found
+) -> Iterator[_SplitSearch]:
+    """Of all splits. `activations`: of a micro-batch as requested. `found`: gets what fits."""
+    for split in _splits(request):
+        of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
+        yield _SplitSearch(basis, machine, split, of_split, found)
+
+
+def _smallest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
+    """Of all that can be tried the one that misses the fewest bytes; where several do the first."""
+    searches = _searches(basis, machine, request, activations, _Found())
+    return min((plan for search in searches for plan in search.smallest()), key=missing_bytes)
+
+
+def _remedies(smallest: Callable[[Request], Plan], request: Request) -> Sequence[str]:
+    """The settings that change least of those with which something fits; no limit is among them."""
+    rounded, unclipped = replace(request, round_gradients=True), replace(request, clip=False)
+    tried = {
+        "train.grad_dtype=bf16": rounded,
+        "train.clip=null": unclipped,
+        "train.grad_dtype=bf16 and train.clip=null": replace(rounded, clip=False),
+    }
+    changed = ((settings, other) for settings, other in tried.items() if other != request)
+    return [settings for settings, other in changed if missing_bytes(smallest(other)) == 0][:1]
 
 
 def _wants_capture(plan: Plan, basis: CostBasis, request: Request, activations: ActivationBytes) -> bool:
@@ -109,7 +139,6 @@ class _SplitSearch:
         self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in basis.structure.layers)
         self._fixed = self._fixed_count()
         self._candidates = list(candidates(basis.structure, request))
-        self._tried: Filling | None = None  # last
         self._drafts, self._shared = Drafts(), SharedPrices()
         self._draft, self._fewest_of = cache(self._make_draft), cache(self._count_fewest)
         self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, float], float] = {}
@@ -118,21 +147,20 @@ class _SplitSearch:
         for candidate in self._candidates:
             if self._waits_needlessly(candidate):
                 continue
-            is_fixed = self._fixed is not None
-            filling = Filling(
-                self._draft, candidate, self._able, self._num_blocks, self._fewest(candidate), fixed=is_fixed
-            )
+            filling = self._filling(candidate)
             if not self._found.may_be_beaten_in(self._least_compute_s(filling)):
                 continue
-            self._tried = filling
             for plan in filling.plans(self._may_win):
                 prediction = predict(plan, self._basis, self._activations, self._shared)
                 self._found.add(replace(plan, prediction=prediction))
 
-    def smallest(self) -> Plan:
-        """Of the last candidate, where nothing was found in any split."""
-        assert self._tried is not None  # with nothing found every candidate may win
-        return self._tried.smallest()
+    def smallest(self) -> Iterator[Plan]:
+        """Of every candidate the plan that takes least."""
+        return (self._filling(candidate).smallest() for candidate in self._candidates)
+
+    def _filling(self, candidate: Candidate) -> Filling:
+        fewest, is_fixed = self._fewest(candidate), self._fixed is not None
+        return Filling(self._draft, candidate, self._able, self._num_blocks, fewest, fixed=is_fixed)
 
     def _fixed_count(self) -> int | None:
         """How many layers must live on the device. Raises ConfigError where that many cannot."""

@@ -70,8 +70,14 @@ def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> 
 
 
 def fits(plan: Plan) -> bool:
-    hbm = plan.total_bytes(Tier.HBM)
-    return spare_ram(plan) >= 0 and (plan.hbm_limit_bytes is None or hbm <= plan.hbm_limit_bytes)
+    return missing_bytes(plan) == 0
+
+
+def missing_bytes(plan: Plan) -> int:
+    """Beyond all limits together; 0 where the plan fits."""
+    limit = plan.hbm_limit_bytes
+    of_device = 0 if limit is None else max(0, plan.total_bytes(Tier.HBM) - limit)
+    return of_device + max(0, -spare_ram(plan))
 
 
 def spare_ram(plan: Plan) -> int:
