@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -58,6 +58,13 @@ class ActivationBytes:
         return self._kept_at_most[layer]
 
     @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each layer the first one of which all this is the same, and what enters the layer behind it."""
+        following = (*self.boundary[1:], self.boundary[-1])
+        budgets = map(self.budgets_of, range(len(self.kept)))
+        return first_alike(zip(self.kept, self.boundary, following, budgets, strict=True))
+
+    @cached_property
     def _kept_within(self) -> tuple[dict[float, int], ...]:
         return tuple(
             {c.activation_budget: c.kept_bytes for c in trial.budgets} if trial else {} for trial in self.compiled
@@ -66,6 +73,12 @@ class ActivationBytes:
     @cached_property
     def _kept_at_most(self) -> tuple[int, ...]:
         return tuple(max(of_budgets.values(), default=0) for of_budgets in self._kept_within)
+
+
+def first_alike(values: Iterable[Hashable]) -> tuple[int, ...]:
+    """For each value the place of the first one that is equal."""
+    first: dict[Hashable, int] = {}
+    return tuple(first.setdefault(value, i) for i, value in enumerate(values))
 
 
 def activation_bytes_of(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple, TypeVar
 
-from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.activation_bytes import ActivationBytes, first_alike
 from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layer_work import LayerWork, Product
@@ -56,11 +56,11 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedPrices:
-    """What plans of one request have in common: prices by operation, layer, whether that is compiled, its budget, and
-    the tokens of a chunk of the loss or whether gradients are added in pairs; and seconds of the visits of one
-    micro-batch, by what each layer keeps, loop order and such a chunk."""
+    """What plans of one request have in common: prices by operation, layer (the first ones like it), whether that is
+    compiled, its budget, and the tokens of a chunk of the loss or whether gradients are added in pairs; and seconds of
+    the visits of one micro-batch, by what each layer keeps, loop order and such a chunk."""
 
-    prices: dict[tuple[str, int, bool, float, int], float] = field(default_factory=dict)
+    prices: dict[tuple[str, int, int, bool, float, int], float] = field(default_factory=dict)
     sweeps: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -83,6 +83,13 @@ class CostBasis:
             order = visits(len(plan.layers), plan.num_micro_batches, plan.order, self.layout.lowest_trained)
             self.schedules[key] = Schedule(order, residency_of(order, self.structure, self.layout, plan))
         return self.schedules[key]
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each layer the first one that works alike: where a plan treats both alike they take equally long."""
+        kinds = (layer.kind for layer in self.structure.layers)
+        sizes = ((x.trained.size, x.num_trained, *(s.shape for s in x.muon_segments)) for x in self.layout.layers)
+        return first_alike(zip(kinds, self.work, sizes, strict=True))
 
     @cached_property
     def one_sweep(self) -> tuple[Visit, ...]:
@@ -168,7 +175,8 @@ class Prices:
         """Of an operation that computes; "shards": an update by the CPU."""
         plan = self._plan.layers[layer]
         detail = self._plan.loss_chunk_tokens if name == "loss" else layer in self._plan.paired_layers
-        key = name, layer, plan.compiled, plan.activation_budget, detail
+        first, as_kept = self._basis.alike[layer], self._activations.alike[layer]
+        key = name, first, as_kept, plan.compiled, plan.activation_budget, detail
         price = self._shared.get(key)
         if price is None:
             price = self._shared[key] = self._compute(name, layer)

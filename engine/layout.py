@@ -41,9 +41,14 @@ class ModelLayout:
         return [layer.size if layers is None or i in layers else 0 for i, layer in enumerate(self.layers)]
 
     @cached_property
+    def trained_sizes(self) -> tuple[int, ...]:
+        """Padded elements of each layer's gradient."""
+        return tuple(layer.trained.size for layer in self.layers)
+
+    @cached_property
     def updated(self) -> tuple[int, ...]:
         """The layers of which something is trained, in the order of a forward."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.trained.size)
+        return tuple(i for i, size in enumerate(self.trained_sizes) if size)
 
     @cached_property
     def with_muon(self) -> tuple[int, ...]:
@@ -53,12 +58,12 @@ class ModelLayout:
     @cached_property
     def fixed(self) -> tuple[int, ...]:
         """The layers that no update changes."""
-        return tuple(i for i, layer in enumerate(self.layers) if not layer.trained.size)
+        return tuple(i for i, size in enumerate(self.trained_sizes) if not size)
 
     def gradient_bytes(self, itemsize: int, staying: Set[int] = frozenset()) -> tuple[int, ...]:
         """Of each layer's gradient, padded; 0 where nothing is trained, or it stays where it was made. `itemsize`:
         bytes of an element."""
-        return tuple(layer.trained.size * itemsize if i not in staying else 0 for i, layer in enumerate(self.layers))
+        return tuple(size * itemsize if i not in staying else 0 for i, size in enumerate(self.trained_sizes))
 
     @property
     def direction_bytes(self) -> tuple[int, ...]:

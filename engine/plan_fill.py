@@ -72,35 +72,47 @@ class Filling:
 
     def _most_within(self, share: float) -> int:
         """Layers on the device with which a plan takes no more than this share of its memory."""
-        return _first(lambda count: not _is_within(share, self._plan(count, 0)), len(self.able) + 1) - 1
+        return first_above(lambda count: _beyond(share, self._plan(count, 0)), len(self.able) + 1) - 1
 
     def _with_late(self, count: int) -> Plan:
         without = self._plan(count, 0)
         if without.hbm_limit_bytes is None or not self._may_keep_more:
             return without
-        most = _first(lambda late: not _is_within(FILLED_SHARE, self._plan(count, late)), self.num_blocks + 1) - 1
+        most = first_above(lambda late: _beyond(FILLED_SHARE, self._plan(count, late)), self.num_blocks + 1) - 1
         return self._plan(count, most) if most > 0 else without
 
 
 def fewest_layers(draft: Callable[[Candidate], Plan], candidate: Candidate, able: Sequence[int]) -> int:
     """How many layers must live on the device for the host to have room for the others; all if it never has. What is
     kept for a backward makes no difference."""
-
-    def has_room(count: int) -> bool:
-        return spare_ram(draft(replace(candidate, hbm_layers=frozenset(able[:count])))) >= 0
-
-    return 0 if has_room(0) else _first(has_room, len(able))
+    return first_above(
+        lambda count: spare_ram(draft(replace(candidate, hbm_layers=frozenset(able[:count])))) + 1, len(able)
+    )
 
 
-def _first(condition: Callable[[int], bool], end: int) -> int:
-    """The first number from 0 on for which the condition holds, `end` if it holds for none before; by bisection: what
-    holds for one holds for those after it."""
-    low, high = 0, end
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if condition(middle) else (middle + 1, high)
-    return low
+def first_above(rising: Callable[[int], int], end: int) -> int:
+    """The first number from 0 on of which a function that never falls is above 0, `end` if it is of none before.
+
+    Bytes of plans rise nearly in a straight line, so where the line through the two ends of what is left crosses zero
+    comes before the middle.
+    """
+    if end == 0 or (at_low := rising(0)) > 0:
+        return 0
+    low, high = 0, end - 1
+    if high == 0 or (at_high := rising(high)) <= 0:
+        return end
+    halves = False
+    while high - low > 1:  # not above 0 at `low`, above at `high`
+        middle = (low + high) // 2 if halves else low + (high - low) * -at_low // (at_high - at_low)
+        middle, halves = min(max(middle, low + 1), high - 1), not halves
+        if (at_middle := rising(middle)) > 0:
+            high, at_high = middle, at_middle
+        else:
+            low, at_low = middle, at_middle
+    return high
 
 
-def _is_within(share: float, plan: Plan) -> bool:
-    return plan.hbm_limit_bytes is None or plan.total_bytes(Tier.HBM) <= share * plan.hbm_limit_bytes
+def _beyond(share: float, plan: Plan) -> int:
+    """Bytes beyond this share of the device's memory."""
+    limit = plan.hbm_limit_bytes
+    return 0 if limit is None else plan.total_bytes(Tier.HBM) - int(share * limit)

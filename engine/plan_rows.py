@@ -102,17 +102,25 @@ def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes
     """What the largest backward of a layer holds beyond what was kept: what it computes again, gradients of what is
     kept and of the weights, these of another micro-batch too where they are added in pairs, both boundaries."""
     item, boundaries = plan.precision.working_dtype.itemsize, 2 * max(activations.boundary)
+    paired = plan.paired_layers
 
     def of(index: int, layer: LayerPlan) -> int:
-        gradients = layout.layers[index].trained.size * item
-        of_pair = gradients if index in plan.paired_layers else 0
+        gradients = layout.trained_sizes[index] * item
+        of_pair = gradients if index in paired else 0
         if not layer.compiled:
             return 2 * activations.kept[index] + boundaries + gradients + of_pair
         graph = _compiled_bytes(activations.kept_at_most(index), boundaries, layer.activation_budget)
         most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients) + of_pair
         return most - activations.kept_within(index, layer.activation_budget)
 
-    return max(of(i, layer) for i, layer in enumerate(plan.layers[:-1]))
+    different = {
+        (activations.alike[i], layout.trained_sizes[i], layer.compiled, layer.activation_budget, i in paired): (
+            i,
+            layer,
+        )
+        for i, layer in enumerate(plan.layers[:-1])
+    }
+    return max(of(i, layer) for i, layer in different.values())
 
 
 def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> int:

@@ -218,7 +218,8 @@ class _Builder:
         c, order = self.candidate, LoopOrder.MICRO_BATCHES_OUTER
         alike = replace(c, order=order, num_block_slots=0, num_edge_slots=0, hbm_layers=frozenset(), num_late=0)
         known = self.drafts.layers.setdefault(alike, {})
-        keys = [(i, i in c.hbm_layers, self._is_late(i)) for i in range(len(self.layout.layers))]
+        first_late = self._first_late
+        keys = [(i, i in c.hbm_layers, i >= first_late) for i in range(len(self.layout.layers))]
         return tuple(known.get(key) or known.setdefault(key, self._layer(key[0])) for key in keys)
 
     def _layer(self, index: int) -> LayerPlan:
@@ -260,10 +261,11 @@ class _Builder:
 
     def _budget(self, layer: int) -> float:
         """Blocks of the forward's end have the larger one: what they keep goes first, and gradients take its place."""
-        return self.candidate.late_budget if self._is_late(layer) else self.candidate.activation_budget
+        return self.candidate.late_budget if layer >= self._first_late else self.candidate.activation_budget
 
-    def _is_late(self, layer: int) -> bool:
-        return layer >= len(self.layout.layers) - 1 - self.candidate.num_late
+    @property
+    def _first_late(self) -> int:
+        return len(self.layout.layers) - 1 - self.candidate.num_late
 
     def _slots(self) -> tuple[SlotSpec, ...]:
         item = self.request.precision.working_dtype.itemsize
