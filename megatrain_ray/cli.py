@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatrain_ray import __version__
@@ -65,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train, or resume the run in run_dir")
     plan = commands.add_parser("plan", help="show where everything would live, and whether it fits")
-    plan.add_argument("--json", action="store_true", help="the plan as in plan.json")
+    _add_plan(plan)
     bench = commands.add_parser("bench", help="measure a configuration's speed: its steps, and what they could reach")
     _add_bench(bench)
     for command in (train, plan, bench):
@@ -86,6 +89,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_tokenizer(commands.add_parser("tokenizer", help="train a tokenizer on a corpus of your own"))
     _add_convert(commands.add_parser("convert-config", help="a YAML of LLaMA-Factory or Axolotl as one of ours"))
     return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="the plan as in plan.json")
+    parser.add_argument(
+        "--what-if", action="store_true", help="what other memory, or other tokens a step, would change"
+    )
+    parser.add_argument("--price", type=_price, metavar="PER_HOUR", help="of the machine: what the whole run costs")
+
+
+def _price(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (price := float(text)) < math.inf:
+            return price
+    raise argparse.ArgumentTypeError(f"expected a number from 0 on, got {text!r}")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +143,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     commands: dict[str, Callable[[], int]] = {
         "train": lambda: _train(load_config(options.config, options.overrides)),
-        "plan": lambda: _plan(load_config(options.config, options.overrides), as_json=options.json),
+        "plan": lambda: _plan(load_config(options.config, options.overrides), options),
         "bench": lambda: _bench(options),
         "export": lambda: _export(options.run_dir, options.out_dir, options.dtype, merge=options.merge),
         "inspect": lambda: _inspect(options.run_dir),
@@ -154,13 +172,24 @@ def _train(config: TrainConfig) -> int:
     return 0
 
 
-def _plan(config: TrainConfig, *, as_json: bool) -> int:
+def _plan(config: TrainConfig, options: argparse.Namespace) -> int:
     from megatrain_ray.engine.plan_report import describe
-    from megatrain_ray.planning import plan_config
+    from megatrain_ray.plan_outlook import alternatives, print_alternatives, run_lines
+    from megatrain_ray.planning import question_of
     from megatrain_ray.tokenizing import missing_data
 
-    plan = plan_config(config)
-    print(plan.to_json().rstrip("\n") if as_json else describe(plan))
+    question = question_of(config)
+    plan = question.plan()
+    found = list(alternatives(question, plan)) if options.what_if else []
+    if options.json:
+        text = plan.to_json().rstrip("\n")
+        numbers = [alternative.numbers for alternative in found]
+        print(json.dumps({"plan": json.loads(text), "what_if": numbers}, indent=1) if found else text)
+    else:
+        print("\n".join([describe(plan), *run_lines(config, plan, options.price)]))
+        if found:
+            print()
+            print_alternatives(found)
     for problem in missing_data(config.data):
         show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
     return 0

@@ -46,24 +46,52 @@ class Prepared:
     plan: Plan
 
 
-def plan_config(config: TrainConfig) -> Plan:
-    """What `megatrain plan` shows: of the model's configuration alone, without weights, data or a GPU.
+@dataclass(frozen=True)
+class Question:
+    """What a plan answers. `activations`: of a micro-batch as requested."""
 
-    Raises ConfigError and CapacityError as training would.
+    structure: ModelStructure
+    activations: ActivationBytes
+    machine: Machine
+    request: Request
+
+    def plan(self) -> Plan:
+        """Raises CapacityError and ConfigError as `make_plan`."""
+        with _uncollected():
+            return make_plan(self.structure, self.activations, self.machine, self.request)
+
+
+def question_of(config: TrainConfig) -> Question:
+    """What `megatrain plan` answers: from the model's configuration alone, without weights, data or a GPU.
+
+    Raises ConfigError as training would.
     """
     hardware = config.hardware
     machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit, imagined=True)
-    return prepare(config, with_profile(machine, hardware.profile)).plan
+    return _question(config, _source_of(config), with_profile(machine, hardware.profile))
 
 
 def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSource | None = None) -> Prepared:
     """`machine`: with its rates; None: this one, as far as it was measured. `source`: what `read_model` found; None:
     it is read now."""
-    source = checked(source or read_model(config.model)).with_lora(config.lora)
-    check_length(config, source.max_positions)
+    source = _source_of(config, source)
     hardware = config.hardware
     if machine is None:
         machine = with_profile(probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit), hardware.profile)
+    question = _question(config, source, machine)
+    plan = question.plan()
+    split = config.with_split(plan.micro_batch_size, plan.num_micro_batches)
+    return Prepared(split, source, question.structure, plan)
+
+
+def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSource:
+    source = checked(found or read_model(config.model)).with_lora(config.lora)
+    check_length(config, source.max_positions)
+    return source
+
+
+def _question(config: TrainConfig, source: ModelSource, machine: Machine) -> Question:
+    hardware = config.hardware
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision(config.train.precision)
     compiled = compiles(config, machine.device)
@@ -89,9 +117,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
         compiled=compiled,
         captured=None if hardware.cuda_graphs == "auto" else hardware.cuda_graphs,
     )
-    with _uncollected():
-        plan = make_plan(structure, activations, machine, request)
-    return Prepared(config.with_split(plan.micro_batch_size, plan.num_micro_batches), source, structure, plan)
+    return Question(structure, activations, machine, request)
 
 
 @contextmanager

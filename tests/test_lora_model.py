@@ -26,7 +26,7 @@ from megatrain_ray.engine.template import structure
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.adapter_folder import AdapterFolder
 from megatrain_ray.model_source import open_model
-from megatrain_ray.planning import plan_config
+from megatrain_ray.planning import question_of
 from tests.families import FAMILIES
 from tests.family_models import build_family
 from tests.hub import files_of, fill_cache
@@ -159,7 +159,7 @@ def test_a_pair_that_would_never_compute(tmp_path: Path) -> None:
 
 def test_the_plan_counts_two_bytes_a_frozen_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tree(tmp_path, train__micro_batch_size=4, save_every=1)
-    plan = plan_config(TrainConfig.model_validate(settings))
+    plan = question_of(TrainConfig.model_validate(settings)).plan()
     rows = {row.name: row.num_bytes for row in plan.rows if row.tier is Tier.HOST}
     pairs = 3 * 4 * sum((64 + 64, 64 + 32, 64 + 32, 64 + 64, 64 + 176, 64 + 176, 176 + 64))
     base = 2 * 257 * 64 + 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176 + 2 * 64)

@@ -16,7 +16,7 @@ from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.machine import cpu_name, driver_version
-from megatrain_ray.planning import plan_config
+from megatrain_ray.planning import question_of
 from megatrain_ray.profiles import cached, measure_here, measured, profile_file, this_machine, with_profile
 from megatrain_ray.startup import Startup
 from tests.runs import config
@@ -47,7 +47,7 @@ def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:
 
     def plan(**hardware: object) -> str:
         tree = config(tmp_path, shape, **{f"hardware__{key}": value for key, value in hardware.items()})
-        made = plan_config(TrainConfig.model_validate(tree))
+        made = question_of(TrainConfig.model_validate(tree)).plan()
         assert made.prediction is not None
         return describe(made)
 
