@@ -15,6 +15,7 @@ from transformers.utils import import_utils
 from megatrain_ray.engine.attention import as_uncaptured
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Capture
+from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.plan import Plan, Precision, Tier
 from megatrain_ray.engine.plan_report import describe
@@ -55,6 +56,21 @@ class _Counted:
 
     def close(self) -> None:
         self._capture.close()
+
+
+class ForgetfulDevice(CountingDevice):
+    """A replay runs no Python: what that would leave in the engine's objects is not there."""
+
+    stores: list[GradientStore]
+
+    def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
+        def run() -> Sequence[torch.Tensor]:
+            outputs = function()
+            for store in self.stores if self.num_replays[-1] else ():
+                store._open, store.norms = {}, {}
+            return outputs
+
+        return super().capture(run)
 
 
 class UnableDevice(CpuDevice):
@@ -103,6 +119,26 @@ def _unsupervised(batch: Batch, count: int) -> Batch:
     targets = batch.targets.clone()
     targets.view(-1)[:count] = -100
     return replace(batch, targets=targets, num_supervised=int((targets != -100).sum()))
+
+
+def test_a_replay_leaves_what_its_capture_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_tiny(tmp_path)
+    stores: list[GradientStore] = []
+    begin = GradientStore.__init__
+
+    def remembered(store: GradientStore, *args: Any, **kwargs: Any) -> None:
+        begin(store, *args, **kwargs)
+        stores.append(store)
+
+    def make(timeline: Any, num_threads: int) -> CpuDevice:
+        device = ForgetfulDevice(timeline, num_threads)
+        device.stores = stores
+        return device
+
+    monkeypatch.setattr(GradientStore, "__init__", remembered)
+    recipe, batches = Recipe(STEPS, precision="bf16", micro_batch_size=2), tiny_batches(STEPS)
+    ours = train_engine(tmp_path, batches, recipe, CAPTURED, make_device=make)
+    assert_equal(ours, train_engine(tmp_path, batches, recipe, replace(CAPTURED, captured=False)))
 
 
 def test_rows_of_several_documents_have_a_graph_of_their_own(tmp_path: Path) -> None:
