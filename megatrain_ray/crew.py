@@ -121,14 +121,17 @@ class Crew:
         for post in self._shards:
             self._assign(post, task, serves=False)
         filling = self.gpu.fill.remote(save_folder, manifest)
-        self._building = self.gpu.build.remote()  # a failure is told by `begin`
+        self._building = self.gpu.build.remote()
+        of_gpu = [filling, self._building]
         plan = self._prepared.plan
         limit_s = transfer_deadline_s(plan.updated_bytes + plan.frozen_bytes)
         deadline_s = time.monotonic() + limit_s
         while busy := [post.name for post in self._shards if post.call is not None]:
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s; {AGAIN}")
-            self.wait([], 1.0)
+            for call in self.wait(of_gpu, 1.0):
+                ray.get(call)  # raises what it failed by: shards may be loading for minutes yet
+                of_gpu.remove(call)
         self._until(filling, "the layers on the device were not filled", limit_s)
         if not plan.saves_frozen:
             self.base_checksums = self._until(self.gpu.base_checksums.remote(), "the base was not read", limit_s)

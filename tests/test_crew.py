@@ -37,10 +37,10 @@ def prepared(folder: Path, shape: dict[str, int], **changes: Any) -> Prepared:
     return prepare(TrainConfig.model_validate(tree).resolve())
 
 
-@contextmanager
-def started(ready: Prepared, placement: Placement | None = None) -> Iterator[Crew]:
+def arguments_of(ready: Prepared) -> dict[str, Any]:
+    """Of the data process."""
     data = ready.config.data
-    arguments = {
+    return {
         "data": data,
         "tokens": tokens_of(data, Path(ready.config.run_dir)),
         "vocab_size": ready.structure.vocab_size,
@@ -48,9 +48,13 @@ def started(ready: Prepared, placement: Placement | None = None) -> Iterator[Cre
         "step": 0,
         "position": None,
     }
+
+
+@contextmanager
+def started(ready: Prepared, placement: Placement | None = None) -> Iterator[Crew]:
     crew = Crew(ready, placement=placement)
     try:
-        crew.start(arguments)
+        crew.start(arguments_of(ready))
         crew.load(None, None)
         crew.begin(Progress(0, 0))
         yield crew
@@ -127,6 +131,23 @@ def test_who_cannot_take_up_is_named(tmp_path: Path, ray_address: str) -> None:
             MegatrainError, match=r"^a process of the run \(the data process\) could not start: TypeErr"
         ):
             crew.start(wrong)
+    finally:
+        crew.kill()
+
+
+def test_what_the_gpu_worker_failed_by_is_told_while_shards_load(tmp_path: Path, ray_address: str) -> None:
+    """Shards that will never have loaded: they are stopped."""
+    ready = prepared(tmp_path, SHAPES[300_000])
+    crew = Crew(ready)
+    try:
+        crew.start(arguments_of(ready))
+        shard = crew.pids["optimizer shard 0"]
+        os.kill(shard, signal.SIGSTOP)
+        end(crew.pids["GPU worker"])
+        with pytest.raises(RayActorError) as death:
+            crew.load(None, None)
+        assert str(crew.explain(death.value)).startswith("a process of the run died (GPU worker)")
+        os.kill(shard, signal.SIGCONT)
     finally:
         crew.kill()
 
