@@ -15,7 +15,7 @@ from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
+from megatrain_ray.engine.plan_capture import capture, is_slowed_by_launches
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
@@ -39,7 +39,7 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     plan = _fastest(basis, machine, request, activations)
     if _wants_capture(plan, basis, request, activations):
         try:
-            plan = _captured(plan, basis, machine, request, activations)
+            plan = _with_capture(plan, basis, machine, request, activations)
         except (CapacityError, ConfigError):
             if request.captured:
                 raise
@@ -94,12 +94,14 @@ def _wants_capture(plan: Plan, basis: CostBasis, request: Request, activations: 
     return plan.device == "cuda" and is_slowed_by_launches(plan, basis, of_plan)
 
 
-def _captured(plan: Plan, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
-    """With all layers on the device, unless the request says where they live."""
+def _with_capture(
+    plan: Plan, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes
+) -> Plan:
+    """A captured step, with all layers on the device unless the request says where they live."""
     if plan.host_layers and request.hbm_layers is None and machine.device == "cuda":
         plan = _fastest(basis, machine, replace(request, hbm_layers=len(plan.layers)), activations)
     of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
-    return captured(plan, basis, of_plan, request)
+    return capture(plan, basis, of_plan, request)
 
 
 class _Found:
