@@ -214,7 +214,7 @@ def test_a_captured_step_has_its_memory_to_itself() -> None:
     captured, uncaptured = (
         {row.name: row.num_bytes for row in planned(1, captured=c).rows if row.tier is Tier.HBM} for c in (True, False)
     )
-    assert captured.pop("beside the captured step") == captured["work"]
+    assert captured.pop("beside the capture") == captured["work"]
     assert captured.pop("gradients in HBM") > uncaptured.pop("gradients in HBM")
     assert captured == uncaptured
 
