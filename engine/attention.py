@@ -75,13 +75,15 @@ def as_uncaptured() -> Iterator[None]:
     another replay might need one. Rows of one document never do."""
     from transformers.utils import import_utils
 
-    name = "is_cuda_stream_capturing"
-    before = getattr(import_utils, name, None)  # older ones do not look
-    setattr(import_utils, name, lambda: False)
+    before = getattr(import_utils, "is_cuda_stream_capturing", None)
+    if before is None:  # an older one, which does not look
+        yield
+        return
+    import_utils.is_cuda_stream_capturing = lambda: False
     try:
         yield
     finally:
-        setattr(import_utils, name, before)
+        import_utils.is_cuda_stream_capturing = before
 
 
 def answer_packed() -> None:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Place(MicroBatch):
-    """A micro-batch on the device, where a capture reads it."""
+    """A micro-batch on the device, where a capture reads it. `packed`: rows of its steps have positions."""
 
     packed: bool = False
 
@@ -39,6 +39,7 @@ class _Place(MicroBatch):
         return self.packed  # the values are not looked at: they are another step's next time
 
     def fill(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """With one of the same shapes from host memory. `upload`: Device.upload."""
         self.input_ids.copy_(upload(micro_batch.input_ids))
         self.targets.copy_(upload(micro_batch.targets))
         if self.positions is not None and micro_batch.positions is not None:
@@ -46,7 +47,7 @@ class _Place(MicroBatch):
 
 
 class _Graph(NamedTuple):
-    """Of one kind of step."""
+    """A captured step: what it reads, and where it leaves what it brings."""
 
     places: tuple[_Place, ...]
     capture: Capture
@@ -55,7 +56,7 @@ class _Graph(NamedTuple):
 
 
 class CapturedStep:
-    """Steps as those that `capture` was told of are launched as graphs, others are run. Compute thread only."""
+    """Launches steps like those that `capture` was told of as graphs, and runs others. Compute thread only."""
 
     def __init__(
         self,
@@ -65,28 +66,28 @@ class CapturedStep:
         submit: Callable[[StepInput], Submitted],
         store: GradientStore,
     ) -> None:
-        """`runner`: of steps that are not captured; `submit`: such a step but for the wait at its end. `store`: has
-        what it leaves."""
+        """`submit`: all of a step but the wait at its end, which `runner` does. `store`: where a step leaves gradients
+        and norms."""
         self._plan = plan
         self._device = device
         self._runner = runner
         self._submit = submit
         self._store = store
         self._graphs: dict[bool, _Graph] = {}  # by whether rows have positions: all of a step have, or none
-        self._num_supervised = torch.ones((), device=device.torch_device)
+        self._num_supervised = torch.ones((), dtype=torch.float32, device=device.torch_device)
 
     def capture(self, coming: Coming) -> None:
-        """Of each kind of step to come, or of none where one of them cannot be: memory is counted for one or the
-        other."""
+        """Captures a step of each kind to come, or none where one of them cannot be captured: memory is counted for
+        one or the other. Raises torch.OutOfMemoryError."""
         try:
             for packed in (False, True) if coming.packed else (False,):
-                self._graphs[packed] = self._captured(coming, packed=packed)
+                self._graphs[packed] = self._graph_of(coming, packed=packed)
         except CaptureError as error:
             self.close()
             log.info("steps run uncaptured, layer by layer: %s", error)
 
     def run(self, step: StepInput) -> StepOutput:
-        """As StepRunner.run."""
+        """As StepRunner.run, of a step whose update waits for its norm."""
         graph = self._graphs.get(step.micro_batches[0].positions is not None)
         if graph is None or step.world.size > 1:
             return self._runner.read(self._submit(step))
@@ -105,8 +106,8 @@ class CapturedStep:
             graph.capture.close()
         self._graphs.clear()
 
-    def _captured(self, coming: Coming, *, packed: bool) -> _Graph:
-        """After a step that is not captured: what is made when it is first used is there then."""
+    def _graph_of(self, coming: Coming, *, packed: bool) -> _Graph:
+        """After the same step uncaptured: what is made when it is first used is there then. Raises CaptureError."""
         places = tuple(self._place(packed=packed) for _ in range(self._plan.num_micro_batches))
         step = StepInput(0, places, World(self._num_supervised), 0, coming.objective)
         self._submit(step)
@@ -123,7 +124,7 @@ class CapturedStep:
         return _Graph(places, capture, *found[0])
 
     def _place(self, *, packed: bool) -> _Place:
-        """Of tokens that are all the same, in two documents where it is packed."""
+        """With tokens that are all the same, in two documents where it is packed."""
         shape, device = (self._plan.micro_batch_size, self._plan.seq_len), self._device.torch_device
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         positions = torch.arange(self._plan.seq_len, device=device) % (self._plan.seq_len // 2 + 1)

@@ -256,8 +256,10 @@ class Prices:
         return max(working_s, self._launches(work.products, passes))
 
     def _launches(self, products: Sequence[Product], passes: int) -> float:
-        of_host = not self._plan.captured  # else the device has them
-        return of_host * passes * LAUNCHES * (1 + len(products)) * self._profile.launch_s
+        """What the host takes to submit a layer's operations."""
+        if self._plan.captured:
+            return 0.0  # the device launches by itself
+        return passes * LAUNCHES * (1 + len(products)) * self._profile.launch_s
 
     def _products(self, products: tuple[Product, ...], passes: int) -> float:
         return self._of_products(products, passes, self.num_tokens)

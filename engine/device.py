@@ -138,8 +138,9 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
-        """What `function` submits, which was run before. A replay reads and writes memory where the function did when
-        it was captured; nothing of its Python code is run again. Compute thread only, between steps.
+        """What `function` submits, which was run before; its outputs are what the function returns. A replay reads and
+        writes memory where the function did when it was captured, and need run none of its Python code. Compute thread
+        only, between steps.
 
         Raises CaptureError where replays would not do the same again: because random numbers are drawn, or because the
         host waits for the device or reads memory of its own.

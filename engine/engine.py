@@ -144,7 +144,7 @@ class Engine:
             device_shard=device_shard,
             gate=gate,
         )
-        self._captured = CapturedStep(plan, device, self.runner, self._submit, store) if plan.captured else None
+        self._captured_step = CapturedStep(plan, device, self.runner, self._submit, store) if plan.captured else None
         self._device_shard = device_shard
         self._gate = gate
 
@@ -154,8 +154,8 @@ class Engine:
 
         def run() -> None:
             self._rehearsal.run(coming)
-            if self._captured:
-                self._captured.capture(coming)
+            if self._captured_step:
+                self._captured_step.capture(coming)
 
         await self.on_compute_thread(run)
 
@@ -250,7 +250,9 @@ class Engine:
 
     async def _compute(self, step: StepInput, settings: UpdateSettings, header: UpdateHeader | None) -> StepOutput:
         def run() -> StepOutput:
-            return self._captured.run(step) if self._captured else self.runner.read(self._submit(step, header))
+            if self._captured_step:
+                return self._captured_step.run(step)
+            return self.runner.read(self._submit(step, header))
 
         try:
             output = await self.on_compute_thread(run)
@@ -301,8 +303,8 @@ class Engine:
         await self._gradients.cancel()
         self._thread.shutdown()
         self.device.close()
-        if self._captured:
-            self._captured.close()
+        if self._captured_step:
+            self._captured_step.close()
 
 
 def clip_scale(norm: float, max_norm: float) -> float:

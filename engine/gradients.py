@@ -157,11 +157,11 @@ class GradientStore:
         return Departure(layer, flat, self._device.record(), done, final=not self._layout.layers[layer].num_muon)
 
     def completed(self) -> Completed:
-        """What the backward that is over has left."""
+        """What the backward that is over has left, for `restore`."""
         return Completed(dict(self._open), dict(self.norms))
 
     def restore(self, completed: Completed) -> None:
-        """As if another backward had left this."""
+        """As if a backward had left this now: the tensors are the same, what is in them may be another step's."""
         self._open, self.norms = dict(completed.sums), dict(completed.norms)
 
     def take(self, layer: int) -> torch.Tensor:

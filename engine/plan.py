@@ -207,8 +207,8 @@ class Plan:
 
     @property
     def gradients_are_brief(self) -> bool:
-        """Whether a gradient that waits on the device comes up in the last visit to its layer; else it is there as a
-        sum from the first micro-batch on."""
+        """Whether a gradient that waits on the device comes up in the last visit to its layer; else it has a place
+        there for good."""
         one_visit = self.num_micro_batches == 1 or self.order is LoopOrder.LAYERS_OUTER
         # What a captured step writes stays where it was when that was captured.
         return (one_visit or self.sums is Tier.HOST) and not self.captured

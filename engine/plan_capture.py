@@ -13,7 +13,7 @@ from megatrain_ray.engine.planner import fits
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.units import format_bytes
 
-GAIN = 0.01  # a capture that saves less is not worth its memory
+GAIN = 0.01  # of a step's time; a guess: a capture that saves less is not worth its memory
 
 
 def is_slowed_by_launches(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> bool:
@@ -24,8 +24,9 @@ def is_slowed_by_launches(plan: Plan, basis: CostBasis, activations: ActivationB
     return without.step_s * (1 + GAIN) < plan.prediction.step_s
 
 
-def captured(plan: Plan, basis: CostBasis, activations: ActivationBytes, request: Request) -> Plan:
-    """The same with a captured step. Raises ConfigError where it cannot be."""
+def capture(plan: Plan, basis: CostBasis, activations: ActivationBytes, request: Request) -> Plan:
+    """The same with a captured step, its memory and its prediction. `activations`: of one of its micro-batches. Raises
+    ConfigError where the step cannot be captured."""
     plan = replace(plan, captured=True)
     rows = hbm_rows(plan, basis.structure, basis.layout, activations, z_loss=request.z_loss)
     plan = replace(plan, rows=(*rows, *(row for row in plan.rows if row.tier is not Tier.HBM)))
@@ -36,7 +37,7 @@ def captured(plan: Plan, basis: CostBasis, activations: ActivationBytes, request
 
 
 def _problem(plan: Plan) -> str | None:
-    """Why such a plan cannot be; None: it can."""
+    """Why the plan's step cannot be captured; None: it can."""
     if plan.device != "cuda":
         return "there is no GPU"
     if plan.host_layers:

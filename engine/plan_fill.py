@@ -71,7 +71,8 @@ class Filling:
         return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
 
     def _most_within(self, share: float) -> int:
-        """Layers on the device with which a plan takes no more than this share of its memory."""
+        """The most layers on the device with which a plan takes no more than this share of its memory; -1: even with
+        none it takes more."""
         return first_above(lambda count: _beyond(share, self._plan(count, 0)), len(self.able) + 1) - 1
 
     def _with_late(self, count: int) -> Plan:

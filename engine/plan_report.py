@@ -158,9 +158,9 @@ def _limit(plan: Plan, tier: Tier) -> str:
     return f"of {format_bytes(limit)}"
 
 
-def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
-    """Which tier overflows in the smallest plan there is, by how much, and what would help. `remedies`: settings with
-    which something fits."""
+def explain_misfit(plan: Plan, remedy: str | None) -> str:
+    """Which tier overflows in the plan that misses the fewest bytes, by how much, and what would help. `remedy`:
+    settings with which something fits, where there are any."""
     hbm, host = plan.total_bytes(Tier.HBM), plan.total_bytes(Tier.HOST)
     on_host = host + (hbm if plan.device == "cpu" else 0)
     problems = []
@@ -174,6 +174,6 @@ def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
             f"needs {format_bytes(on_host)} of host RAM, {format_bytes(plan.ram_limit_bytes)} available: raise "
             "hardware.ram_limit if the machine has more, or use a smaller model"
         )
-    if remedies:
-        problems.append(f"within these limits it fits with {' or with '.join(remedies)}")
+    if remedy:
+        problems.append(f"within these limits it fits with {remedy}")
     return "; ".join(problems) + "\n" + "\n".join(_tier_lines(plan))

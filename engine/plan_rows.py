@@ -39,12 +39,12 @@ def hbm_rows(
 ) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
     live = plan.num_live_micro_batches
-    of_backward = backward_bytes(plan, layout, activations)
     # Not of the head, whose forward and backward are in one visit.
     of_blocks = [_kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
     held = [live * (mine + entering) for mine, entering in zip([*of_blocks, 0], stays, strict=True)]
     of_loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
+    work = max(of_loss, backward_bytes(plan, layout, activations))
     rows: dict[str, tuple[int, str]] = {
         "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
         "gradient slots": (
@@ -61,14 +61,13 @@ def hbm_rows(
             f"({live} micro-batches + 2 while one is made) × {format_bytes(activations.masks)}",
         ),
         "work": (
-            max(of_loss, of_backward),
+            work,
             f"one layer's backward, or the loss: logits of {plan.loss_chunk_tokens} tokens, head gradient, tied ones",
         ),
         "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
     }
     if plan.captured:
-        beside = max(of_loss, of_backward)
-        rows |= {"beside the captured step": (beside, "the work again: what a graph has nothing else can use")}
+        rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
     if plan.num_muon:
         rows |= {"muon": _of_muon(plan, layout)}
     return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())

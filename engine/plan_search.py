@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 
@@ -15,7 +15,7 @@ from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
+from megatrain_ray.engine.plan_capture import capture, is_slowed_by_launches
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
@@ -30,7 +30,7 @@ TIE = 0.002  # what is faster by less than this is not: the simpler of two plans
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
     """The fastest that fits every limit. `activations`: of a micro-batch as requested.
 
-    Raises CapacityError with the arithmetic of the last candidate, which is the smallest, and ConfigError where what is
+    Raises CapacityError with the arithmetic of the plan that misses the fewest bytes, and ConfigError where what is
     asked for cannot be.
     """
     layout = structure.layout(request.num_fragments)
@@ -39,7 +39,7 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     plan = _fastest(basis, machine, request, activations)
     if _wants_capture(plan, basis, request, activations):
         try:
-            plan = _captured(plan, basis, machine, request, activations)
+            plan = _with_capture(plan, basis, machine, request, activations)
         except (CapacityError, ConfigError):
             if request.captured:
                 raise
@@ -47,35 +47,36 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
 
 
 def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
+    """Of all splits. `activations`, here and below: of a micro-batch as requested. Raises as `make_plan`."""
     found = _Found()
     for search in _searches(basis, machine, request, activations, found):
         search.run()
     if not found.plans:
         smallest = partial(_smallest, basis, machine, activations=activations)
         plan = smallest(request)
-        # What they save are gradients that wait: where more is missing there is nothing to try.
+        # What a remedy saves are gradients that wait: where more is missing there is nothing to try.
         may_help = missing_bytes(plan) <= GRADIENT_BYTES * plan.num_trained
-        raise CapacityError(explain_misfit(plan, _remedies(smallest, request) if may_help else ()))
+        raise CapacityError(explain_misfit(plan, _remedy(smallest, request) if may_help else None))
     return found.chosen()
 
 
 def _searches(
     basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: _Found
 ) -> Iterator[_SplitSearch]:
-    """Of all splits. `activations`: of a micro-batch as requested. `found`: gets what fits."""
+    """One for each split. `found`: gets what fits."""
     for split in _splits(request):
         of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
         yield _SplitSearch(basis, machine, split, of_split, found)
 
 
 def _smallest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
-    """Of all that can be tried the one that misses the fewest bytes; where several do the first."""
+    """Of all that can be tried the plan that misses the fewest bytes; the first where several do."""
     searches = _searches(basis, machine, request, activations, _Found())
     return min((plan for search in searches for plan in search.smallest()), key=missing_bytes)
 
 
-def _remedies(smallest: Callable[[Request], Plan], request: Request) -> Sequence[str]:
-    """The settings that change least of those with which something fits; no limit is among them."""
+def _remedy(smallest: Callable[[Request], Plan], request: Request) -> str | None:
+    """Settings with which something fits within the same limits, those that change least. None: there are none."""
     rounded, unclipped = replace(request, round_gradients=True), replace(request, clip=False)
     tried = {
         "train.grad_dtype=bf16": rounded,
@@ -83,7 +84,7 @@ def _remedies(smallest: Callable[[Request], Plan], request: Request) -> Sequence
         "train.grad_dtype=bf16 and train.clip=null": replace(rounded, clip=False),
     }
     changed = ((settings, other) for settings, other in tried.items() if other != request)
-    return [settings for settings, other in changed if missing_bytes(smallest(other)) == 0][:1]
+    return next((settings for settings, other in changed if missing_bytes(smallest(other)) == 0), None)
 
 
 def _wants_capture(plan: Plan, basis: CostBasis, request: Request, activations: ActivationBytes) -> bool:
@@ -93,12 +94,14 @@ def _wants_capture(plan: Plan, basis: CostBasis, request: Request, activations: 
     return plan.device == "cuda" and is_slowed_by_launches(plan, basis, of_plan)
 
 
-def _captured(plan: Plan, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
-    """With all layers on the device, unless the request says where they live."""
+def _with_capture(
+    plan: Plan, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes
+) -> Plan:
+    """A captured step, with all layers on the device unless the request says where they live."""
     if plan.host_layers and request.hbm_layers is None and machine.device == "cuda":
         plan = _fastest(basis, machine, replace(request, hbm_layers=len(plan.layers)), activations)
     of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
-    return captured(plan, basis, of_plan, request)
+    return capture(plan, basis, of_plan, request)
 
 
 class _Found:

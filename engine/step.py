@@ -66,8 +66,8 @@ class StepOutput:
 
 
 class Submitted(NamedTuple):
-    """What the host reads of a step: in `values`, FP32 on the device, plain cross-entropies of the loss's chunks, then
-    what the loss is the sum of, then the norm."""
+    """What the host reads of a step: in `values`, 1-D FP32 on the device, plain cross-entropies of the loss's chunks,
+    then what the loss is the sum of, then the norm."""
 
     values: torch.Tensor
     num_cross_entropies: int
@@ -121,7 +121,7 @@ class StepRunner:
         return self.read(self.submit(step, visits, header))
 
     def submit(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateHeader | None) -> Submitted:
-        """The same without the wait for what it brings."""
+        """As `run`, but for the wait: nothing of what the step brings is on the host yet."""
         self._store.begin()
         if self._boundaries:
             self._boundaries.begin(visits)
@@ -154,7 +154,7 @@ class StepRunner:
         return Submitted(values, len(state.cross_entropies), has_terms)
 
     def read(self, submitted: Submitted) -> StepOutput:
-        """Waits until the device has come to it."""
+        """Waits until the device has come to it. `bad_parameter` is that of the norms that the store has now."""
         with self._device.exposed("loss"):
             *losses, norm = submitted.values.tolist()
         count = submitted.num_cross_entropies

@@ -24,8 +24,8 @@ from megatrain_ray.trace import Op
 
 @dataclass(frozen=True)
 class LossShare:
-    """What a micro-batch's loss is a share of. `num_supervised`: target tokens (World), `num_parts`: micro-batches,
-    both of the step over all ranks."""
+    """What a micro-batch's loss is a share of. `num_supervised`: target tokens, as in World; `num_parts`:
+    micro-batches, both of the step over all ranks."""
 
     objective: Objective
     num_supervised: int | torch.Tensor
@@ -87,15 +87,15 @@ class StepLoss:
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
     def rehearse(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
-        """The loss as of a step's first micro-batch, where it takes its memory. Between steps, of which it leaves
-        nothing."""
+        """The loss of a step's first micro-batch, in the memory that it takes in a step. Between steps; leaves nothing
+        in the store. hidden: [B, T, D], targets: [B, T]."""
         with self._bound() as named:
             self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1), first=True)
         self._store.begin()
 
     @contextmanager
     def _bound(self) -> Iterator[list[tuple[Segment, torch.Tensor]]]:
-        """The head's modules, ready to be called; what they have of parameters."""
+        """Within it the head's modules can be called; yields their parameters."""
         with ExitStack() as stack:
             named: list[tuple[Segment, torch.Tensor]] = []
             for path in sorted(self._structure.loss_modules):

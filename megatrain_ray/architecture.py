@@ -132,16 +132,16 @@ def _keep_in_fp32(model: nn.Module) -> None:
 
 
 def _compute_buffers(model: nn.Module, exact: Callable[[], Any]) -> None:
-    """What a model computes and nobody stores, from one in FP32 that `exact` builds: from_config computes it in the
-    model's type, from_pretrained of Transformers 5 does not. In bf16 angles of GPT-J and CodeGen are 0.9 off after 2048
-    tokens."""
+    """Fills what a model computes and nobody stores from one in FP32 that `exact` builds: from_config computes it in
+    the model's type, from_pretrained of Transformers 5 does not. In bf16 angles of GPT-J and CodeGen, with 64 rotary
+    dimensions, would be up to 0.9 radians off at position 2047."""
     computed = {
         f"{path}.{name}".lstrip("."): buffer
         for path, module in model.named_modules()
         for name in module._non_persistent_buffers_set
         if (buffer := module._buffers.get(name)) is not None and buffer.is_floating_point() and _is_loaded(buffer)
     }
-    if not computed or find_spec("transformers.initialization") is None:
+    if not computed or find_spec("transformers.initialization") is None:  # Transformers 4, which has no such module
         return
     with init_empty_weights(include_buffers=False):
         buffers = dict(_without_values(exact).named_buffers(remove_duplicate=False))

@@ -24,6 +24,7 @@ from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CaptureError, ConfigError
 from megatrain_ray.io.batches import Batch
+from megatrain_ray.trace import Timeline
 from tests.reference import Recipe
 from tests.run_engine import EngineResult, Mode, train_engine
 from tests.shapes import qwen
@@ -37,12 +38,13 @@ CAPTURED = Mode(hbm_layers=ALL, captured=True)
 class CountingDevice(CpuDevice):
     """`num_replays`: of each capture."""
 
-    num_replays: list[int]
+    def __init__(self, timeline: Timeline, num_threads: int) -> None:
+        super().__init__(timeline, num_threads)
+        self.num_replays: list[int] = []
 
     def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
-        captures = vars(self).setdefault("num_replays", [])
-        captures.append(0)
-        return _Counted(super().capture(function), captures, len(captures) - 1)
+        self.num_replays.append(0)
+        return _Counted(super().capture(function), self.num_replays, len(self.num_replays) - 1)
 
 
 class _Counted:
@@ -73,19 +75,28 @@ class ForgetfulDevice(CountingDevice):
         return super().capture(run)
 
 
-class UnableDevice(CpuDevice):
+class UnableDevice(CountingDevice):
+    """Captures one function and no other."""
+
     def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
-        raise CaptureError("it waits for the device")
+        if self.num_replays:
+            raise CaptureError("it waits for the device")
+        return super().capture(function)
 
 
 def both(
-    folder: Path, recipe: Recipe, mode: Mode, batches: Sequence[Batch], **options: Any
+    folder: Path,
+    recipe: Recipe,
+    mode: Mode,
+    batches: Sequence[Batch],
+    kind: type[CountingDevice] = CountingDevice,
+    **options: Any,
 ) -> tuple[EngineResult, EngineResult, list[CountingDevice]]:
     """Captured, uncaptured, and the devices of both."""
     devices: list[CountingDevice] = []
 
-    def make(timeline: Any, num_threads: int) -> CpuDevice:
-        devices.append(CountingDevice(timeline, num_threads))
+    def make(timeline: Timeline, num_threads: int) -> CpuDevice:
+        devices.append(kind(timeline, num_threads))
         return devices[-1]
 
     modes = mode, replace(mode, captured=False)
@@ -109,8 +120,7 @@ def test_captured_steps_are_bit_equal(tmp_path: Path, order: LoopOrder, micro_ba
     recipe = Recipe(STEPS, precision="bf16", micro_batch_size=micro_batch_size)
     mode = replace(CAPTURED, order=order)
     ours, theirs, devices = both(tmp_path, recipe, mode, batches, held_out=tiny_batches(2))
-    assert devices[0].num_replays == [STEPS]
-    assert not hasattr(devices[1], "num_replays")
+    assert [device.num_replays for device in devices] == [[STEPS], []]
     assert_equal(ours, theirs)
     assert ours.evaluations == theirs.evaluations
 
@@ -130,7 +140,7 @@ def test_a_replay_leaves_what_its_capture_left(tmp_path: Path, monkeypatch: pyte
         begin(store, *args, **kwargs)
         stores.append(store)
 
-    def make(timeline: Any, num_threads: int) -> CpuDevice:
+    def make(timeline: Timeline, num_threads: int) -> CpuDevice:
         device = ForgetfulDevice(timeline, num_threads)
         device.stores = stores
         return device
@@ -145,22 +155,42 @@ def test_rows_of_several_documents_have_a_graph_of_their_own(tmp_path: Path) -> 
     """Documents begin elsewhere in each step. Rows of one document among them run as packed ones do: attention with
     masks, which rounds otherwise."""
     build_tiny(tmp_path)
-    rows = tiny_batches(STEPS)
-    starts = [torch.arange(32) >= 5 * (i + 1) for i in range(STEPS)]
-    batches = [replace(b, segments=s.int().repeat(4, 1)) for b, s in zip(rows, starts, strict=True)]
     recipe = Recipe(STEPS, precision="fp32", micro_batch_size=2)
-    ours, theirs, devices = both(tmp_path, recipe, CAPTURED, [*batches[:2], rows[2], batches[3]])
+    ours, theirs, devices = both(tmp_path, recipe, CAPTURED, _some_of_two_documents())
     assert devices[0].num_replays == [1, STEPS - 1]
     assert_equal(ours, theirs)
 
 
-def test_steps_that_cannot_be_captured_run_uncaptured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def _some_of_two_documents() -> list[Batch]:
+    """The third of rows of one."""
+    rows = tiny_batches(STEPS)
+    starts = [torch.arange(32) >= 5 * (i + 1) for i in range(STEPS)]
+    batches = [replace(b, segments=s.int().repeat(4, 1)) for b, s in zip(rows, starts, strict=True)]
+    return [*batches[:2], rows[2], batches[3]]
+
+
+def test_where_a_kind_of_step_cannot_be_captured_none_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build_tiny(tmp_path)
-    recipe, batches = Recipe(STEPS, precision="bf16", micro_batch_size=2), tiny_batches(STEPS)
+    recipe = Recipe(STEPS, precision="bf16", micro_batch_size=2)
     with caplog.at_level(logging.INFO):
-        ours = train_engine(tmp_path, batches, recipe, CAPTURED, make_device=UnableDevice)
+        ours, theirs, devices = both(tmp_path, recipe, CAPTURED, _some_of_two_documents(), UnableDevice)
     assert "steps run uncaptured, layer by layer: it waits for the device" in caplog.text
-    assert_equal(ours, train_engine(tmp_path, batches, recipe, replace(CAPTURED, captured=False)))
+    assert [device.num_replays for device in devices] == [[0], []]
+    assert_equal(ours, theirs)
+
+
+def test_a_captured_step_that_is_skipped_names_the_parameter(tmp_path: Path) -> None:
+    """Losses that are divided by 0 have gradients that are not finite."""
+    build_tiny(tmp_path)
+    batches = tiny_batches(STEPS)
+    batches[1] = replace(batches[1], num_supervised=0)
+    recipe = Recipe(STEPS, precision="bf16", micro_batch_size=2)
+    ours, theirs, _ = both(tmp_path, recipe, CAPTURED, batches)
+    bad = [report.bad_parameter for report in ours.reports]
+    assert bad == [None, "model.embed_tokens.weight", None, None]
+    assert bad == [report.bad_parameter for report in theirs.reports]
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
 
 
 def test_gradients_of_a_captured_step_have_a_place(tmp_path: Path) -> None:
@@ -214,7 +244,7 @@ def test_a_captured_step_has_its_memory_to_itself() -> None:
     captured, uncaptured = (
         {row.name: row.num_bytes for row in planned(1, captured=c).rows if row.tier is Tier.HBM} for c in (True, False)
     )
-    assert captured.pop("beside the captured step") == captured["work"]
+    assert captured.pop("beside the capture") == captured["work"]
     assert captured.pop("gradients in HBM") > uncaptured.pop("gradients in HBM")
     assert captured == uncaptured
 
