@@ -1,4 +1,4 @@
-"""A step that is captured: one graph of the device in place of a launch for each of its operations. Pure."""
+"""When a step is captured: one graph of the device in place of a launch for each of its operations. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from dataclasses import replace
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_model import CostBasis, predict
-from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
-from megatrain_ray.engine.plan_request import Request
-from megatrain_ray.engine.plan_rows import hbm_rows
-from megatrain_ray.engine.planner import fits
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.units import format_bytes
 
 GAIN = 0.01  # of a step's time; a guess: a capture that saves less is not worth its memory
 
@@ -24,28 +22,21 @@ def is_slowed_by_launches(plan: Plan, basis: CostBasis, activations: ActivationB
     return without.step_s * (1 + GAIN) < plan.prediction.step_s
 
 
-def capture(plan: Plan, basis: CostBasis, activations: ActivationBytes, request: Request) -> Plan:
-    """The same with a captured step, its memory and its prediction. `activations`: of one of its micro-batches. Raises
-    ConfigError where the step cannot be captured."""
-    plan = replace(plan, captured=True)
-    rows = hbm_rows(plan, basis.structure, basis.layout, activations, z_loss=request.z_loss)
-    plan = replace(plan, rows=(*rows, *(row for row in plan.rows if row.tier is not Tier.HBM)))
-    problem = _problem(plan)
+def captured(request: Request, machine: Machine, layout: ModelLayout) -> Request:
+    """The same for captured steps, of which nothing may wait for the host. Raises ConfigError where that cannot be."""
+    problem = _problem(request, machine, layout)
     if problem:
-        raise ConfigError(f"hardware.cuda_graphs: this step cannot be captured: {problem}; set it to auto")
-    return replace(plan, prediction=predict(plan, basis, activations))
+        raise ConfigError(f"hardware.cuda_graphs: a step cannot be captured: {problem}; set it to auto")
+    return replace(request, captured=True, hbm_layers=len(layout.layers))
 
 
-def _problem(plan: Plan) -> str | None:
-    """Why the plan's step cannot be captured; None: it can."""
-    if plan.device != "cuda":
+def _problem(request: Request, machine: Machine, layout: ModelLayout) -> str | None:
+    if machine.device != "cuda":
         return "there is no GPU"
-    if plan.host_layers:
-        return f"{len(plan.host_layers)} of {len(plan.layers)} layers do not live in GPU memory (hardware.hbm_layers)"
-    if plan.update_order is not UpdateOrder.FORWARD:
+    if request.hbm_layers not in (None, len(layout.layers)):
+        return f"hardware.hbm_layers leaves {len(layout.layers) - request.hbm_layers} layers on the host"
+    if layout.with_muon:
+        return "what Muon trains lives on the host"
+    if not request.clip:
         return "with train.clip: null layers are updated within it"
-    if not fits(plan):
-        assert plan.hbm_limit_bytes is not None  # or everything fits
-        needs, limit = format_bytes(plan.total_bytes(Tier.HBM)), format_bytes(plan.hbm_limit_bytes)
-        return f"it would need {needs} of GPU memory of {limit}"
     return None

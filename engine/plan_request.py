@@ -52,7 +52,7 @@ class Request:
     active_experts: int | None = None  # that a token goes to; None: all
     windows: tuple[int | None, ...] = ()  # tokens that a token of each block attends to; empty: all before it
     compiled: bool = False  # layers that can be are compiled
-    captured: bool | None = None  # a step is a graph of the device; None: where that is faster
+    captured: bool | None = None  # a step is a graph of the device; None: where that is faster (make_plan alone)
 
 
 @dataclass(frozen=True)

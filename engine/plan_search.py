@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -15,7 +16,7 @@ from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_capture import capture, is_slowed_by_launches
+from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
@@ -36,14 +37,25 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     layout = structure.layout(request.num_fragments)
     work = work_of(structure, request.active_experts, request.windows)
     basis = CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss)
-    plan = _fastest(basis, machine, request, activations)
-    if _wants_capture(plan, basis, request, activations):
-        try:
-            plan = _with_capture(plan, basis, machine, request, activations)
-        except (CapacityError, ConfigError):
-            if request.captured:
-                raise
+    if request.captured:
+        plan = _fastest_captured(basis, machine, request, activations)
+    else:
+        plan = _fastest(basis, machine, request, activations)
+        of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
+        if request.captured is None and machine.device == "cuda" and is_slowed_by_launches(plan, basis, of_plan):
+            with suppress(CapacityError, ConfigError):
+                other = _fastest_captured(basis, machine, request, activations)
+                plan = min(plan, other, key=lambda p: p.prediction.step_s if p.prediction else math.inf)
     return with_uploads(plan, structure, layout)
+
+
+def _fastest_captured(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
+    """Of those with a captured step."""
+    request = captured(request, machine, basis.layout)
+    try:
+        return _fastest(basis, machine, request, activations)
+    except CapacityError as error:
+        raise CapacityError(f"hardware.cuda_graphs: with a captured step, all layers in GPU memory: {error}") from None
 
 
 def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
@@ -84,24 +96,8 @@ def _remedy(smallest: Callable[[Request], Plan], request: Request) -> str | None
         "train.grad_dtype=bf16 and train.clip=null": replace(rounded, clip=False),
     }
     changed = ((settings, other) for settings, other in tried.items() if other != request)
-    return next((settings for settings, other in changed if missing_bytes(smallest(other)) == 0), None)
-
-
-def _wants_capture(plan: Plan, basis: CostBasis, request: Request, activations: ActivationBytes) -> bool:
-    if request.captured is not None:
-        return request.captured
-    of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
-    return plan.device == "cuda" and is_slowed_by_launches(plan, basis, of_plan)
-
-
-def _with_capture(
-    plan: Plan, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes
-) -> Plan:
-    """A captured step, with all layers on the device unless the request says where they live."""
-    if plan.host_layers and request.hbm_layers is None and machine.device == "cuda":
-        plan = _fastest(basis, machine, replace(request, hbm_layers=len(plan.layers)), activations)
-    of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
-    return capture(plan, basis, of_plan, request)
+    possible = (pair for pair in changed if pair[1].clip or not request.captured)
+    return next((settings for settings, other in possible if missing_bytes(smallest(other)) == 0), None)
 
 
 class _Found:
@@ -237,6 +233,8 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
         policies[1:] = [(ActivationPolicy.RECOMPUTE, budget) for budget in ACTIVATION_BUDGETS[1:]]
     for (policy, budget), wait, num_slots, order in itertools.product(policies, waits, slots, orders):
         yield Candidate(order, policy, *num_slots, gradients=wait, activation_budget=budget)
+    if request.captured:  # sums and boundaries on the host would come and go within it
+        return
     for (policy, budget), num_slots in itertools.product(policies, slots if several else ()):
         yield Candidate(orders[-1], policy, *num_slots, sums=Tier.HOST, activation_budget=budget)
     for (policy, budget), num_slots in itertools.product(policies[1:], (slots[0], slots[-1])):

@@ -187,6 +187,7 @@ class _Builder:
             hbm_limit_bytes=m.hbm_bytes,
             ram_limit_bytes=m.ram_bytes,
             rows=(),
+            captured=bool(r.captured),
         )
         return replace(plan, rows=tuple(host_rows(plan, self.layout)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.visits import LoopOrder
-from megatrain_ray.errors import CaptureError, ConfigError
+from megatrain_ray.errors import CapacityError, CaptureError, ConfigError
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.trace import Timeline
 from tests.reference import Recipe
@@ -249,22 +250,60 @@ def test_a_captured_step_has_its_memory_to_itself() -> None:
     assert captured == uncaptured
 
 
+@pytest.mark.parametrize("hbm_gib", [4, 6, 10, 20])
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_the_fastest_of_both_is_taken(hbm_gib: int, sequences: int) -> None:
+    """Each with the memory that it takes: a captured step may keep less and still be faster."""
+    plans = {}
+    for captured in (None, False, True):
+        with suppress(CapacityError):
+            plans[captured] = planned(sequences, hbm_bytes=hbm_gib << 30, captured=captured)
+    seconds = {captured: plan.prediction.step_s for captured, plan in plans.items() if plan.prediction}
+    assert seconds[None] == min(seconds.values())
+    assert all(plan.captured is captured for captured, plan in plans.items() if captured is not None)
+    assert (True in plans) is (hbm_gib >= 10)
+
+
+def test_nothing_of_a_captured_step_waits_for_the_host() -> None:
+    """Not even where that would leave room for more."""
+    fits = [plan for gib in range(4, 24) if (plan := _captured_within(gib << 30))]
+    assert fits
+    for plan in fits:
+        assert (plan.host_layers, plan.sums, plan.boundary_bytes) == (frozenset(), Tier.HBM, 0)
+
+
+def _captured_within(hbm_bytes: int) -> Plan | None:
+    try:
+        return planned(16, hbm_bytes=hbm_bytes, captured=True)
+    except CapacityError:
+        return None
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"hbm_layers": 4}, "6 of 10 layers do not live in GPU memory (hardware.hbm_layers)"),
+        ({"hbm_layers": 4}, "hardware.hbm_layers leaves 6 layers on the host"),
         ({"clip": False}, "with train.clip: null layers are updated within it"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_where_it_is_asked_for(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
         planned(1, captured=True, **changes)
-    assert str(refused.value) == f"hardware.cuda_graphs: this step cannot be captured: {problem}; set it to auto"
+    assert str(refused.value) == f"hardware.cuda_graphs: a step cannot be captured: {problem}; set it to auto"
     assert not planned(1, **changes).captured
 
 
-def test_a_step_is_not_captured_where_there_is_no_room() -> None:
-    needed = planned(1, captured=False).total_bytes(Tier.HBM)
-    assert not planned(1, hbm_bytes=needed).captured
-    with pytest.raises(ConfigError, match=r"it would need .* of GPU memory of "):
-        planned(1, hbm_bytes=needed, captured=True)
+def test_no_gpu_no_capture() -> None:
+    structure, activations = qwen(8, 1024, **SMALL)
+    request = Request(Precision.BF16, False, True, 1, 1, 1024, captured=True)
+    machine = replace(MACHINE, device="cpu", hbm_bytes=None)
+    with pytest.raises(ConfigError, match="there is no GPU"):
+        make_plan(structure, activations, machine, request)
+
+
+def test_a_step_that_has_no_room_is_refused_by_the_name_of_what_asks_for_it() -> None:
+    message = r"^hardware\.cuda_graphs: with a captured step, all layers in GPU memory: needs .* of device memory"
+    with pytest.raises(CapacityError, match=message) as refused:
+        planned(1, hbm_bytes=4 << 30, captured=True)
+    assert "train.clip=null" not in str(refused.value)
+    assert not planned(1, hbm_bytes=4 << 30).captured
