@@ -84,7 +84,7 @@ class CapturedStep:
                 self._graphs[packed] = self._graph_of(coming, packed=packed)
         except CaptureError as error:
             self.close()
-            log.info("steps run uncaptured, layer by layer: %s", error)
+            log.warning("steps run uncaptured, layer by layer: %s", error)
 
     def run(self, step: StepInput) -> StepOutput:
         """As StepRunner.run, of a step whose update waits for its norm."""

@@ -74,7 +74,7 @@ class CompiledCall:
     def give_up(self, error: Exception) -> None:
         """From now on uncompiled, because of what a rehearsal raised."""
         self.problem = problem_in(error)
-        log.info("%s run uncompiled: %s", self._name, self.problem)
+        log.warning("%s run uncompiled: %s", self._name, self.problem)
 
     def uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call unlike those rehearsed."""

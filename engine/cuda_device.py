@@ -62,6 +62,7 @@ class CudaCapture:
         self._graph.replay()
 
     def close(self) -> None:
+        torch.cuda.synchronize()
         self.outputs = ()
         self._graph.reset()
 

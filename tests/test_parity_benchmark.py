@@ -109,6 +109,14 @@ def test_what_is_given_up_is_heard() -> None:
     assert heard == ["layers run uncompiled: ValueError: no graph"]
 
 
+def test_why_layers_run_uncompiled_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Of an actor nobody sees less."""
+    CompiledCall("layers", abs).give_up(ValueError("no graph"))
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "layers run uncompiled: ValueError: no graph")
+    ]
+
+
 def test_a_difference_counts_at_every_step() -> None:
     plain = Numbers((3.0, 2.0, 1.0), (1.0, 1.0, 2.0))
     found = compare(Numbers((3.0, 1.5, 1.0), (1.0, 1.0, 1.0)), plain, 0.5)
