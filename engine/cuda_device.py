@@ -202,7 +202,8 @@ class CudaDevice(Device):
             stack.enter_context(torch.cuda.stream(self._streams[Stage.COMPUTE]))
             stack.enter_context(sdpa_kernel(self._attention_backends(), set_priority=True))
             # A backward runs here and not on a thread of autograd's, between which and this one the interpreter would
-            # go to and fro: 0.94 ms of a small compiled layer for 1.34 (benchmarks/README.md, control path).
+            # go to and fro: 0.94 ms of a small compiled layer for 1.34, in two runs of which the second was faster in
+            # its forwards too (benchmarks/README.md, control path).
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 

@@ -77,7 +77,7 @@ def _changes(machine: Machine, request: Request) -> Iterator[tuple[str, Machine,
             hbm = int(factor * machine.hbm_bytes)
             yield f"{name} the GPU's memory, {format_bytes(hbm)}", replace(machine, hbm_bytes=hbm), request
         count = int(factor * request.num_micro_batches)
-        if count:
+        if count == factor * request.num_micro_batches:  # an odd number has no half
             tokens = count * request.micro_batch_size * request.seq_len
             yield f"{name} the tokens a step, {tokens}", machine, replace(request, num_micro_batches=count)
     if not request.round_gradients:

@@ -70,6 +70,11 @@ def test_the_table_compares_speeds(path: Path, capsys: pytest.CaptureFixture[str
     assert any("twice the GPU" in line and "%" in line for line in lines)
 
 
+def test_an_odd_number_of_micro_batches_has_no_half(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, str(path), *LIMITS, "train.batch_size=3", "--what-if")["what_if"]
+    assert [row["change"] for row in found if "tokens" in row["change"]] == ["twice the tokens a step, 6144"]
+
+
 def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """7200 steps of s seconds are 2 × s hours."""
     step_s = planned(capsys, str(path), *LIMITS)["prediction"]["step_s"]
