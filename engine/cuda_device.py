@@ -274,11 +274,11 @@ class CudaDevice(Device):
 
 
 def _limit_memory(num_bytes: int | None) -> None:
-    """A bound of torch's allocator, which gives memory of freed tensors back before it exceeds that, and fails after.
-    What the context takes is not the allocator's."""
+    """A bound of torch's allocator, which gives memory of freed tensors back before it exceeds that, and fails after;
+    a device made earlier may have left another. What the context takes is not the allocator's."""
     total = total_memory_bytes() or 1
-    if num_bytes is not None and num_bytes < total:
-        torch.cuda.set_per_process_memory_fraction(max(0, num_bytes - CONTEXT_BYTES) / total)
+    share = 1.0 if num_bytes is None else max(0, num_bytes - CONTEXT_BYTES) / total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def total_memory_bytes() -> int | None:

@@ -93,6 +93,7 @@ class GpuWorker:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._words)
         self._rows = StepRows(prepared, sum(handle.nbytes for handle in self._holder.handles.values()))
         self._turn = asyncio.Condition()
+        self._host: SharedHost | None = None
         self._engine: Engine | None = None
         self._waits_for = ""
 
@@ -146,11 +147,12 @@ class GpuWorker:
         device = self._device
         device.pin(slab)
         self._momenta = self._find_momenta()
-        self._host = SharedHost(plan, layout, self._working(), slab, self._words, Momenta(*self._momenta))
+        host = SharedHost(plan, layout, self._working(), slab, self._words, Momenta(*self._momenta))
+        self._host = host
         layers = self._device_layers
         with memory_explained(plan, "building the engine"):
             self._engine = Engine(
-                self._prepared.source.factory, structure, plan, device, self._host,
+                self._prepared.source.factory, structure, plan, device, host,
                 muon=muon_of(self._prepared.config.train),
                 device_shard=layers.shard if layers else None,
                 gate=layers.gate if layers else None,
@@ -261,12 +263,21 @@ class GpuWorker:
     async def close(self) -> None:
         """Waits until the last step's update is done everywhere, then stops what works in the background."""
         self._next_batch.cancel()
-        await (self._engine or self._host).drain(self._progress.step)
-        await self._host.close()
+        assert self._engine is not None  # start came first
+        await self._engine.drain(self._progress.step)
+        await self.abandon()
+
+    async def abandon(self) -> None:
+        """Stops what works in the background and lets go of host memory; by itself after a failure, in a process that
+        goes on."""
+        if self._host:
+            await self._host.close()
         if self._device_layers:
             self._device_layers.close()
         if self._engine:
             await self._engine.close()
+        else:
+            self._device.close()
         self._holder.close()
 
     def _step_input(self, step: int, batch: Batch) -> StepInput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,27 @@ async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any
     shards = [_shard(prepared, k, owner.handles) for k in range(plan.num_shards)]
     with ThreadPoolExecutor(plan.num_shards, thread_name_prefix="optimizer") as threads:
         worker = GpuWorker(prepared, [owner.handles], _batches(prepared, tokens), _nothing_held_out)
-        await worker.fill(None, None)
-        await worker.build()
-        await worker.start(Progress(0, 0))
-        serving: list[Future[None]] = [threads.submit(shard.run, NO_ATTEMPT) for shard in shards]
+        serving: list[Future[None]] = []
         try:
+            await worker.fill(None, None)
+            await worker.build()
+            await worker.start(Progress(0, 0))
+            serving += [threads.submit(shard.run, NO_ATTEMPT) for shard in shards]
             steps = range(1, prepared.config.train.steps + 1)
             rows = [(await worker.step(step, save=False)).row for step in steps]
             await worker.close()
+        except BaseException:
+            await worker.abandon()
+            raise
         finally:
             for shard in shards:
                 shard.stop()
+            await asyncio.to_thread(wait, serving)
+            for shard in shards:
+                shard.close()
+            owner.close()
         for served in serving:
-            await asyncio.wrap_future(served)
-    owner.close()
+            served.result()
     return rows
 
 

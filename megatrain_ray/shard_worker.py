@@ -139,9 +139,7 @@ class ShardWorker:
         try:
             loop.join(timeout_s=None)
         finally:
-            self._shard.close()
-            self._holder.close()
-            self._spare.close()
+            self.close()
 
     def spans(self, last: int) -> RecordedSpans:
         """Those of the traced updates, once update `last` is done; what there is where the shards stop before."""
@@ -153,6 +151,12 @@ class ShardWorker:
 
     def stop(self) -> None:
         self._words.stop()
+
+    def close(self) -> None:
+        """Gives everything up, where nothing is served any more. Idempotent."""
+        self._shard.close()
+        self._holder.close()
+        self._spare.close()
 
     def _take_state_memory(self) -> None:
         """With all threads. Not before: while the state is taken and filled the GPU worker builds its engine."""

@@ -324,17 +324,17 @@ def test_a_sum_of_two_is_rounded_twice(device: Device, dtype: torch.dtype, shape
 
 @pytest.mark.skipif(not num_gpus(), reason="needs a GPU")
 def test_cuda_takes_no_more_memory_than_it_may() -> None:
-    """Of 5 GiB, 1 of them for the context; what a tensor left does not stand in the way of a larger one."""
+    """Of 5 GiB, 1 of them for the context; what a tensor left does not stand in the way of a larger one. The next
+    device may take all."""
     with closing(CudaDevice(memory_bytes=5 << 30)) as device:
-        try:
-            before = torch.cuda.memory_reserved()
-            for gib in (2, 3):
-                torch.empty((gib << 30) - before, dtype=torch.uint8, device=device.torch_device)
-            assert torch.cuda.memory_reserved() <= 4 << 30
-            with pytest.raises(torch.OutOfMemoryError):
-                torch.empty(9 << 29, dtype=torch.uint8, device=device.torch_device)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+        before = torch.cuda.memory_reserved()
+        for gib in (2, 3):
+            torch.empty((gib << 30) - before, dtype=torch.uint8, device=device.torch_device)
+        assert torch.cuda.memory_reserved() <= 4 << 30
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(9 << 29, dtype=torch.uint8, device=device.torch_device)
+    with closing(CudaDevice()) as device:
+        torch.empty(9 << 29, dtype=torch.uint8, device=device.torch_device)
 
 
 def test_cuda_is_refused_where_there_is_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
 from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.engine import Engine
 from megatrain_ray.engine.model import build_empty
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.engine.plan_request import Machine
@@ -154,6 +156,19 @@ def test_a_mode_that_fails_is_reported_beside_the_others(tmp_path: Path, monkeyp
     assert modes["uncompiled"]["problems"] == ["step 1 was skipped"]
     assert modes["recomputed"]["problems"] == ["failed: MegatrainError: no memory"]
     assert [mode["within"] for mode in modes.values()] == [False, False]
+
+
+def test_a_failed_mode_leaves_no_thread_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor, on a GPU, host memory that is the device's: at its addresses the next mode could not have any."""
+
+    async def fail(engine: Engine, coming: object) -> None:
+        raise MegatrainError("no memory")
+
+    monkeypatch.setattr(Engine, "rehearse", fail)
+    file, out = write_config(tmp_path / "tiny.yaml", config(tmp_path / "run", MODEL, **CHANGES)), tmp_path / "out.json"
+    before = {thread.name for thread in threading.enumerate()}
+    assert parity.main([str(out), "--config", str(file), "--steps", "1", "--modes", "uncompiled"]) == 1
+    assert {thread.name for thread in threading.enumerate()} == before
 
 
 def test_settings_that_the_plain_training_lacks_are_refused(tmp_path: Path) -> None:
