@@ -8,13 +8,15 @@ import fcntl
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import aiofiles
 
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.disk_errors import UnreadableError, explained
 
 ALIGN_BYTES = 4096  # of O_DIRECT: file offset, size and address
@@ -29,11 +31,21 @@ class BlobWriter(Protocol):
         """`offset`, the block's size and its address are multiples of ALIGN_BYTES (see `aligned_block`)."""
 
 
+class Blob(BlobWriter, Protocol):
+    """A blob that is read and written in place. `write_at` raises MegatrainError past its end: its size stays."""
+
+    async def read_into(self, offset: int, block: memoryview) -> None:
+        """As of BlobStore."""
+
+
 class BlobStore(Protocol):
     """Every method raises MegatrainError naming the blob: UnreadableError when it cannot be read, DiskFullError."""
 
     def create(self, name: str) -> AbstractAsyncContextManager[BlobWriter]:
         """A new blob, or another one in its place: durable when the block has ended well, else not to be used."""
+
+    def update(self, name: str) -> AbstractAsyncContextManager[Blob]:
+        """A blob that is there, opened once for all transfers of the block. Nothing of it is made durable."""
 
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
         """Fills `block`, writable and aligned as for `write_at`. Raises UnreadableError when the blob ends before."""
@@ -66,11 +78,12 @@ class MemoryStore:
         blob = self._blobs[name] = bytearray()
         yield _MemoryBlob(blob)
 
+    @asynccontextmanager
+    async def update(self, name: str) -> AsyncIterator[Blob]:
+        yield _MemoryInPlace(self.describe(name), self._blob(name))
+
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
-        part = self._blob(name)[offset : offset + len(block)]
-        if len(part) < len(block):
-            raise _too_short(self.describe(name), offset + len(block), len(self._blob(name)))
-        block[:] = part
+        await _MemoryInPlace(self.describe(name), self._blob(name)).read_into(offset, block)
 
     async def size(self, name: str) -> int:
         return len(self._blob(name))
@@ -93,14 +106,31 @@ class _MemoryBlob:
         self._blob[offset : offset + len(block)] = block
 
 
+class _MemoryInPlace(_MemoryBlob):
+    def __init__(self, where: str, blob: bytearray) -> None:
+        super().__init__(blob)
+        self._where = where
+
+    async def write_at(self, offset: int, block: memoryview) -> None:
+        _check_inside(self._where, offset + len(block), len(self._blob))
+        await super().write_at(offset, block)
+
+    async def read_into(self, offset: int, block: memoryview) -> None:
+        part = self._blob[offset : offset + len(block)]
+        if len(part) < len(block):
+            raise _too_short(self._where, offset + len(block), len(self._blob))
+        block[:] = part
+
+
 class FileStore:
     """Blobs as files of one folder, past the page cache (O_DIRECT) where the file system can."""
 
-    def __init__(self, folder: Path, folder_fd: int | None = None) -> None:
+    def __init__(self, folder: Path, folder_fd: int | None = None, executor: Executor | None = None) -> None:
         """`folder` exists. `folder_fd`: open on it as long as blobs are created; they are in this very folder then, not
-        in another one that took its name."""
+        in another one that took its name. `executor`: whose threads transfer, else the event loop's own."""
         self._folder = folder
         self._folder_fd = folder_fd
+        self._executor = executor
 
     @staticmethod
     @contextmanager
@@ -115,51 +145,80 @@ class FileStore:
 
     @asynccontextmanager
     async def create(self, name: str) -> AsyncIterator[BlobWriter]:
-        path = self._folder / name
-        opener = partial(_open_direct, folder_fd=self._folder_fd)
-        with explained("write", path):
-            file = await aiofiles.open(path if self._folder_fd is None else name, "wb", buffering=0, opener=opener)
-        try:
-            yield _FileBlob(path, file.fileno())
-            with explained("write", path):
-                await _completed(os.fsync, file.fileno())
-        finally:
-            await file.close()
+        async with self._opened("write", name, "wb") as fd:
+            blob = _FileBlob(self._where(name), fd, self._executor)
+            yield blob
+            await blob.sync()
+
+    @asynccontextmanager
+    async def update(self, name: str) -> AsyncIterator[Blob]:
+        async with self._opened("read", name, "rb+") as fd:
+            yield _FileInPlace(self._where(name), fd, self._executor)
 
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
-        path = self._folder / name
-        with explained("read", path):
-            async with aiofiles.open(path, "rb", buffering=0, opener=_open_direct) as file:
-                got = await _completed(_read_all, file.fileno(), offset, block)
-            if got < len(block):
-                raise _too_short(str(path), offset + len(block), path.stat().st_size)
+        async with self._opened("read", name, "rb") as fd:
+            await _FileInPlace(self._where(name), fd, self._executor).read_into(offset, block)
 
     async def size(self, name: str) -> int:
-        with explained("read", self._folder / name):
+        with explained("read", self._where(name)):
             return (self._folder / name).stat().st_size
 
     def describe(self, name: str) -> str:
         return str(self._folder / name)
 
+    def _where(self, name: str) -> Path:
+        return Path(self.describe(name))
+
+    @asynccontextmanager
+    async def _opened(self, action: str, name: str, mode: Literal["wb", "rb", "rb+"]) -> AsyncIterator[int]:
+        path = self._folder / name if self._folder_fd is None else name
+        opener = partial(_open_direct, folder_fd=self._folder_fd)
+        with explained(action, self._where(name)):
+            file = await aiofiles.open(path, mode, buffering=0, opener=opener, executor=self._executor)
+        try:
+            yield file.fileno()
+        finally:
+            await file.close()
+
 
 class _FileBlob:
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, executor: Executor | None) -> None:
         self._path = path
         self._fd = fd
+        self._executor = executor
 
     async def write_at(self, offset: int, block: memoryview) -> None:
         with explained("write", self._path):
-            await _completed(_write_all, self._fd, offset, block)
+            await self._completed(_write_all, self._fd, offset, block)
+
+    async def sync(self) -> None:
+        with explained("write", self._path):
+            await self._completed(os.fsync, self._fd)
+
+    async def _completed(self, call: Callable[..., T], *arguments: object) -> T:
+        """In a thread, which is through with it even when the task was cancelled: the file is closed after this."""
+        done = asyncio.get_running_loop().run_in_executor(self._executor, partial(call, *arguments))
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await asyncio.wait([done])
+            raise
 
 
-async def _completed(call: Callable[..., T], *arguments: object) -> T:
-    """In a thread, which is through with it even when the task was cancelled: its descriptor is closed after this."""
-    done = asyncio.get_running_loop().run_in_executor(None, partial(call, *arguments))
-    try:
-        return await asyncio.shield(done)
-    except asyncio.CancelledError:
-        await asyncio.wait([done])
-        raise
+class _FileInPlace(_FileBlob):
+    def __init__(self, path: Path, fd: int, executor: Executor | None) -> None:
+        super().__init__(path, fd, executor)
+        self._nbytes = os.fstat(fd).st_size
+
+    async def write_at(self, offset: int, block: memoryview) -> None:
+        _check_inside(str(self._path), offset + len(block), self._nbytes)
+        await super().write_at(offset, block)
+
+    async def read_into(self, offset: int, block: memoryview) -> None:
+        with explained("read", self._path):
+            got = await self._completed(_read_all, self._fd, offset, block)
+        if got < len(block):
+            raise _too_short(str(self._path), offset + len(block), self._nbytes)
 
 
 def _write_all(fd: int, offset: int, block: memoryview) -> None:
@@ -197,6 +256,11 @@ def _open_direct(path: str, flags: int, folder_fd: int | None = None) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.open(path, flags, 0o666, dir_fd=folder_fd)
+
+
+def _check_inside(where: str, end: int, nbytes: int) -> None:
+    if end > nbytes:
+        raise MegatrainError(f"cannot write {where} up to byte {end}: it has {nbytes} bytes and keeps that size")
 
 
 def _too_short(where: str, expected: int, got: int) -> UnreadableError:

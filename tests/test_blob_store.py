@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,6 +109,80 @@ async def test_the_blocks_own_errors_pass_through(store: BlobStore) -> None:
             raise LookupError("two")
 
 
+async def test_a_blob_is_read_and_written_in_place(store: BlobStore) -> None:
+    before, parts = content(5 * 4096), [content(8192, 1), content(4096, 2)]
+    await write(store, "blob", before)
+    block = aligned_block(8192)
+    async with store.update("blob") as blob:
+        await blob.read_into(4096, block)
+        assert bytes(block) == before[4096:12288]
+        await asyncio.gather(blob.write_at(12288, block_of(parts[0])), blob.write_at(0, block_of(parts[1])))
+        await blob.read_into(12288, block)
+        assert bytes(block) == parts[0]
+    assert await store.size("blob") == len(before)
+    assert await read(store, "blob", 0, len(before)) == parts[1] + before[4096:12288] + parts[0]
+
+
+async def test_a_blob_in_place_keeps_its_size(store: BlobStore) -> None:
+    data = content(8192)
+    await write(store, "blob", data)
+    async with store.update("blob") as blob:
+        for offset, nbytes in ((0, 12288), (8192, 4096), (4096, 8192), (20480, 4096)):
+            with pytest.raises(MegatrainError, match=rf"cannot write .*blob.* to byte {offset + nbytes}: it has 8192"):
+                await blob.write_at(offset, block_of(content(nbytes)))
+            with pytest.raises(UnreadableError, match=rf"blob.* truncated: .* least {offset + nbytes} .* got 8192"):
+                await blob.read_into(offset, aligned_block(nbytes))
+    assert await store.size("blob") == 8192
+    assert await read(store, "blob", 0, 8192) == data
+
+
+async def test_a_blob_that_is_not_there_cannot_be_updated(store: BlobStore) -> None:
+    with pytest.raises(UnreadableError, match="gone"):
+        async with store.update("gone"):
+            pytest.fail("there is no such blob")
+    with pytest.raises(UnreadableError, match="gone"):
+        await store.size("gone")
+
+
+async def test_two_transfers_of_a_blob_run_at_the_same_time_in_the_threads_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for the other: one after the other they would never end."""
+    await write(FileStore(tmp_path), "blob", content(8192))
+    real_write, both, names = os.pwrite, threading.Barrier(2), list[str]()
+
+    def pwrite(fd: int, part: memoryview, offset: int) -> int:
+        names.append(threading.current_thread().name)
+        both.wait(20)
+        return real_write(fd, part, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    data = content(8192, 1)
+    with ThreadPoolExecutor(2, thread_name_prefix="transfers") as pool:
+        store = FileStore(tmp_path, executor=pool)
+        async with store.update("blob") as blob:
+            await asyncio.gather(*(blob.write_at(k, block_of(data[k : k + 4096])) for k in (0, 4096)))
+        assert sorted(names) == ["transfers_0", "transfers_1"]
+        assert await read(store, "blob", 0, 8192) == data
+
+
+async def test_a_blob_in_place_is_opened_once_and_never_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await write(FileStore(tmp_path), "blob", content(8192))
+    real_open, opened = blob_store._open_direct, list[str]()
+
+    def counted(path: str, flags: int, folder_fd: int | None = None) -> int:
+        opened.append(path)
+        return real_open(path, flags, folder_fd)
+
+    monkeypatch.setattr(blob_store, "_open_direct", counted)
+    monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("synced"))
+    async with FileStore(tmp_path).update("blob") as blob:
+        for offset in (0, 4096):
+            await blob.write_at(offset, block_of(content(4096, offset)))
+            await blob.read_into(offset, aligned_block(4096))
+    assert opened == [str(tmp_path / "blob")]
+
+
 async def test_every_transfer_is_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is not would end direct transfers of that file, silently."""
     with open_direct(tmp_path / "probe") as fd:
@@ -117,6 +192,9 @@ async def test_every_transfer_is_aligned(tmp_path: Path, monkeypatch: pytest.Mon
     data = content(3 * ALIGN_BYTES + 1)
     await write(FileStore(tmp_path), "blob", data)
     assert await read(FileStore(tmp_path), "blob", ALIGN_BYTES, len(data) - ALIGN_BYTES) == data[ALIGN_BYTES:]
+    async with FileStore(tmp_path).update("blob") as blob:
+        await blob.write_at(ALIGN_BYTES, block_of(data[:ALIGN_BYTES]))
+        await blob.read_into(0, aligned_block(2 * ALIGN_BYTES))
 
 
 @contextmanager
