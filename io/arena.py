@@ -23,15 +23,17 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """Where an arena is: file descriptor `fd` of process `pid`, which may map it or only hold it.
+    """Where an arena, or a spill file, is: file descriptor `fd` of process `pid`, which may map it or only hold it.
 
-    `nbytes`: the size that was asked for; the mapping is `mapped_bytes` of it.
+    `nbytes`: the size that was asked for; an arena's mapping is `mapped_bytes` of it. `path`: the spill file, as the
+    kernel calls it; empty for an arena.
     """
 
     pid: int
     fd: int
     nbytes: int
     name: str
+    path: str = ""
 
 
 def create_memfd(name: str, nbytes: int) -> int:
@@ -120,15 +122,22 @@ def open_held(handle: ArenaHandle) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise _unreachable(handle, f"{path}: {error.strerror}") from None
-    if not target.startswith(f"/memfd:{handle.name} ") or os.fstat(fd).st_size != mapped_bytes(handle.nbytes):
+    if not _is_behind(handle, target, os.fstat(fd).st_size):
         os.close(fd)
         raise _unreachable(handle, f"{path} is {target}")
     return fd
 
 
+def _is_behind(handle: ArenaHandle, target: str, nbytes: int) -> bool:
+    if handle.path:
+        return target == handle.path and nbytes == handle.nbytes
+    return target.startswith(f"/memfd:{handle.name} ") and nbytes == mapped_bytes(handle.nbytes)
+
+
 def _unreachable(handle: ArenaHandle, found: str) -> MegatrainError:
+    what = "spill file" if handle.path else "arena"
     return MegatrainError(
-        f"cannot attach arena {handle.name} ({handle.nbytes} bytes) of process {handle.pid}: {found}; the process that "
-        "held it is gone, belongs to another user, or lives in another PID namespace: run all processes of a run as "
-        "one user in one container"
+        f"cannot attach {what} {handle.name} ({handle.nbytes} bytes) of process {handle.pid}: {found}; the process "
+        "that held it is gone, belongs to another user, or lives in another PID namespace: run all processes of a run "
+        "as one user in one container"
     )

@@ -1,4 +1,4 @@
-"""The arena owner: creates shared memory and holds it, so that any other process may die and attach again.
+"""The arena owner: creates what processes share and holds it, so that any of them may die and attach again.
 
 All other processes of a run wait for it, so it imports no PyTorch, which takes 2 s.
 """
@@ -10,14 +10,17 @@ from collections.abc import Mapping, Sequence
 
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
+from megatrain_ray.io.spill_file import SpillFile
 
 
 class ArenaOwner:
     """Holds file descriptors; maps nothing."""
 
-    def __init__(self, sizes: Mapping[str, int], holders: Sequence[Handles] = ()) -> None:
-        """Creates arenas of `sizes`; where an owner died, holds instead what the other `holders` still hold."""
-        self._holder = ArenaHolder.adopt(holders) if holders else ArenaHolder.create(sizes)
+    def __init__(
+        self, sizes: Mapping[str, int], holders: Sequence[Handles] = (), files: Mapping[str, SpillFile] = {}
+    ) -> None:
+        """Creates arenas of `sizes` and spill `files`; where an owner died, holds what other `holders` hold instead."""
+        self._holder = ArenaHolder.adopt(holders) if holders else ArenaHolder.create(sizes, files)
         self._stopped = threading.Event()
 
     def handles(self) -> dict[str, ArenaHandle]:
