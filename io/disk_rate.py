@@ -1,0 +1,84 @@
+"""How fast a disk reads and writes at the same time, as a step that streams state from and to it would have it do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain_ray.io.blob_store import FileStore, aligned_block
+from megatrain_ray.io.disk_errors import explained
+
+BLOCK_BYTES = 8 << 20
+IN_FLIGHT = 4  # blocks each way at a time: a guess of what keeps a drive busy
+FILL_S, MIXED_S = 0.5, 1.5  # after which no further block is begun, of the file's filling and of what counts
+OPEN_FILES = Path("/proc/self/fd")  # where a file without a name can be opened
+
+
+def measure_mixed(folder: Path, num_bytes: int) -> float:
+    """Bytes per second, both together, of reading `num_bytes` and writing as many in place at the same time, past the
+    page cache where the file system can. On a slow disk as much of it as two seconds allow.
+
+    The file has no name, so that nothing of it stays however this ends. Raises MegatrainError.
+    """
+    with explained("write", folder), tempfile.TemporaryFile(dir=folder) as file:
+        return asyncio.run(_mixed_rate(str(file.fileno()), -(-num_bytes // BLOCK_BYTES)))
+
+
+async def _mixed_rate(name: str, num_blocks: int) -> float:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * IN_FLIGHT))
+    store = FileStore(OPEN_FILES)
+    into = [aligned_block(BLOCK_BYTES) for _ in range(IN_FLIGHT)]
+    values = aligned_block(BLOCK_BYTES)
+    values[:] = os.urandom(BLOCK_BYTES)  # zeros may cost a drive less
+    async with store.create(name) as blob:
+
+        async def write(number: int, block: memoryview) -> None:
+            await blob.write_at(number * BLOCK_BYTES, block)
+
+        async def rewrite(number: int, block: memoryview) -> None:
+            await write((number + num_filled // 2) % num_filled, block)
+
+        async def read(number: int, block: memoryview) -> None:
+            await store.read_into(name, number % num_filled * BLOCK_BYTES, block)
+
+        # Not counted: to make a file longer is another thing than to write in place, as spilled state is written.
+        num_filled = await _transfer(FILL_S, _Way(write, [values] * IN_FLIGHT, num_blocks))
+        start_s = time.monotonic()
+        both = _Way(read, into, num_blocks), _Way(rewrite, [values] * IN_FLIGHT, num_blocks)
+        num_moved = await _transfer(MIXED_S, *both)
+    return num_moved * BLOCK_BYTES / (time.monotonic() - start_s)
+
+
+@dataclass
+class _Way:
+    """Transfers of blocks 0, 1, …, as many at a time as there are buffers. `begun`: how many."""
+
+    transfer: Callable[[int, memoryview], Awaitable[None]]
+    buffers: Sequence[memoryview]
+    num_blocks: int
+    begun: int = 0
+
+    async def work(self, buffer: memoryview, end_s: float) -> None:
+        """Until all are begun or the time is over, but one at least."""
+        while not self.begun or (self.begun < self.num_blocks and time.monotonic() < end_s):
+            number, self.begun = self.begun, self.begun + 1
+            await self.transfer(number, buffer)
+
+
+async def _transfer(limit_s: float, *ways: _Way) -> int:
+    """How many blocks were moved. Raises MegatrainError."""
+    end_s = time.monotonic() + limit_s
+    try:
+        async with asyncio.TaskGroup() as group:
+            for way in ways:
+                for buffer in way.buffers:
+                    group.create_task(way.work(buffer, end_s))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return sum(way.begun for way in ways)
