@@ -61,6 +61,7 @@ class HardwareProfile:
     launch_s: Annotated[float, Field(ge=0)]  # of each operator in a row of small ones
     matmul: Annotated[Mapping[str, RateCurve], Field(min_length=1)]  # by train.precision; size and rate: FLOPs
     attention: RateCurve  # size: tokens of a sequence; FLOP/s of forward and backward, causal counted once
+    disk_bytes_per_s: Rate | None = None  # of the disk of spill.path, read and written at the same time, both together
 
     def to_json(self) -> str:
         return TypeAdapter(HardwareProfile).dump_json(self, indent=1).decode() + "\n"
@@ -141,6 +142,10 @@ TYPICAL_CPU = HardwareProfile(
     },
     attention=(RatePoint(128, 50e9), RatePoint(1024, 150e9)),
 )
+
+
+# A guess for one NVMe drive, which writes 2.9 GB/s and reads 4.0 GB/s, each alone.
+TYPICAL_DISK_BYTES_PER_S = 3e9
 
 
 def typical(device: str) -> HardwareProfile:

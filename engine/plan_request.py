@@ -11,6 +11,14 @@ from megatrain_ray.engine.visits import LoopOrder
 
 
 @dataclass(frozen=True)
+class SpillSpace:
+    """What may be spilled to disk: bytes, and how fast it reads and writes at the same time, both together."""
+
+    limit_bytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """What the plan may use. `hbm_bytes`: None where the device's memory is host memory."""
 
@@ -20,6 +28,7 @@ class Machine:
     ram_bytes: int
     hbm_bytes: int | None
     profile: HardwareProfile | None = None  # None: nobody measured it, built-in rates are as good as any
+    spill: SpillSpace | None = None  # None: nothing is spilled
 
     def shards(self, asked: int | None) -> int:
         """Optimizer shards; `asked`: of the user, None: one a NUMA node."""

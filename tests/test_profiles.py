@@ -10,7 +10,7 @@ import pytest
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_GPU, MachineName
+from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_GPU, HardwareProfile, MachineName
 from megatrain_ray.engine.measure_profile import Effort, measure
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Machine
@@ -64,6 +64,10 @@ def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:
         ("{", "{} is no profile: the file: "),
         ("{}", "{} is no profile: version: Field required"),
         (json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"copy_s": -1}), "{} is no profile: copy_s: "),
+        (
+            json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"disk_bytes_per_s": 0}),
+            "{} is no profile: disk_bytes_per_s: ",
+        ),
         (json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"matmul": {}}), "{} is no profile: matmul: "),
         (json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"version": 2}), "{} is no profile: version: "),
     ],
@@ -76,6 +80,15 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str | None, 
         with_profile(CPU, str(file))
     assert str(info.value).startswith(f"hardware.profile: {message.format(file)}")
     assert info.value.exit_code == 2
+
+
+def test_a_profile_may_say_how_fast_the_disk_is() -> None:
+    """One that was kept before there was such a rate does not."""
+    named = replace(TYPICAL_CPU, disk_bytes_per_s=2e9)
+    assert HardwareProfile.from_json(named.to_json()) == named
+    tree = json.loads(named.to_json())
+    del tree["disk_bytes_per_s"]
+    assert HardwareProfile.from_json(json.dumps(tree)) == TYPICAL_CPU
 
 
 def test_what_was_measured_here_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
