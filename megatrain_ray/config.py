@@ -1,7 +1,7 @@
 """What a run is: the settings of a configuration file, checked when they are put together.
 
-Sizes are bytes after construction, whatever they were written as. Keys that a later version brings are no fields: they
-are refused by name (config_problems.py), never accepted and ignored.
+Sizes are bytes after construction, whatever they were written as. What a later version brings is refused
+(config_values.py), never accepted and ignored.
 """
 
 from __future__ import annotations
@@ -226,6 +226,14 @@ class HardwareConfig(Group):
     longer than computing them."""
 
 
+class SpillConfig(Group):
+    path: Text | None = None
+    """Folder, made when missing, for optimizer state of layers that host memory has no room for; it should be on a
+    local NVMe drive. Nothing of it stays on the disk after a run, however that ended. null: all state is in memory."""
+    limit: Size | None = None
+    """Bytes of that disk that the plan may use; null: what is free there but for 1 GiB."""
+
+
 class LogConfig(Group):
     tensorboard: bool = True
     """Event files in run_dir/tensorboard."""
@@ -251,6 +259,8 @@ class TrainConfig(Group):
     """Train adapters and leave the model as it is; null: train the model."""
     hardware: HardwareConfig = HardwareConfig()
     """The machine."""
+    spill: SpillConfig = SpillConfig()
+    """Where optimizer state goes that host memory has no room for."""
     run_dir: Text
     """Folder of the run: configuration, plan, metrics, saves."""
     resume: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -12,8 +12,6 @@ from pydantic_core import ErrorDetails
 
 if TYPE_CHECKING:
     from megatrain_ray.config import DataConfig, OptimizationConfig, TrainConfig
-
-LATER_KEYS = frozenset({"spill"})
 
 # Keys of data that mean nothing for other kinds.
 KINDS_OF_KEY = {
@@ -59,16 +57,22 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
     if train.warmup_steps > train.steps:
         remedy = f"set train.warmup_steps to {train.steps} or fewer, or train.steps to {train.warmup_steps} or more"
         yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; {remedy}"
-    if config.eval_every and config.data.eval_path is None:
-        yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     if (trace := config.log.trace) and not trace[0] <= trace[1] <= train.steps:
         yield f"log.trace: {list(trace)}: expected two steps with 1 ≤ first ≤ last ≤ train.steps: {train.steps}"
     for number, group in enumerate(train.groups):
         if group.lr is None and group.weight_decay is None and group.optimizer is None:
             yield f"train.groups.{number}: no lr, weight_decay or optimizer; set one of them, or leave the group out"
+    yield from _missing_paths(config)
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
+
+
+def _missing_paths(config: TrainConfig) -> Iterator[str]:
+    if config.eval_every and config.data.eval_path is None:
+        yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
+    if config.spill.limit is not None and config.spill.path is None:
+        yield f"spill.path is required with spill.limit: {config.spill.limit}: a folder on the disk that it is of"
 
 
 def _muon_disagreements(train: OptimizationConfig) -> Iterator[str]:
@@ -119,7 +123,7 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
     key = ".".join(str(part) for part in location)
     match problem["type"]:
         case "extra_forbidden":
-            yield _unknown(key, problem["input"], root)
+            yield _unknown(key, root)
         case "missing":
             field = _fields(root).get(_without_numbers(key))
             sentence = " ".join(((field and field.description) or "").split()).partition(". ")[0]
@@ -133,11 +137,7 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
             yield f"{key}: expected {expected}, got {_shown(problem['input'])}"
 
 
-def _unknown(key: str, value: Any, root: type[BaseModel]) -> str:
-    if key in LATER_KEYS:
-        if isinstance(value, Mapping) and value:
-            key = f"{key}.{next(iter(value))}"
-        return f"{key}: comes with a later version; leave the key out"
+def _unknown(key: str, root: type[BaseModel]) -> str:
     group, _, name = _without_numbers(key).rpartition(".")
     keys = list(_fields(root))
     siblings = [other for other in keys if other.rpartition(".")[0] == group]

@@ -30,6 +30,7 @@ from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.machine import probe_machine
 from megatrain_ray.model_source import ModelSource, checked, read_model
 from megatrain_ray.profiles import with_profile
+from megatrain_ray.spill_space import with_spill
 from megatrain_ray.trial_cache import TrialCache
 
 log = logging.getLogger(__name__)
@@ -66,22 +67,23 @@ def question_of(config: TrainConfig) -> Question:
 
     Raises ConfigError as training would.
     """
-    hardware = config.hardware
-    machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit, imagined=True)
-    return _question(config, _source_of(config), with_profile(machine, hardware.profile))
+    return _question(config, _source_of(config), _machine(config, imagined=True))
 
 
 def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSource | None = None) -> Prepared:
-    """`machine`: with its rates; None: this one, as far as it was measured. `source`: what `read_model` found; None:
-    it is read now."""
+    """`machine`: with its rates and spill space; None: this one, as far as it was measured. `source`: what `read_model`
+    found; None: it is read now."""
     source = _source_of(config, source)
-    hardware = config.hardware
-    if machine is None:
-        machine = with_profile(probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit), hardware.profile)
-    question = _question(config, source, machine)
+    question = _question(config, source, machine or _machine(config, imagined=False))
     plan = question.plan()
     split = config.with_split(plan.micro_batch_size, plan.num_micro_batches)
     return Prepared(split, source, question.structure, plan)
+
+
+def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
+    hardware = config.hardware
+    machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit, imagined=imagined)
+    return with_spill(with_profile(machine, hardware.profile), config.spill, imagined=imagined)
 
 
 def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSource:

@@ -38,6 +38,7 @@ from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
 from megatrain_ray.session import Job, Session
+from megatrain_ray.spill_space import with_spill
 from megatrain_ray.startup import Startup
 from megatrain_ray.tokenizing import check_there, tokenize
 from megatrain_ray.training_arguments import with_arguments
@@ -107,11 +108,8 @@ class Trainer:
         Raises ConfigError (2), CapacityError (3), InterruptedRunError (130, after a save unless `save_every: null`),
         MegatrainError (1) for anything that failed while running.
         """
-        if in_ray_job() and not Path(self.config.run_dir).is_absolute():
-            raise ConfigError(
-                f"run_dir: {self.config.run_dir} is relative, and a Ray job runs in a folder of its own that goes with "
-                "it; give an absolute path"
-            )
+        if in_ray_job():
+            _check_absolute(self.config)
         startup = Startup()
         with ExitStack() as stack:
             interrupts = stack.enter_context(Interrupts(saves=self.config.save_every is not None))
@@ -143,11 +141,21 @@ class Trainer:
                 return _train(job, manifest, placement)
 
 
+def _check_absolute(config: TrainConfig) -> None:
+    """Of what is written outside of caches. Raises ConfigError."""
+    for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
+        if path is not None and not Path(path).is_absolute():
+            raise ConfigError(
+                f"{key}: {path} is relative, and a Ray job runs in a folder of its own that goes with it; give an "
+                "absolute path"
+            )
+
+
 def _machine(config: TrainConfig, startup: Startup) -> Machine:
     """Measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
     machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit)
-    return measured(machine, hardware.profile, startup)
+    return with_spill(measured(machine, hardware.profile, startup), config.spill)
 
 
 @contextmanager

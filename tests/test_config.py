@@ -78,6 +78,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "compile": "auto",
             "cuda_graphs": "auto",
         },
+        "spill": {"path": None, "limit": None},
         "run_dir": "run",
         "resume": True,
         "save_every": 0,
@@ -92,8 +93,10 @@ def test_defaults_are_those_of_the_table() -> None:
 
 def test_a_number_may_be_written_without_a_point_and_a_size_as_text() -> None:
     written = config(train__lr=1, train__betas=[0, 0.5], hardware__hbm_limit="24GiB", hardware__ram_limit=5)
+    spill = config(spill__path="nvme", spill__limit="200GB").spill
     assert (written.train.lr, written.train.betas) == (1.0, (0.0, 0.5))
     assert (written.hardware.hbm_limit, written.hardware.ram_limit) == (24 << 30, 5)
+    assert (spill.path, spill.limit) == ("nvme", 200 * 10**9)
 
 
 def test_it_cannot_be_changed_and_survives_pickling() -> None:
@@ -146,6 +149,8 @@ def test_a_wrong_type_names_key_expected_and_got(changes: dict[str, Any], messag
         ("data__seq_len", 0),
         ("hardware__hbm_limit", 0),
         ("hardware__num_shards", 0),
+        ("spill__limit", 0),
+        ("spill__limit", -1),
         ("save_every", -1),
         ("save_keep", 0),
         ("save_compress", "gzip"),
@@ -173,8 +178,6 @@ def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("spill", None),
-        ("spill__path", "x"),
         ("hardware__num_gpus", 2),
     ],
 )
@@ -233,6 +236,7 @@ def test_all_problems_come_in_one_message() -> None:
             "train.warmup_steps: 5 is more than train.steps: 4; set train.warmup_steps "
             "to 4 or fewer, or train.steps to 5 or more",
         ),
+        ({"spill__limit": "200GB"}, "spill.path is required with spill.limit: 200000000000: a folder on"),
         ({"log__trace": [3, 2]}, "log.trace: [3, 2]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
         ({"log__trace": [3, 5]}, "log.trace: [3, 5]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
         ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft, and data.kind is pretrain; leave the key"),

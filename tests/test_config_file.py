@@ -148,6 +148,7 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
         {"save_compress": "zstd"},
         {"eval_every": 7, "data__eval_path": ["held", "out"]},
         {"hardware": {"device": "cpu", "hbm_limit": 1, "ram_limit": 2, "num_shards": 3}},
+        {"spill": {"path": "nvme", "limit": 5}},
         {"log": {"trace": [1, 2]}},
     ],
 )

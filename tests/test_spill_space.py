@@ -1,0 +1,221 @@
+"""spill.path and spill.limit: folders that are refused, what a plan is told of the disk, measured once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray import spill_space, trainer
+from megatrain_ray.config import SpillConfig, TrainConfig
+from megatrain_ray.config_file import override
+from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_DISK_BYTES_PER_S
+from megatrain_ray.engine.plan_request import Machine, SpillSpace
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.blob_store import aligned
+from megatrain_ray.planning import prepare, question_of
+from megatrain_ray.spill_space import ANY_ROOM, MARGIN_BYTES, PROBE_BYTES, rate_file, with_spill
+from megatrain_ray.startup import Startup
+from tests.runs import config
+from tests.test_planning import LLAMA
+
+MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
+RATE, FREE = 2.5e9, 10 << 30
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """Folders whose disks were measured, all of one rate and with as much room."""
+    folders: list[Path] = []
+
+    def measure(folder: Path, num_bytes: int) -> float:
+        assert num_bytes == PROBE_BYTES
+        assert folder.is_dir()
+        folders.append(folder)
+        return RATE
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(spill_space, "measure_mixed", measure)
+    monkeypatch.setattr(spill_space, "free_bytes", lambda folder: FREE)
+    return folders
+
+
+def space(
+    folder: Path, limit: int | str | None = None, *, imagined: bool = False, rate: float | None = None
+) -> SpillSpace:
+    """`rate`: that of the profile."""
+    machine = MACHINE if rate is None else replace(MACHINE, profile=replace(TYPICAL_CPU, disk_bytes_per_s=rate))
+    found = with_spill(machine, SpillConfig.model_validate({"path": str(folder), "limit": limit}), imagined=imagined)
+    assert replace(found, spill=None) == machine
+    assert found.spill is not None
+    return found.spill
+
+
+def test_nothing_is_spilled_without_a_path(measurements: list[Path]) -> None:
+    assert with_spill(MACHINE, SpillConfig()) is MACHINE
+    assert measurements == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "limit_bytes"),
+    [
+        (None, FREE, FREE - MARGIN_BYTES),
+        ("2GB", FREE, 2 * 10**9),
+        ("1TB", FREE, FREE - MARGIN_BYTES),
+        (None, MARGIN_BYTES - 1, 0),
+    ],
+)
+def test_a_run_may_use_what_is_free_and_no_more_than_the_limit(
+    tmp_path: Path, measurements: list[Path], monkeypatch: pytest.MonkeyPatch,
+    limit: str | None, free: int, limit_bytes: int,
+) -> None:  # fmt: skip
+    """A disk that is full is not measured."""
+    monkeypatch.setattr(spill_space, "free_bytes", lambda folder: free)
+    folder = tmp_path / "a" / "b"
+    found = space(folder, limit)
+    assert found == SpillSpace(limit_bytes, RATE if limit_bytes else TYPICAL_DISK_BYTES_PER_S)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_disk_is_measured_once(
+    tmp_path: Path, measurements: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until the folder is on another file system. What is kept holds for a plan without the folder, and a relative path
+    is that of the working directory."""
+    folder, other = tmp_path / "nvme", tmp_path / "other"
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("nvme"), folder, other, folder):
+        assert space(path).bytes_per_s == RATE
+    assert measurements == [folder, other]
+    assert capsys.readouterr().err.splitlines() == [
+        f"measured the disk of {path}, which is done once: 2.50 GB/s, read and written at the same time"
+        for path in (folder, other)
+    ]
+    kept = json.loads(rate_file(folder).read_text())
+    assert kept == {"version": 1, "folder": str(folder), "device": folder.stat().st_dev, "bytes_per_s": RATE}
+    rate_file(folder).write_text(json.dumps(kept | {"bytes_per_s": 1.5e9}))
+    folder.rmdir()
+    assert space(folder, imagined=True) == SpillSpace(ANY_ROOM, 1.5e9)
+    monkeypatch.setattr(spill_space, "_device_of", lambda folder: 12345)
+    assert space(folder).bytes_per_s == RATE
+    assert measurements == [folder, other, folder]
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"bytes_per_s": 0.0}])
+def test_what_is_kept_and_cannot_be_used_is_measured_again(
+    tmp_path: Path, measurements: list[Path], change: dict[str, float]
+) -> None:
+    space(tmp_path)
+    file = rate_file(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert space(tmp_path).bytes_per_s == RATE
+    assert measurements == [tmp_path, tmp_path]
+
+
+def test_a_rate_of_the_profile_is_taken(tmp_path: Path, measurements: list[Path]) -> None:
+    assert space(tmp_path, rate=1e9).bytes_per_s == 1e9
+    assert space(tmp_path / "none", imagined=True, rate=1e9).bytes_per_s == 1e9
+    assert measurements == []
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_disk_that_cannot_be_measured_is_trained_on(
+    tmp_path: Path, measurements: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(folder: Path, num_bytes: int) -> float:
+        raise MegatrainError("the disk is stuck")
+
+    monkeypatch.setattr(spill_space, "measure_mixed", fail)
+    assert space(tmp_path).bytes_per_s == TYPICAL_DISK_BYTES_PER_S
+    assert caplog.messages[-1] == "spill.path is taken to be on a typical NVMe drive: the disk is stuck"
+    assert not rate_file(tmp_path).exists()
+
+
+def test_a_disk_is_measured_where_nothing_can_be_kept(
+    tmp_path: Path, measurements: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(spill_space, "cache_folder", no_home)
+    assert space(tmp_path).bytes_per_s == RATE
+
+
+def test_a_small_measurement_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(spill_space, "PROBE_BYTES", aligned(1))
+    found = space(tmp_path / "nvme", 5)
+    assert found.bytes_per_s > 0
+    assert space(tmp_path / "nvme", 5) == found
+
+
+def test_a_plan_alone_makes_no_folder(tmp_path: Path, measurements: list[Path]) -> None:
+    """One that is not here has a typical drive; one that is here is measured."""
+    assert space(tmp_path / "nvme", imagined=True) == SpillSpace(ANY_ROOM, TYPICAL_DISK_BYTES_PER_S)
+    assert space(tmp_path / "nvme", "1TB", imagined=True).limit_bytes == 10**12
+    assert space(Path("/proc/none"), imagined=True).limit_bytes == ANY_ROOM
+    assert not (tmp_path / "nvme").exists()
+    assert space(tmp_path, imagined=True) == SpillSpace(FREE - MARGIN_BYTES, RATE)
+    assert measurements == [tmp_path]
+
+
+@pytest.mark.parametrize("path", ["file", "file/x", "/proc/none", "/proc/self", "loose"])
+def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path, measurements: list[Path], path: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loose").symlink_to("nowhere")
+    with pytest.raises(
+        ConfigError, match=rf"^spill\.path: cannot write to {tmp_path / path}: .*; name a folder"
+    ) as info:
+        space(tmp_path / path)
+    assert (info.value.exit_code, str(info.value).count("\n")) == (2, 0)
+    if path.startswith("file"):
+        with pytest.raises(ConfigError, match=r"^spill\.path: cannot write to .*: Not a directory; "):
+            space(tmp_path / path, imagined=True)
+
+
+def settings(folder: Path, path: Path) -> TrainConfig:
+    tree = config(folder / "run", LLAMA, hardware__ram_limit="64GiB", spill__path=str(path), spill__limit="2GB")
+    return TrainConfig.model_validate(tree)
+
+
+MACHINES: dict[str, Callable[[TrainConfig], Machine]] = {
+    "plan": lambda config: question_of(config).machine,
+    "train": lambda config: trainer._machine(config, Startup()),
+}
+
+
+@pytest.mark.parametrize("command", MACHINES)
+def test_plans_and_runs_are_told(tmp_path: Path, measurements: list[Path], command: str) -> None:
+    """A run makes the folder and measures its disk."""
+    folder = tmp_path / "nvme"
+    spill = MACHINES[command](settings(tmp_path, folder)).spill
+    is_run = command == "train"
+    assert spill == SpillSpace(2 * 10**9, RATE if is_run else TYPICAL_DISK_BYTES_PER_S)
+    assert measurements == [folder] * is_run
+    assert folder.exists() == is_run
+
+
+def test_what_is_prepared_by_itself_is_a_run(tmp_path: Path, measurements: list[Path]) -> None:
+    prepare(settings(tmp_path, tmp_path / "nvme"))
+    assert measurements == [tmp_path / "nvme"]
+
+
+def test_a_run_with_a_wrong_path_ends_before_any_process_starts(
+    tmp_path: Path, measurements: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "_processes", None)
+    with pytest.raises(ConfigError, match=r"spill\.path: cannot write to /proc/none: "):
+        trainer.Trainer(settings(tmp_path, Path("/proc/none"))).fit()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["run_dir", "spill.path"])
+def test_a_ray_job_takes_absolute_paths_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr(trainer, "in_ray_job", lambda: True)
+    tree = config(tmp_path / "run", LLAMA, spill__path=str(tmp_path / "nvme"))
+    override(tree, f"{key}=relative")
+    with pytest.raises(ConfigError, match=rf"^{key}: relative is relative, and a Ray job runs in a folder of its own"):
+        trainer.Trainer(TrainConfig.model_validate(tree)).fit()
