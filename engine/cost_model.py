@@ -77,6 +77,7 @@ class CostBasis:
     profile: HardwareProfile
     is_measured: bool  # on this machine
     z_loss: bool
+    disk_bytes_per_s: float = math.inf  # read and written at the same time, both together
     schedules: dict[object, Schedule] = field(default_factory=dict)  # by what decides about them
 
     def schedule(self, plan: Plan) -> Schedule:
@@ -172,6 +173,8 @@ class Prices:
         if stage in (Stage.H2D, Stage.D2H):
             # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
+        if stage is Stage.DISK:
+            return op.num_bytes / self._basis.disk_bytes_per_s
         return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
 
     def of_layer(self, name: str, layer: int) -> float:

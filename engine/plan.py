@@ -148,8 +148,10 @@ class Plan:
     saves_frozen: bool  # false: a save leaves out what is frozen
     save_copy_bytes: int  # spare RAM into which a save copies layers that are updated before they are written
     device_copy_bytes: int  # of these, for layers that live on the device
+    state_slots: int  # of each shard: spilled layers whose state is in host memory at the same time
     hbm_limit_bytes: int | None
     ram_limit_bytes: int
+    spill_limit_bytes: int | None  # None: nothing may spill
     rows: tuple[ByteCount, ...]
     captured: bool = False  # forward and backward of a step are one graph that the device has; it launches all at once
     prediction: Prediction | None = None  # of what a step takes
@@ -192,6 +194,11 @@ class Plan:
     def host_layers(self) -> frozenset[int]:
         """The others."""
         return frozenset(range(len(self.layers))) - self.hbm_layers
+
+    @property
+    def spilled_layers(self) -> frozenset[int]:
+        """Those whose state is on disk."""
+        return frozenset(i for i, layer in enumerate(self.layers) if layer.state is Tier.NVME)
 
     @property
     def waiting_layers(self) -> frozenset[int]:

@@ -43,6 +43,14 @@ class Bounds:
         """The updates of the shards."""
         return sum(map(self._update_s, self._prices.updated_by_cpu))
 
+    @property
+    def disk_s(self) -> float:
+        """State that spills comes and goes once."""
+        num_bytes = self._plan.precision.state_bytes * sum(
+            self._basis.layout.layers[i].trained.size for i in self._plan.spilled_layers
+        )
+        return 2 * num_bytes / self._basis.disk_bytes_per_s
+
     def _visit_s(self, visit: Visit) -> float:
         names = operations(visit.phase, self._plan.layers[visit.layer].activations)
         return sum([self._prices.of_layer(name, visit.layer) for name in names])

@@ -8,6 +8,7 @@ import torch
 
 from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan_spill import beyond_disk
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.units import format_bytes, format_count
 
@@ -32,6 +33,7 @@ def describe(plan: Plan) -> str:
         f"attention {_attention(plan)}",
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
         f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
+        *_spill_lines(plan),
         f"update    {_optimizers(plan)} in {plan.update_order.value} order, {plan.num_shards} × "
         f"{plan.num_shard_threads} threads",
         *_muon_lines(plan),
@@ -121,6 +123,17 @@ def _optimizers(plan: Plan) -> str:
     return f"Muon of {format_count(plan.num_muon)} and AdamW of {format_count(rest)} parameters"
 
 
+def _spill_lines(plan: Plan) -> list[str]:
+    """Nothing where nothing spills."""
+    if not (spilled := plan.spilled_layers):
+        return []
+    moved = plan.total_bytes(Tier.NVME)
+    return [
+        f"spill     state of {len(spilled)} layers is on disk: {format_bytes(moved)} read and {format_bytes(moved)} "
+        "written a step"
+    ]
+
+
 def _muon_lines(plan: Plan) -> list[str]:
     """What its directions move a step; nothing without Muon."""
     if not plan.num_muon:
@@ -152,7 +165,8 @@ def _copies(plan: Plan) -> str:
 
 
 def _limit(plan: Plan, tier: Tier) -> str:
-    limit = plan.hbm_limit_bytes if tier is Tier.HBM else plan.ram_limit_bytes
+    limits = {Tier.HBM: plan.hbm_limit_bytes, Tier.HOST: plan.ram_limit_bytes, Tier.NVME: plan.spill_limit_bytes}
+    limit = limits[tier]
     if limit is None:
         return "(part of host memory)"
     return f"of {format_bytes(limit)}"
@@ -172,7 +186,15 @@ def explain_misfit(plan: Plan, remedy: str | None) -> str:
     if on_host > plan.ram_limit_bytes:
         problems.append(
             f"needs {format_bytes(on_host)} of host RAM, {format_bytes(plan.ram_limit_bytes)} available: raise "
-            "hardware.ram_limit if the machine has more, or use a smaller model"
+            "hardware.ram_limit if the machine has more, "
+            + ("" if plan.spill_limit_bytes is not None else "name a folder on NVMe as spill.path, ")
+            + "or use a smaller model"
+        )
+    if beyond_disk(plan):
+        limit = plan.spill_limit_bytes or 0
+        problems.append(
+            f"needs {format_bytes(plan.total_bytes(Tier.NVME))} of disk, {format_bytes(limit)} available: raise "
+            "spill.limit, or name a folder with more room as spill.path"
         )
     if remedy:
         problems.append(f"within these limits it fits with {remedy}")

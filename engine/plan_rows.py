@@ -12,6 +12,7 @@ from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.muon import work_bytes
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Tier
 from megatrain_ray.engine.plan_loss import loss_bytes
+from megatrain_ray.engine.plan_spill import slots_bytes, spilled_bytes
 from megatrain_ray.io.words import WORD_BYTES
 from megatrain_ray.units import format_bytes
 
@@ -143,11 +144,25 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
         "processes": (processes * PROCESS_BYTES, f"{processes} × {format_bytes(PROCESS_BYTES)}"),
     }
+    if spilled := plan.spilled_layers:
+        rows |= {
+            "state slots": (
+                slots_bytes(plan, layout, sorted(spilled)),
+                f"{plan.num_shards} × {plan.state_slots} layers on their way between disk and updates",
+            )
+        }
     if plan.boundary_bytes:
         rows |= {"boundary activations": (plan.boundary_bytes, "what enters layers, until their backward")}
     if plan.num_muon:
         rows |= {"directions in waiting": (plan.direction_slab_bytes, "Muon's, bf16, of four layers at most")}
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+    """`plan`: all of it but its rows."""
+    if spilled := plan.spilled_layers:
+        formula = f"{plan.precision.state_bytes} bytes of state of {len(spilled)} layers, read and written once a step"
+        yield ByteCount(Tier.NVME, "optimizer state", spilled_bytes(plan, layout), formula)
 
 
 def _of_muon(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
@@ -198,7 +213,7 @@ def _remaining(sizes: Sequence[int]) -> list[int]:
 
 
 def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
-    on_host = [layout.layers[i] for i in plan.host_layers]
+    on_host = [layout.layers[i] for i in plan.host_layers - plan.spilled_layers]
     per_element, size = plan.precision.state_bytes, sum(layer.trained.size for layer in on_host)
     without_v = size - sum(layer.adamw.size for layer in on_host)
     less = f" - {SECOND_MOMENT_BYTES} × {without_v}" if without_v else ""

@@ -36,7 +36,8 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     """
     layout = structure.layout(request.num_fragments)
     work = work_of(structure, request.active_experts, request.windows)
-    basis = CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss)
+    disk = machine.spill.bytes_per_s if machine.spill else math.inf
+    basis = CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, disk)
     if request.captured:
         plan = _fastest_captured(basis, machine, request, activations)
     else:
@@ -178,7 +179,8 @@ class _SplitSearch:
         """Whether gradients wait on the device, from where they would leave late, and the host has room for them."""
         if candidate.gradients is not Tier.HBM or not self._found.plans:
             return False
-        return not self._fewest(replace(candidate, gradients=Tier.HOST))
+        on_host = replace(candidate, gradients=Tier.HOST)
+        return not self._fewest(on_host) and not self._draft(on_host).spilled_layers
 
     def _fewest(self, candidate: Candidate) -> int:
         """Layers that must live on the device. Slots and what is kept there make no difference to the host, so one
@@ -207,7 +209,7 @@ class _SplitSearch:
         if not self._found.may_be_beaten_in(max(bounds.compute_s, bounds.update_s)):
             return False
         # What takes as long as a simpler one changes nothing.
-        return max(bounds.chained_s, bounds.h2d_s) < self._found.best_s
+        return max(bounds.chained_s, bounds.h2d_s, bounds.disk_s) < self._found.best_s
 
     def _bounds(self, plan: Plan) -> Bounds:
         return Bounds(plan, self._basis, self._activations, self._shared)

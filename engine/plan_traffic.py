@@ -23,15 +23,17 @@ def state_share(plan: Plan) -> dict[str, float]:
 
 
 def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
-    """Bytes that a step copies in each direction between host and device."""
+    """Bytes that a step copies in each direction between host and device, and between host and disk both ways."""
     layout = structure.layout(plan.num_fragments)
     of_muon = _muon_bytes(plan, layout)
     leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
     sums = _suspensions(plan) * updated * plan.accumulation_dtype.itemsize
+    spilled = plan.precision.state_bytes * sum(layout.layers[i].trained.size for i in plan.spilled_layers)
     boundaries = plan.boundary_bytes * plan.num_micro_batches // plan.num_live_micro_batches
     return {
         Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + boundaries + of_muon,
         Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + boundaries + sum(layout.direction_bytes),
+        Stage.DISK.value: 2 * spilled,
     }
 
 

@@ -24,7 +24,8 @@ from megatrain_ray.engine.plan import (
 from megatrain_ray.engine.plan_gradients import GradientPlaces, in_flight
 from megatrain_ray.engine.plan_loss import chunk_tokens
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_rows import backward_bytes, beside_loss, hbm_rows, host_rows
+from megatrain_ray.engine.plan_rows import backward_bytes, beside_loss, hbm_rows, host_rows, nvme_rows
+from megatrain_ray.engine.plan_spill import STATE_SLOTS, beyond_disk, spilled_layers
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 
@@ -60,7 +61,7 @@ class Drafts:
     """Parts of plans that many candidates of one request share."""
 
     frames: dict[Candidate, Plan] = field(default_factory=dict)
-    layers: dict[Candidate, dict[tuple[int, bool, bool], LayerPlan]] = field(default_factory=dict)
+    layers: dict[Candidate, dict[tuple[int, bool, bool, bool], LayerPlan]] = field(default_factory=dict)
     chunks: dict[Candidate, int] = field(default_factory=dict)
 
 
@@ -77,7 +78,7 @@ def missing_bytes(plan: Plan) -> int:
     """Beyond all limits together; 0 where the plan fits."""
     limit = plan.hbm_limit_bytes
     of_device = 0 if limit is None else max(0, plan.total_bytes(Tier.HBM) - limit)
-    return of_device + max(0, -spare_ram(plan))
+    return of_device + max(0, -spare_ram(plan)) + beyond_disk(plan)
 
 
 def spare_ram(plan: Plan) -> int:
@@ -140,7 +141,7 @@ class _Builder:
         if where not in self.drafts.frames:
             self.drafts.frames[where] = self._frame()
         frame = self.drafts.frames[where]
-        plan = replace(frame, layers=self._layers(), loss_chunk_tokens=self._chunk_tokens(frame))
+        plan = replace(frame, layers=self._layers(frame.spilled_layers), loss_chunk_tokens=self._chunk_tokens(frame))
         hbm = hbm_rows(plan, self.structure, self.layout, self.activations, z_loss=self.request.z_loss)
         plan = replace(plan, rows=(*hbm, *frame.rows))
         return self._with_copies(plan) if self.request.saves else plan
@@ -179,17 +180,29 @@ class _Builder:
             shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
             num_compute_threads=max(1, m.num_cpus),
             num_shard_threads=max(1, m.num_cpus // num_shards),
-            recovery=Recovery.IN_PLACE,  # all state is in host memory, where updates are logged
+            recovery=Recovery.IN_PLACE,  # all state is updated in host memory, and updates are logged there
             uploads_per_step=0,
             saves_frozen=r.saves_frozen,
             save_copy_bytes=0,
             device_copy_bytes=0,
+            state_slots=0,
             hbm_limit_bytes=m.hbm_bytes,
             ram_limit_bytes=m.ram_bytes,
+            spill_limit_bytes=m.spill.limit_bytes if m.spill else None,
             rows=(),
             captured=bool(r.captured),
         )
-        return replace(plan, rows=tuple(host_rows(plan, self.layout)))
+        return self._spilling(replace(plan, rows=tuple(host_rows(plan, self.layout))))
+
+    def _spilling(self, frame: Plan) -> Plan:
+        """With state on disk where the host has too little memory. `frame`: with the host's rows and nothing there."""
+        missing = -spare_ram(frame)
+        if self.machine.spill is None or missing <= 0:
+            return frame
+        frame = replace(frame, state_slots=STATE_SLOTS)
+        spilled = spilled_layers(frame, self.structure, self.layout, missing)
+        frame = replace(frame, layers=self._layers(spilled))
+        return replace(frame, rows=(*host_rows(frame, self.layout), *nvme_rows(frame, self.layout)))
 
     def _chunk_tokens(self, frame: Plan) -> int:
         """However many layers keep more: that never makes the loss slower."""
@@ -215,15 +228,15 @@ class _Builder:
     def _gradients(self) -> GradientPlaces:
         return GradientPlaces(self.structure, self.layout, self.request, self.candidate)
 
-    def _layers(self) -> tuple[LayerPlan, ...]:
+    def _layers(self, spilled: Set[int] = frozenset()) -> tuple[LayerPlan, ...]:
         c, order = self.candidate, LoopOrder.MICRO_BATCHES_OUTER
         alike = replace(c, order=order, num_block_slots=0, num_edge_slots=0, hbm_layers=frozenset(), num_late=0)
         known = self.drafts.layers.setdefault(alike, {})
         first_late = self._first_late
-        keys = [(i, i in c.hbm_layers, i >= first_late) for i in range(len(self.layout.layers))]
-        return tuple(known.get(key) or known.setdefault(key, self._layer(key[0])) for key in keys)
+        keys = [(i, i in c.hbm_layers, i >= first_late, i in spilled) for i in range(len(self.layout.layers))]
+        return tuple(known.get(key) or known.setdefault(key, self._layer(key[0], spills=key[3])) for key in keys)
 
-    def _layer(self, index: int) -> LayerPlan:
+    def _layer(self, index: int, *, spills: bool) -> LayerPlan:
         layer, compiled = self.layout.layers[index], self._is_compiled(index)
         tier = Tier.HBM if index in self.candidate.hbm_layers else Tier.HOST
         waits = Tier.HBM if self._gradients.wait_on_device(index) else Tier.HOST
@@ -234,7 +247,7 @@ class _Builder:
             num_muon=layer.num_muon,
             num_fragments=len(layer.fragments),
             weights=tier,
-            state=tier,
+            state=Tier.NVME if spills else tier,
             gradients=waits,
             boundary=Tier.HOST if self._leaves(index) else Tier.HBM,
             boundary_bytes=self.activations.boundary[index],

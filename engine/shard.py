@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_state import ShardState
 from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.pieces import Piece
 from megatrain_ray.spans import Row
 
 
@@ -69,6 +70,10 @@ class AdamShard(ShardState):
         self._journal = Journal(journal, layout, precision, num_threads)
         self._kernel = open_kernel(num_threads, hyper, kernels)
 
+    def restorable(self) -> Iterator[list[Piece]]:
+        """All pieces, to be filled from a save: some at a time, before the next are asked for."""
+        yield [piece for layer in range(len(self.layout.spans)) for piece in self.pieces(layer)]
+
     @property
     def m(self) -> Tensor:
         """First moments, 1-D of ShardLayout.size; to be read."""
@@ -110,7 +115,7 @@ class AdamShard(ShardState):
 
     def _traffic(self, layer: int, gradient: Tensor) -> int:
         """Bytes that an update moves at least: state read and written, the gradient read."""
-        state = sum(tensor.nbytes for tensors in self._kinds(layer).values() for tensor in tensors)
+        state = sum(map(sum, self._sizes(layer).values()))
         return 2 * state + self.layout.spans[layer].size * gradient.itemsize
 
     def roll_back(self, layer: int, serial: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,13 +15,15 @@ from megatrain_ray.engine.layout import ModelLayout
 @dataclass(frozen=True)
 class ShardLayout:
     """What one shard owns: a contiguous span of every layer's trained part, stored one after the other in its state
-    arenas; and of every frozen part. `layers`: those that are cut among these shards; of others they own nothing."""
+    arenas; and of every frozen part. `layers`: those that are cut among these shards; of others they own nothing.
+    `spilled`: of these the ones whose state is on disk, and takes no part of the arenas (spill_layout.py)."""
 
     model: ModelLayout
     index: int
     num_shards: int
     granularity: int = CUT_ELEMENTS
     layers: Set[int] | None = None  # None: all
+    spilled: Set[int] = frozenset()
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -50,8 +52,8 @@ class ShardLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First element of each layer's part in this shard's state."""
-        return starts_of(span.size for span in self.spans)
+        """First element of each layer's part in this shard's state, of those that do not spill."""
+        return starts_of(self._in_memory(self.spans))
 
     @cached_property
     def v_spans(self) -> tuple[Span, ...]:
@@ -63,16 +65,24 @@ class ShardLayout:
 
     @cached_property
     def v_starts(self) -> tuple[int, ...]:
-        """First element of each layer's part among the shard's second moments."""
-        return starts_of(span.size for span in self.v_spans)
+        """First element of each layer's part among the shard's second moments, of those that do not spill."""
+        return starts_of(self._in_memory(self.v_spans))
+
+    def _in_memory(self, spans: Sequence[Span]) -> list[int]:
+        """Their sizes in the shard's state."""
+        return [0 if i in self.spilled else span.size for i, span in enumerate(spans)]
+
+    def span_of(self, layer: int, kind: str) -> Span:
+        """What the shard has of a layer's state of one kind, in padded coordinates of the layer."""
+        return (self.v_spans if kind == "v" else self.spans)[layer]
 
     @property
     def size(self) -> int:
-        return sum(span.size for span in self.spans)
+        return sum(self._in_memory(self.spans))
 
     def size_of(self, kind: str) -> int:
         """Padded elements of one kind of the shard's state."""
-        return sum(span.size for span in self.v_spans) if kind == "v" else self.size
+        return sum(self._in_memory(self.v_spans)) if kind == "v" else self.size
 
     def num_bytes(self, kinds: Iterable[tuple[str, torch.dtype]]) -> int:
         """Of the shard's state of these kinds."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -58,18 +59,19 @@ class ShardState(ABC):
 
         Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
         """
-        trained = [(run, partial(self._load, source, layer, run)) for layer, run in self._all(self._runs)]
-        _fill([*trained, *self._frozen(source)], num_threads)
+        trained = [self._trained(source, i) for i in range(len(self.layout.spans)) if i not in self.layout.spilled]
+        fill([*itertools.chain(*trained), *self._frozen(source)], num_threads)
 
     def load_frozen(self, source: WeightSource, num_threads: int = 1) -> None:
         """The same of what is frozen, which is the working copy alone."""
-        _fill(self._frozen(source), num_threads)
+        fill(self._frozen(source), num_threads)
 
-    def _all(self, runs: Callable[[int], Iterator[Run]]) -> Iterator[tuple[int, Run]]:
-        return ((layer, run) for layer in range(len(self.layout.spans)) for run in runs(layer))
+    def _trained(self, source: WeightSource, layer: int) -> list[tuple[Run, Job]]:
+        return [(run, partial(self._load, source, layer, run)) for run in self._runs(layer)]
 
     def _frozen(self, source: WeightSource) -> list[tuple[Run, Job]]:
-        return [(run, partial(self._load_frozen, source, layer, run)) for layer, run in self._all(self._frozen_runs)]
+        runs = ((layer, run) for layer in range(len(self.layout.spans)) for run in self._frozen_runs(layer))
+        return [(run, partial(self._load_frozen, source, layer, run)) for layer, run in runs]
 
     def _load(self, source: WeightSource, layer: int, run: Run, _: Scratch) -> None:
         state = self._state(layer, run)
@@ -92,17 +94,18 @@ class ShardState(ABC):
 
         The buffers are the state itself: read to save it, written to restore it.
         """
-        for kind, tensors in self._kinds(layer).items():
-            yield self._piece(layer, kind, self._span(layer, kind), [*map(self._buffer, tensors)])
+        yield from self._pieces_of(layer, self._buffers(layer))
         yield from self._frozen_pieces(layer)
+
+    def _pieces_of(self, layer: int, buffers: Mapping[str, list[Buffer]]) -> Iterator[Piece]:
+        return (
+            self._piece(layer, kind, self.layout.span_of(layer, kind), of_kind) for kind, of_kind in buffers.items()
+        )
 
     def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
         frozen = [self._buffer(self._working_of(layer, run).view(torch.uint8)) for run in self._frozen_runs(layer)]
         if frozen and self._saves_frozen:
             yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
-
-    def _span(self, layer: int, kind: str) -> Span:
-        return (self.layout.v_spans if kind == "v" else self.layout.spans)[layer]
 
     def _piece(self, layer: int, kind: str, span: Span, buffers: list[Buffer]) -> Piece:
         flat = self.layout.model.layers[layer]
@@ -110,7 +113,7 @@ class ShardState(ABC):
 
     def copy_bytes(self, layer: int) -> int:
         """Room that `copy_layer` needs; 0 where no update changes anything."""
-        return sum(round_up(t.nbytes, COPY_ALIGN) for tensors in self._kinds(layer).values() for t in tensors)
+        return sum(round_up(size, COPY_ALIGN) for sizes in self._sizes(layer).values() for size in sizes)
 
     def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
         """The pieces of a layer, what an update changes over `memory` (1-D uint8, at least `copy_bytes`) with what the
@@ -124,7 +127,7 @@ class ShardState(ABC):
                 copies.append(memory[start : start + tensor.nbytes])
                 start += round_up(tensor.nbytes, COPY_ALIGN)
             pairs += zip(copies, tensors, strict=True)
-            span = self._span(layer, kind)
+            span = self.layout.span_of(layer, kind)
             pieces.append(self._piece(layer, kind, span, [copy.numpy().data for copy in copies]))
         self._copy(layer, pairs)
         return [*pieces, *self._frozen_pieces(layer)]
@@ -132,6 +135,10 @@ class ShardState(ABC):
     @abstractmethod
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies each second tensor (uint8, 1-D) over the first, which is on the host."""
+
+    def _buffers(self, layer: int) -> dict[str, list[Buffer]]:
+        """Of the pieces of what is trained of a layer, by kind, run after run."""
+        return {kind: [*map(self._buffer, tensors)] for kind, tensors in self._kinds(layer).items()}
 
     def _buffer(self, tensor: Tensor) -> Buffer:
         """Of a piece: state (1-D uint8) where it is."""
@@ -162,12 +169,18 @@ class ShardState(ABC):
         return self._working[start : start + run.length]
 
     def _state(self, layer: int, run: Run) -> AdamState:
-        in_span = run.padded - self.layout.spans[layer].start  # what has a second moment comes first
-        starts = {kind: self.layout.v_starts if kind == "v" else self.layout.starts for kind in self._own}
-        firsts = {kind: of_layers[layer] + in_span for kind, of_layers in starts.items()}
-        own = {kind: tensor[firsts[kind] : firsts[kind] + run.length] for kind, tensor in self._own.items()}
+        first = run.padded - self.layout.spans[layer].start  # what has a second moment comes first
+        own = {kind: tensor[first : first + run.length] for kind, tensor in self._own_of(layer).items()}
         v = None if run.segment.muon else own["v"]
         return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], v)
+
+    def _own_of(self, layer: int) -> Mapping[str, Tensor]:
+        """The layer's part of each kind of the shard's own state."""
+        starts = {kind: self.layout.v_starts if kind == "v" else self.layout.starts for kind in self._own}
+        return {
+            kind: tensor[starts[kind][layer] :][: self.layout.span_of(layer, kind).size]
+            for kind, tensor in self._own.items()
+        }
 
     @property
     def _working_kind(self) -> str:
@@ -179,6 +192,14 @@ class ShardState(ABC):
         named = {self._working_kind: [state.working for state in states]}
         named |= {kind: [t for state in states if (t := getattr(state, kind)) is not None] for kind in self._own}
         return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items() if tensors}
+
+    def _sizes(self, layer: int) -> dict[str, list[int]]:
+        """Bytes of the same, wherever they are."""
+        runs = list(self._runs(layer))
+        sizes = {self._working_kind: [run.length * self._working.itemsize for run in runs]}
+        for kind, tensor in self._own.items():
+            sizes[kind] = [run.length * tensor.itemsize for run in runs if kind != "v" or not run.segment.muon]
+        return sizes
 
 
 def _check(precision: Precision, layout: ShardLayout, tensors: Mapping[str, Tensor]) -> None:
@@ -200,8 +221,8 @@ def _weighting(segment: Segment, hyper: Hyper) -> Weighting:
     return Weighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay, ratio)
 
 
-def _fill(jobs: Iterable[tuple[Run, Job]], num_threads: int) -> None:
-    """The longest first: one thread must not be left with it at the end."""
+def fill(jobs: Iterable[tuple[Run, Job]], num_threads: int) -> None:
+    """Fills runs of parameters. The longest first: one thread must not be left with it at the end."""
     with closing(BlockPool(num_threads)) as pool:
         pool.run([job for _, job in sorted(jobs, key=lambda pair: -pair[0].length)])
 

@@ -2,9 +2,9 @@
 
 What the streamer, the gradient slots, the offloader and the shards wait for is said here once more, in a few lines
 each; tests/test_simulation.py holds the two together. Visits, loads and updates are here; gradients
-(simulated_gradients.py), Muon's directions (simulated_directions.py) and boundary activations
-(simulated_boundaries.py) move on the same clocks. Not simulated: the room in the slab. Without clipping it can hold a
-backward up that the next forward would otherwise wait for, and a step takes as long.
+(simulated_gradients.py), Muon's directions (simulated_directions.py), boundary activations (simulated_boundaries.py)
+and state that spills (simulated_spill.py) move on the same clocks. Not simulated: the room in the slab. Without
+clipping it can hold a backward up that the next forward would otherwise wait for, and a step takes as long.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatrain_ray.engine.residency import FragmentId, Residency
 from megatrain_ray.engine.simulated_boundaries import SimulatedBoundaries
 from megatrain_ray.engine.simulated_clocks import Clocks
 from megatrain_ray.engine.simulated_gradients import SimulatedGradients
+from megatrain_ray.engine.simulated_spill import SimulatedSpill
 from megatrain_ray.engine.visits import Phase, Visit
 from megatrain_ray.trace import CostModel, Op, Stage
 
@@ -55,6 +56,7 @@ class Simulation:
         self._clocks = Clocks(cost)
         self._boundaries = SimulatedBoundaries(plan, visits, self._clocks)
         self._gradients = SimulatedGradients(plan, layout, self._clocks)
+        self._spill = SimulatedSpill(plan, layout, self._clocks.run)
         self._on_device = plan.hbm_layers
         self._by_gpu = {i for i, layer in enumerate(plan.layers) if layer.updated_by == "gpu"}
         self._waiting = plan.waiting_layers
@@ -156,7 +158,10 @@ class Simulation:
             waited = layer in self._waiting
             landed_s = self._leave_late(layer, staged, committed_s) if waited else self._gradients.landed_s[layer]
             op = Op("update", layer)
-            self._generation_s[layer] = self._clocks.run(Stage.OPTIMIZER, op, committed_s, landed_s)
+            there_s = self._spill.bring(layer)
+            updated_s = self._clocks.run(Stage.OPTIMIZER, op, committed_s, landed_s, there_s)
+            self._generation_s[layer] = updated_s
+            self._spill.leave(layer, updated_s)
 
     def _leave_late(self, layer: int, staged: deque[int], committed_s: float) -> float:
         """A gradient that waited on the device leaves when the slab has room. Counted as the step's that made it."""

@@ -14,7 +14,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatrain_ray.arena_owner import ArenaOwner
-from megatrain_ray.arenas import arena_sizes
+from megatrain_ray.arenas import arena_sizes, spill_files
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.early_imports import COMPILER, TRANSFORMERS, import_first
@@ -143,9 +143,10 @@ def crew_spec(prepared: Prepared) -> CrewSpec:
 
 
 def owner_arguments(prepared: Prepared, holders: Sequence[Handles], after_pid: int | None) -> tuple[Any, ...]:
-    """Of new arenas, or of those that `holders` still hold."""
+    """Of new arenas and spill files, or of those that `holders` still hold."""
     plan = prepared.plan
-    return arena_sizes(plan, prepared.structure.layout(plan.num_fragments)), holders
+    layout = prepared.structure.layout(plan.num_fragments)
+    return arena_sizes(plan, layout), holders, spill_files(plan, layout, prepared.config.spill.path)
 
 
 def shard_arguments(

@@ -1,6 +1,8 @@
-"""The arenas of a run: their names, their sizes, and where the kinds of a shard's state lie in its own."""
+"""The arenas and spill files of a run: their names, their sizes, and where a shard's state lies in its own."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 
@@ -9,6 +11,9 @@ from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.spill_layout import SpillLayout
+from megatrain_ray.io.blob_store import aligned
+from megatrain_ray.io.spill_file import SpillFile
 
 WORKING = "working"
 SLAB = "slab"
@@ -23,6 +28,10 @@ def journal_arena(shard: int) -> str:
     return f"journal-{shard}"
 
 
+def spill_file(shard: int) -> str:
+    return f"spill-{shard}"
+
+
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     """Bytes of every arena of a run: three that all map, and two for each shard that only this one does, but for its
     momenta, which the GPU worker reads where Muon trains."""
@@ -33,14 +42,39 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     }
     for k in range(plan.num_shards):
         part = shard_layout(plan, layout, k)
-        sizes[state_arena(k)] = max(1, part.num_bytes(plan.precision.state_kinds))  # none where little is trained
+        # None where little is trained.
+        sizes[state_arena(k)] = max(1, _first_slot(part, plan) + spill_layout(plan, part).memory_bytes)
         sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.num_shard_threads)
     return sizes
 
 
 def shard_layout(plan: Plan, layout: ModelLayout, index: int) -> ShardLayout:
     """Of a shard of the CPU: of the layers on the host."""
-    return ShardLayout(layout, index, plan.num_shards, plan.shard_cut_elements, plan.host_layers)
+    return ShardLayout(
+        layout, index, plan.num_shards, plan.shard_cut_elements, plan.host_layers, spilled=plan.spilled_layers
+    )
+
+
+def spill_layout(plan: Plan, part: ShardLayout) -> SpillLayout:
+    """Of what the shard has on disk."""
+    return SpillLayout.of(part, plan.precision, plan.layer_order, plan.state_slots)
+
+
+def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:
+    """One for each shard that has something on disk. `folder`: spill.path."""
+    num_bytes = {k: spill_layout(plan, shard_layout(plan, layout, k)).blob_bytes for k in range(plan.num_shards)}
+    return {spill_file(k): SpillFile(Path(folder or "."), nbytes) for k, nbytes in num_bytes.items() if nbytes}
+
+
+def spill_memory(arena: torch.Tensor, plan: Plan, part: ShardLayout) -> torch.Tensor:
+    """Where state that spills passes through a shard's arena (1-D uint8), behind what stays there."""
+    first = _first_slot(part, plan)
+    return arena[first : first + spill_layout(plan, part).memory_bytes]
+
+
+def _first_slot(part: ShardLayout, plan: Plan) -> int:
+    """The byte at which slots begin in a shard's arena."""
+    return aligned(part.num_bytes(plan.precision.state_kinds))
 
 
 def state_views(arena: torch.Tensor, part: ShardLayout, precision: Precision) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.arenas import arena_sizes
+from megatrain_ray.arenas import arena_sizes, spill_files
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
 from megatrain_ray.gpu_worker import FetchBatch, GpuWorker, Progress
@@ -26,7 +26,9 @@ def run_in_process(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str,
 
 async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
     plan = prepared.plan
-    owner = ArenaHolder.create(arena_sizes(plan, prepared.structure.layout(plan.num_fragments)))
+    layout = prepared.structure.layout(plan.num_fragments)
+    files = spill_files(plan, layout, prepared.config.spill.path)
+    owner = ArenaHolder.create(arena_sizes(plan, layout), files)
     shards = [_shard(prepared, k, owner.handles) for k in range(plan.num_shards)]
     with ThreadPoolExecutor(plan.num_shards, thread_name_prefix="optimizer") as threads:
         worker = GpuWorker(prepared, [owner.handles], _batches(prepared, tokens), _nothing_held_out)

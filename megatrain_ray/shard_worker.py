@@ -9,11 +9,23 @@ import select
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megatrain_ray.arenas import SLAB, WORDS, WORKING, journal_arena, shard_layout, state_arena, state_views
+from megatrain_ray.arenas import (
+    SLAB,
+    WORDS,
+    WORKING,
+    journal_arena,
+    shard_layout,
+    spill_file,
+    spill_layout,
+    spill_memory,
+    state_arena,
+    state_views,
+)
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
@@ -22,11 +34,14 @@ from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
+from megatrain_ray.engine.spill_ring import SpillRing
+from megatrain_ray.engine.spilling_shard import SpillingShard
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
+from megatrain_ray.io.blob_store import MemoryStore
 from megatrain_ray.io.manifest import Manifest
-from megatrain_ray.io.save import Piece, read_pieces
+from megatrain_ray.io.save import read_pieces
 from megatrain_ray.part_writer import WrittenPart, write_gated_part
 from megatrain_ray.planning import Prepared, hyper_of
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
@@ -78,7 +93,8 @@ class ShardWorker:
         num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
         arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
         state = state_views(arena, self._layout, plan.precision)
-        return AdamShard(
+        make = partial(SpillingShard, self._make_ring(arena)) if self._layout.spilled else AdamShard
+        return make(
             self._layout,
             plan.precision,
             working=working[:num_bytes].view(plan.precision.working_dtype),
@@ -90,6 +106,13 @@ class ShardWorker:
             journal=self._arenas[journal_arena(self._index)].buffer,
             saves_frozen=plan.saves_frozen,
         )
+
+    def _make_ring(self, arena: torch.Tensor) -> SpillRing:
+        """`arena`: of this shard's state, 1-D uint8."""
+        plan, part = self._prepared.plan, self._layout
+        layout = spill_layout(plan, part)
+        store, name = self._holder.spill(spill_file(self._index)) if layout.blob_bytes else (MemoryStore(), "")
+        return SpillRing(layout, spill_memory(arena, plan, part), store, name, plan.update_deadline_s)
 
     def handles(self) -> dict[str, ArenaHandle]:
         """Of all arenas of the run: this process keeps them alive too."""
@@ -113,7 +136,8 @@ class ShardWorker:
         """Fills this shard's part from a save, whatever the number of shards that wrote it, and with what the save
         leaves out from where the run began."""
         self._take_state_memory()
-        asyncio.run(read_pieces(save_folder, manifest, self._pieces()))
+        for pieces in self._shard.restorable():
+            asyncio.run(read_pieces(save_folder, manifest, pieces))
         plan = self._prepared.plan
         if not plan.saves_frozen:
             self._shard.load_frozen(self._prepared.source.base_weights(), plan.num_shard_threads)
@@ -175,6 +199,3 @@ class ShardWorker:
     def abandon_save(self, attempt: SaveAttempt) -> None:
         """Updates do not wait for this save any more."""
         self._gate.abandon(attempt)
-
-    def _pieces(self) -> list[Piece]:
-        return [piece for layer in range(len(self._layout.model.layers)) for piece in self._shard.pieces(layer)]

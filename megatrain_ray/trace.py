@@ -16,12 +16,14 @@ from enum import Enum
 
 
 class Stage(Enum):
-    """What works concurrently: the compute stream, the two directions of PCIe, and the optimizer on the host."""
+    """What works concurrently: the compute stream, the two directions of PCIe, the optimizer on the host, and the disk
+    that state spills to."""
 
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
     OPTIMIZER = "optimizer"
+    DISK = "disk"
 
     __hash__ = object.__hash__  # Enum's own is Python: a tenth of a simulation
 
@@ -30,7 +32,7 @@ class Stage(Enum):
 class Op:
     """What an operation is: its name, the layer it works on, and where it applies the micro-batch or fragment."""
 
-    name: str  # forward, recompute, backward, loss, load, offload, boundary, update
+    name: str  # forward, recompute, backward, loss, load, offload, boundary, update, read, write
     layer: int
     micro_batch: int = -1
     fragment: int = -1

@@ -43,7 +43,8 @@ def test_the_bytes_are_those_that_the_engine_copies(tmp_path: Path, recipe: Reci
     folder = build_tiny(tmp_path / "model", tied=tied)
     structure, plan = plan_for(folder_source(folder).factory, recipe, mode, (4, 32))
     steady = train_engine(folder, tiny_batches(2), recipe, mode).records[-1]
-    assert moved_bytes(plan, structure) == {stage.value: moved(steady, stage) for stage in (Stage.H2D, Stage.D2H)}
+    stages = Stage.H2D, Stage.D2H, Stage.DISK
+    assert moved_bytes(plan, structure) == {stage.value: moved(steady, stage) for stage in stages}
 
 
 def test_gradients_that_stay_on_the_device_do_not_move(tmp_path: Path) -> None:

@@ -1,0 +1,406 @@
+"""SpillRing and SpillingShard: state on disk is updated as state in memory is, bit for bit, and outlives a process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.flat_layout import Span
+from megatrain_ray.engine.journal import Journal, serial_of
+from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.spill_layout import Extent, SpillLayout
+from megatrain_ray.engine.spill_ring import SpillRing
+from megatrain_ray.engine.spilling_shard import SpillingShard
+from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.io.arena_holder import ArenaHolder
+from megatrain_ray.io.blob_store import Blob, BlobStore, MemoryStore, aligned_block
+from megatrain_ray.io.disk_errors import UnreadableError
+from megatrain_ray.io.pieces import Piece
+from megatrain_ray.io.spill_file import SpillFile
+from tests.shards import (
+    HYPER,
+    Dictionary,
+    flat_directions,
+    flat_gradients,
+    headers,
+    model_layout,
+    open_shards,
+    poisoned,
+    random_masters,
+)
+
+SPILLED = frozenset({0, 2})  # layer 1 is partly Muon's
+FORWARD, BACKWARD = (0, 1, 2), (2, 1, 0)
+WAIT_S = 60.0
+BLOB = "spill"
+PAGE = 4096
+
+
+class Watched(MemoryStore):
+    """Tells when a block is about to be read or written, holds it up as long as `held` says so, and fails as told."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self._blobs[BLOB] = bytearray(num_bytes)
+        self.content = self._blobs[BLOB]
+        self.calls: list[tuple[str, int]] = []
+        self.changed = threading.Condition()
+        self.held: set[str] = set()
+        self.failing: dict[str, Exception] = {}
+
+    @asynccontextmanager
+    async def update(self, name: str) -> AsyncIterator[Blob]:
+        async with super().update(name) as blob:
+            yield _WatchedBlob(self, blob)
+
+    def await_call(self, kind: str, offset: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: (kind, offset) in self.calls, WAIT_S)
+
+    def release(self, kind: str) -> None:
+        with self.changed:
+            self.held.discard(kind)
+            self.changed.notify_all()
+
+    async def reach(self, kind: str, offset: int) -> None:
+        await asyncio.to_thread(self._reach, kind, offset)
+
+    def _reach(self, kind: str, offset: int) -> None:
+        with self.changed:
+            self.calls.append((kind, offset))
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: kind not in self.held, WAIT_S)
+        if kind in self.failing:
+            raise self.failing[kind]
+
+
+@dataclass(frozen=True)
+class _WatchedBlob:
+    store: Watched
+    blob: Blob
+
+    async def read_into(self, offset: int, block: memoryview) -> None:
+        await self.store.reach("read", offset)
+        await self.blob.read_into(offset, block)
+
+    async def write_at(self, offset: int, block: memoryview) -> None:
+        await self.store.reach("write", offset)
+        await self.blob.write_at(offset, block)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What outlives a shard's process: its memory and its blob."""
+
+    part: ShardLayout
+    layout: SpillLayout
+    working: Tensor
+    own: Mapping[str, Tensor]
+    slots: Tensor
+    journal: memoryview
+    store: BlobStore
+    name: str = BLOB
+
+    def shard(self, num_threads: int = 2) -> SpillingShard:
+        return SpillingShard(
+            self.ring(), self.part, Precision.BF16, working=self.working, residual=self.own["residual"],
+            m=self.own["m"], v=self.own["v"], hyper=HYPER, num_threads=num_threads, journal=self.journal,
+        )  # fmt: skip
+
+    def ring(self, timeout_s: float = WAIT_S) -> SpillRing:
+        return SpillRing(self.layout, self.slots, self.store, self.name, timeout_s, poison=True)
+
+
+def memory_of(
+    index: int = 0,
+    num_shards: int = 1,
+    order: Sequence[int] = FORWARD,
+    num_slots: int = 2,
+    working: Tensor | None = None,
+    store: BlobStore | None = None,
+    name: str = BLOB,
+) -> Memory:
+    model = model_layout()
+    part = ShardLayout(model, index, num_shards, spilled=SPILLED)
+    layout = SpillLayout.of(part, Precision.BF16, order, num_slots)
+    return Memory(
+        part,
+        layout,
+        poisoned(model.size, torch.bfloat16) if working is None else working,
+        {kind: poisoned(part.size_of(kind), dtype) for kind, dtype in Precision.BF16.state_kinds},
+        torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8),
+        memoryview(bytearray(Journal.num_bytes(part, Precision.BF16, 2))),
+        Watched(layout.blob_bytes) if store is None else store,
+        name,
+    )
+
+
+@contextmanager
+def opened(memories: Sequence[Memory]) -> Iterator[list[SpillingShard]]:
+    shards = [memory.shard() for memory in memories]
+    try:
+        yield shards
+    finally:
+        for shard in shards:
+            shard.close()
+
+
+def update(shards: Sequence[AdamShard], number: int, order: Sequence[int]) -> None:
+    layout = model_layout()
+    header = headers(number)[-1]
+    gradients, directions = flat_gradients(layout, number, torch.float32), flat_directions(layout, number)
+    for layer in order:
+        for shard in shards:
+            serial = serial_of(number, layer, len(layout.layers))
+            shard.update(layer, gradients[layer], header, serial, directions[layer])
+
+
+def content(shards: Sequence[AdamShard]) -> dict[tuple[str, str, int], bytes]:
+    """The bytes of every piece of a save."""
+
+    def read(piece: Piece, shard: AdamShard) -> bytes:
+        return b"".join(bytes(view) for part in piece.cut(4096) for view in shard.fetch(part).chunks())
+
+    pieces = [(piece, shard) for shard in shards for layer in range(3) for piece in shard.pieces(layer)]
+    return {(piece.layer, piece.kind, piece.start): read(piece, shard) for piece, shard in pieces}
+
+
+def updated_in_memory(num_shards: int, num_updates: int, order: Sequence[int]) -> dict[tuple[str, str, int], bytes]:
+    with open_shards(Precision.BF16, num_shards) as expected:
+        expected.load(Dictionary(random_masters(model_layout())))
+        for number in range(1, num_updates + 1):
+            update(expected.shards, number, order)
+        return content(expected.shards)
+
+
+@pytest.mark.parametrize("order", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize(("num_shards", "num_slots"), [(1, 1), (1, 2), (2, 1), (3, 2)])
+def test_updates_are_those_of_state_in_memory(num_shards: int, num_slots: int, order: Sequence[int]) -> None:
+    working = poisoned(model_layout().size, torch.bfloat16)
+    memories = [memory_of(k, num_shards, order, num_slots, working) for k in range(num_shards)]
+    with opened(memories) as shards:
+        for shard in shards:
+            shard.load(Dictionary(random_masters(model_layout())), 2)
+        for number in range(1, 6):
+            update(shards, number, order)
+        assert content(shards) == updated_in_memory(num_shards, 5, order)
+    assert all(memory.part.size < ShardLayout(model_layout(), 0, num_shards).size for memory in memories)
+
+
+def test_in_a_file_on_disk(tmp_path: Path) -> None:
+    layout = memory_of().layout
+    with closing(ArenaHolder.create({}, {"spill-0": SpillFile(tmp_path, layout.blob_bytes)})) as holder:
+        store, name = holder.spill("spill-0")
+        with opened([memory_of(num_slots=1, store=store, name=name)]) as shards:
+            shards[0].load(Dictionary(random_masters(model_layout())), 2)
+            for number in range(1, 4):
+                update(shards, number, FORWARD)
+            assert content(shards) == updated_in_memory(1, 3, FORWARD)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_restores_what_spills() -> None:
+    with opened([memory_of()]) as shards, opened([memory_of(num_slots=1)]) as others:
+        shards[0].load(Dictionary(random_masters(model_layout())))
+        update(shards, 1, FORWARD)
+        saved = content(shards)
+        for pieces in others[0].restorable():
+            for piece in pieces:
+                at = 0
+                for buffer in piece.buffers:
+                    buffer[:] = saved[piece.layer, piece.kind, piece.start][at : at + len(buffer)]  # type: ignore[index]
+                    at += len(buffer)
+        assert content(others) == saved
+        for each in (shards, others):
+            update(each, 2, FORWARD)
+        assert content(others) == content(shards)
+
+
+def test_a_copy_of_a_layer_that_is_on_disk() -> None:
+    with opened([memory_of(num_slots=1)]) as shards:
+        shards[0].load(Dictionary(random_masters(model_layout())))
+        update(shards, 1, FORWARD)
+        expected = content(shards)
+        room = torch.zeros(shards[0].copy_bytes(2), dtype=torch.uint8)
+        pieces = shards[0].copy_layer(2, room)
+        update(shards, 2, FORWARD)
+        assert {(p.layer, p.kind, p.start): b"".join(map(bytes, p.buffers)) for p in pieces}.items() <= expected.items()
+
+
+def small_ring(store: Watched, slots: Tensor, num_slots: int) -> SpillRing:
+    """Of four layers of a page each."""
+    extents = {layer: Extent(PAGE * layer, PAGE, {"m": Span(0, PAGE)}, layer) for layer in range(4)}
+    return SpillRing(SpillLayout(extents, num_slots), slots, store, BLOB, WAIT_S, poison=True)
+
+
+def fill_small(ring: SpillRing) -> None:
+    for layer in range(4):
+        with ring.blank(layer):
+            ring.state_of(layer)["m"].fill_(layer)
+    for layer in range(4):
+        assert set(ring.read(layer, Span(0, PAGE))) == {layer}
+
+
+def small_slots() -> Tensor:
+    return torch.frombuffer(aligned_block(4 * PAGE), dtype=torch.uint8)
+
+
+def test_what_comes_next_is_read_while_a_layer_is_updated() -> None:
+    store = Watched(4 * PAGE)
+    with closing(small_ring(store, small_slots(), 3)) as ring:
+        fill_small(ring)
+        ring.bring(0)
+        store.calls.clear()
+        ring.bring(0)
+        ring.change(0)
+        store.held.add("write")
+        ring.leave(0)
+        ring.bring(1)  # does not wait for what is being written
+        ring.leave(1)
+        store.await_call("read", 3 * PAGE)  # nobody has asked for it
+        store.release("write")
+        for layer in (2, 3):
+            ring.bring(layer)
+            assert set(ring.state_of(layer)["m"].tolist()) == {layer}
+            ring.leave(layer)
+        store.await_call("read", PAGE)  # for the next update
+        ring.bring(0)
+        ring.leave(0)
+        assert ("read", 0) not in store.calls  # it was among the next three all the time
+
+
+def test_what_did_not_change_is_not_written() -> None:
+    store = Watched(4 * PAGE)
+    with closing(small_ring(store, small_slots(), 2)) as ring:
+        fill_small(ring)
+        store.calls.clear()
+        for layer in (*range(4), *range(4)):
+            ring.bring(layer)
+            ring.leave(layer)
+        assert not [offset for kind, offset in store.calls if kind == "write"]
+
+
+def test_a_save_reads_a_layer_once_the_blob_has_its_update() -> None:
+    memory = memory_of(num_slots=1)
+    store = memory.store
+    assert isinstance(store, Watched)
+    with opened([memory]) as shards:
+        shards[0].load(Dictionary(random_masters(model_layout())))
+        content(shards)  # all is written
+        store.calls.clear()
+        store.held.add("write")
+        header, gradients = headers(1)[-1], flat_gradients(model_layout(), 1, torch.float32)
+        shards[0].update(0, gradients[0], header, serial_of(1, 0, 3))
+        store.await_call("write", 0)
+        seen: list[dict[tuple[str, str, int], bytes]] = []
+        reader = threading.Thread(target=lambda: seen.append(content(shards)))
+        reader.start()
+        assert store.calls.count(("read", 0)) == 1  # for the update
+        store.release("write")
+        reader.join(WAIT_S)
+        with open_shards(Precision.BF16, 1) as expected:
+            expected.load(Dictionary(random_masters(model_layout())))
+            expected.shards[0].update(0, gradients[0], header, serial_of(1, 0, 3))
+            assert seen == [content(expected.shards)]
+
+
+def test_another_process_goes_on_with_a_slot_that_is_ahead_of_the_blob() -> None:
+    """The first one died in the middle of an update: its journal takes that back, and it is made again."""
+    memory = memory_of(num_slots=1)
+    store = memory.store
+    assert isinstance(store, Watched)
+    first = memory.shard()
+    first.load(Dictionary(random_masters(model_layout())))
+    update([first], 1, FORWARD)
+    store.calls.clear()
+    # As if the process died: the kernel has written some blocks, nothing is left, nothing is written any more.
+    header, gradients = headers(2)[-1], flat_gradients(model_layout(), 2, torch.float32)
+    first._ring.bring(0)
+    first._ring.change(0)
+    AdamShard.update(first, 0, gradients[0], header, serial_of(2, 0, 3))
+    Journal(memory.journal, memory.part, Precision.BF16, 2)  # its marks say which blocks are done
+    with opened([memory]) as shards:
+        shards[0].roll_back(0, serial_of(2, 0, 3))
+        update(shards, 2, FORWARD)
+        assert content(shards) == updated_in_memory(1, 2, FORWARD)
+    first.close()
+
+
+def test_a_slot_that_nobody_wrote_back_is_written_by_the_next_process() -> None:
+    memory = memory_of(num_slots=1)
+    store = memory.store
+    assert isinstance(store, Watched)
+    first = memory.ring()
+    with first.blank(0):
+        first._slots[0].memory.fill_(1)
+    first.bring(0)
+    first.change(0)
+    first.state_of(0)["m"].fill_(7)
+    with closing(memory.ring()) as second:
+        span = memory.layout.extents[0].kinds["m"]
+        assert set(second.read(0, span)) == {7}
+        second.bring(2)
+        second.leave(2)
+        second.bring(0)
+        assert set(second.state_of(0)["m"].tolist()) == {7}
+        second.leave(0)
+    first.close()
+
+
+def test_damage_on_the_disk_fails_the_update_and_the_save() -> None:
+    memory = memory_of(num_slots=1)
+    store = memory.store
+    assert isinstance(store, Watched)
+    with opened([memory]) as shards:
+        shards[0].load(Dictionary(random_masters(model_layout())))
+        update(shards, 1, FORWARD)
+        content(shards)  # all is written
+        for layer in SPILLED:
+            store.content[memory.layout.extents[layer].start + 100] ^= 1
+        with pytest.raises(MegatrainError, match=r"spill in memory: bytes \d+ to \d+ are not what was written there"):
+            shards[0].fetch(next(piece for piece in shards[0].pieces(0) if piece.kind == "residual"))
+        with pytest.raises(MegatrainError, match="are not what was written there"):
+            update(shards, 2, FORWARD)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_an_error_of_the_disk_is_told_to_whoever_waits(kind: str) -> None:
+    memory = memory_of(num_slots=1)
+    store = memory.store
+    assert isinstance(store, Watched)
+    with opened([memory]) as shards:
+        shards[0].load(Dictionary(random_masters(model_layout())))
+        store.failing[kind] = UnreadableError("cannot read spill: Input/output error")
+        with pytest.raises(UnreadableError, match="Input/output error"):
+            update(shards, 1, FORWARD)
+            update(shards, 2, FORWARD)
+
+
+def test_a_blob_that_is_not_there_fails_at_once() -> None:
+    memory = memory_of(store=MemoryStore())
+    with pytest.raises(UnreadableError, match="no such blob"):
+        memory.ring()
+
+
+def test_a_disk_that_does_not_answer_is_a_deadline() -> None:
+    memory = memory_of(num_slots=1)
+    store = memory.store
+    assert isinstance(store, Watched)
+    ring = memory.ring(timeout_s=0.01)
+    store.held.add("write")
+    with ring.blank(0):
+        pass
+    with pytest.raises(DeadlineError, match="waited 0 s for layer 0 to be written: spill in memory does not get on"):
+        ring.read(0, Span(0, 4096))
+    store.release("write")
+    ring.close()
