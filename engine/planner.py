@@ -141,9 +141,9 @@ class _Builder:
         if where not in self.drafts.frames:
             self.drafts.frames[where] = self._frame()
         frame = self.drafts.frames[where]
-        plan = replace(frame, layers=self._layers(frame.spilled_layers), loss_chunk_tokens=self._chunk_tokens(frame))
+        plan = replace(frame, layers=self._layers(), loss_chunk_tokens=self._chunk_tokens(frame))
         hbm = hbm_rows(plan, self.structure, self.layout, self.activations, z_loss=self.request.z_loss)
-        plan = replace(plan, rows=(*hbm, *frame.rows))
+        plan = self._spilling(replace(plan, rows=(*hbm, *frame.rows)))
         return self._with_copies(plan) if self.request.saves else plan
 
     def _frame(self) -> Plan:
@@ -192,17 +192,17 @@ class _Builder:
             rows=(),
             captured=bool(r.captured),
         )
-        return self._spilling(replace(plan, rows=tuple(host_rows(plan, self.layout))))
+        return replace(plan, rows=tuple(host_rows(plan, self.layout)))
 
-    def _spilling(self, frame: Plan) -> Plan:
-        """With state on disk where the host has too little memory. `frame`: with the host's rows and nothing there."""
-        missing = -spare_ram(frame)
+    def _spilling(self, plan: Plan) -> Plan:
+        """With state on disk where the host has too little memory. `plan`: in which nothing is there."""
+        missing = -spare_ram(plan)
         if self.machine.spill is None or missing <= 0:
-            return frame
-        frame = replace(frame, state_slots=STATE_SLOTS)
-        spilled = spilled_layers(frame, self.structure, self.layout, missing)
-        frame = replace(frame, layers=self._layers(spilled))
-        return replace(frame, rows=(*host_rows(frame, self.layout), *nvme_rows(frame, self.layout)))
+            return plan
+        plan = replace(plan, state_slots=STATE_SLOTS)
+        plan = replace(plan, layers=self._layers(spilled_layers(plan, self.structure, self.layout, missing)))
+        on_device = (row for row in plan.rows if row.tier is Tier.HBM)
+        return replace(plan, rows=(*on_device, *host_rows(plan, self.layout), *nvme_rows(plan, self.layout)))
 
     def _chunk_tokens(self, frame: Plan) -> int:
         """However many layers keep more: that never makes the loss slower."""

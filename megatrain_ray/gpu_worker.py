@@ -91,7 +91,8 @@ class GpuWorker:
             self._device = make_device(plan, deterministic=prepared.config.train.deterministic)
             if plan.hbm_layers:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._words)
-        self._rows = StepRows(prepared, sum(handle.nbytes for handle in self._holder.handles.values()))
+        arenas = (handle for handle in self._holder.handles.values() if not handle.path)  # not on disk
+        self._rows = StepRows(prepared, sum(handle.nbytes for handle in arenas))
         self._turn = asyncio.Condition()
         self._host: SharedHost | None = None
         self._engine: Engine | None = None

@@ -1,0 +1,84 @@
+"""Runs whose optimizer state is partly on disk: through the CLI, equal to plain PyTorch, resumed and killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.kill_campaign.cases import SHARD_0, SHARD_1
+from megatrain_ray.engine.plan import Tier
+from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
+from tests.spilling import spilling
+from tests.test_kills import END_S, kill, mid_update, training
+
+pytestmark = pytest.mark.ray
+
+
+def small_model(folder: Path, hidden_size: int = 64, num_layers: int = 6) -> Path:
+    shape = LlamaConfig(
+        vocab_size=320, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"save_every": 3}, {"train__precision": "bf16", "train__clip": None, "hardware__num_shards": 2}],
+    ids=["fp32", "two shards, no clipping"],
+)
+def test_a_run_that_spills_equals_plain_pytorch(tmp_path: Path, ray_address: str, changes: dict[str, Any]) -> None:
+    tree = spilling(tmp_path, config(tmp_path / "run", small_model(tmp_path), **changes))
+    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
+    assert done.returncode == 0, done.stderr
+    plan = plan_of(tmp_path / "run")
+    assert len(plan.spilled_layers) > plan.state_slots == 3
+    assert plan.total_bytes(Tier.NVME) > 0
+    assert not list((tmp_path / "spill").iterdir())
+    assert rows(tmp_path / "run")[0]["host_bytes"] <= plan.total_bytes(Tier.HOST)
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+
+
+def test_a_save_goes_on_where_state_lives_elsewhere(tmp_path: Path, ray_address: str) -> None:
+    """From disk to memory and back, a process each."""
+    common = config(tmp_path / "run", small_model(tmp_path), train__precision="bf16", train__schedule="constant")
+    on_disk = spilling(tmp_path, common)
+    for tree, steps in ((on_disk, 4), (common, 7), (on_disk, 10)):
+        path = write_config(tmp_path / "config.yaml", {**tree, "train": {**tree["train"], "steps": steps}})
+        done = cli_here("train", str(path))
+        assert done.returncode == 0, done.stderr
+        assert bool(plan_of(tmp_path / "run").spilled_layers) == (tree is on_disk)
+    assert_equals_reference(tmp_path / "run", common, tmp_path / "out")
+
+
+def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path) -> None:
+    """What its slots hold is ahead of the file; the next process writes it."""
+    model = small_model(tmp_path, hidden_size=384)
+    settings = {"train__precision": "bf16", "hardware__num_shards": 2, "train__steps": 30, "max_failures": 4}
+    tree = spilling(tmp_path, config(tmp_path / "run", model, save_every=10, **settings))
+    path = write_config(tmp_path / "config.yaml", tree)
+    with training(tmp_path, path) as run:
+        for shard, actor in ((0, SHARD_0), (1, SHARD_1), (0, SHARD_0)):
+            kill(run, mid_update(shard), actor)
+        assert run.process.wait(END_S) == 0, run.text()
+        assert run.text().count("optimizer shard 0 died and was replaced") == 2
+    assert plan_of(tmp_path / "run").spilled_layers
+    assert not list((tmp_path / "spill").iterdir())
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+
+
+def test_too_little_disk_is_told_with_the_arithmetic(tmp_path: Path, ray_address: str) -> None:
+    tree = spilling(tmp_path, config(tmp_path / "run", small_model(tmp_path)))
+    path = write_config(tmp_path / "config.yaml", tree)
+    done = cli_here("train", str(path), "spill.limit=8KiB")
+    assert done.returncode == 3
+    assert "of disk" in done.stderr and "raise spill.limit" in done.stderr
+    assert not (tmp_path / "run" / "plan.json").exists()
+    without = {key: value for key, value in tree.items() if key != "spill"}
+    done = cli_here("train", str(write_config(tmp_path / "config.yaml", without)))
+    assert done.returncode == 3
+    assert "name a folder on NVMe as spill.path" in done.stderr
