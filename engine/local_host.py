@@ -15,6 +15,7 @@ from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import EVERY_GENERATION, HostWeights, Lease
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.simulated_spill import SimulatedSpill
 from megatrain_ray.engine.slab import SlabPool
 from megatrain_ray.trace import Op, Stage, Timeline
 
@@ -51,6 +52,7 @@ class LocalHost:
         self._directions = SlabPool(directions, layout.direction_bytes)
         self._wire_dtype = plan.wire_dtype
         self._generations = [generation if i in self._order else EVERY_GENERATION for i in range(len(layout.layers))]
+        self._spill = SimulatedSpill(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))
         self._ready_at_s = [0.0] * len(layout.layers)
         self._headers: dict[int, tuple[UpdateHeader, float]] = {}
         self._landed: dict[tuple[int, int], _Landing] = {}
@@ -128,8 +130,9 @@ class LocalHost:
             serial = serial_of(update, layer, len(self._layout.layers))
             for shard in self._shards:
                 await loop.run_in_executor(self._executor, shard.update, layer, gradient, header, serial, moved)
-            after = (committed_s, landing.at_s)
+            after = (committed_s, landing.at_s, self._spill.bring(layer))
             self._ready_at_s[layer] = self._timeline.account(Stage.OPTIMIZER, Op("update", layer), after)
+            self._spill.leave(layer, self._ready_at_s[layer])
             await self._slab.release(layer)
             if landing.directions is not None:
                 await self._directions.release(layer)

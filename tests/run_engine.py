@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.device_shard import DeviceShard
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
-from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
@@ -40,15 +40,20 @@ from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.spill_layout import SpillLayout
+from megatrain_ray.engine.spill_ring import SpillRing
+from megatrain_ray.engine.spilling_shard import SpillingShard
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import join
 from megatrain_ray.io.batches import Batch
+from megatrain_ray.io.blob_store import MemoryStore, aligned_block
 from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.trace import CostModel, Record, Timeline, unit_cost
 from tests.reference import Recipe
 
+WAIT_S = 60.0  # for what spills
 MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
 
 
@@ -69,6 +74,7 @@ class Mode:
     hbm_layers: frozenset[int] = frozenset()
     activation_budget: float | None = None  # of compiled layers; None: none is compiled
     captured: bool = False
+    spilled: frozenset[int] = frozenset()  # layers whose state passes through two slots
     poison: bool = True
 
 
@@ -142,6 +148,12 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads, "captured": mode.captured}
     if recipe.loss_chunk_tokens:
         changes["loss_chunk_tokens"] = recipe.loss_chunk_tokens
+    if mode.spilled:
+        layers = enumerate(plan.layers)
+        changes["layers"] = tuple(
+            dataclasses.replace(x, state=Tier.NVME) if i in mode.spilled else x for i, x in layers
+        )
+        changes["state_slots"] = 2
     return structure, dataclasses.replace(plan, **changes)
 
 
@@ -213,6 +225,8 @@ def train_engine(
     result.frozen = state.frozen()
     result.exp_avg = state.named(state.whole("m"))
     result.exp_avg_sq = state.second_moments()
+    for shard in state.shards:
+        shard.close()
     return result
 
 
@@ -291,14 +305,16 @@ class HostState:
         self.layout = layout
         self.working = _poisoned(layout.size_among(plan.host_layers), plan.precision.working_dtype)
         self.shard_layouts = [
-            ShardLayout(layout, k, plan.num_shards, layers=plan.host_layers) for k in range(plan.num_shards)
+            ShardLayout(layout, k, plan.num_shards, layers=plan.host_layers, spilled=plan.spilled_layers)
+            for k in range(plan.num_shards)
         ]
+        self.rings = [_ring(s, plan) for s in self.shard_layouts]
         self.tensors = [
             {kind: _poisoned(s.size_of(kind), dtype) for kind, dtype in plan.precision.state_kinds}
             for s in self.shard_layouts
         ]
         self.shards = [
-            AdamShard(
+            _shard_class(ring)(
                 s,
                 plan.precision,
                 working=self.working,
@@ -310,7 +326,7 @@ class HostState:
                 journal=memoryview(bytearray(Journal.num_bytes(s, plan.precision, 1))),
                 saves_frozen=saves_frozen,
             )
-            for s, t in zip(self.shard_layouts, self.tensors, strict=True)
+            for s, t, ring in zip(self.shard_layouts, self.tensors, self.rings, strict=True)
         ]
 
     def load(self, source: WeightSource) -> None:
@@ -320,9 +336,14 @@ class HostState:
     def whole(self, kind: str) -> Tensor:
         """One kind of all shards, every layer's padded flat at its start."""
         flat = torch.zeros(self.layout.size, dtype=self.tensors[0][kind].dtype)
-        for s, t in zip(self.shard_layouts, self.tensors, strict=True):
-            spans = s.v_spans if kind == "v" else s.spans
-            for start, span, part in zip(self.layout.starts, spans, t[kind].split([*map(_size, spans)]), strict=True):
+        for s, t, ring in zip(self.shard_layouts, self.tensors, self.rings, strict=True):
+            starts = s.v_starts if kind == "v" else s.starts
+            for i, start in enumerate(self.layout.starts):
+                span = s.span_of(i, kind)
+                part = t[kind][starts[i] :][: span.size]
+                if ring is not None and i in ring.extents:
+                    on_disk = ring.read(i, ring.extents[i].kinds[kind])
+                    part = torch.frombuffer(on_disk, dtype=torch.uint8).view(flat.dtype)
                 flat[start + span.start : start + span.stop] = part
         if self.device_shard is not None:
             of_device = self.device_shard.layout
@@ -377,8 +398,19 @@ class HostState:
         }
 
 
-def _size(span: Span) -> int:
-    return span.size
+def _ring(part: ShardLayout, plan: Plan) -> SpillRing | None:
+    """Over memory that stands for a disk; None where nothing spills."""
+    layout = SpillLayout.of(part, plan.precision, plan.layer_order, plan.state_slots)
+    if not layout.extents:
+        return None
+    store = MemoryStore()
+    store._blobs["spill"] = bytearray(layout.blob_bytes)
+    memory = torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8)
+    return SpillRing(layout, memory, store, "spill", WAIT_S, poison=True)
+
+
+def _shard_class(ring: SpillRing | None) -> Callable[..., AdamShard]:
+    return AdamShard if ring is None else partial(SpillingShard, ring)
 
 
 def _poisoned(size: int, dtype: torch.dtype) -> Tensor:

@@ -177,6 +177,21 @@ def test_sums_that_wait_on_the_host_are_bit_equal(tmp_path: Path, grad_dtype: st
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("spilled", [{1, 2, 3}, {0, 1, 2, 3, 4}], ids=["blocks", "all"])
+def test_state_that_spills_is_bit_equal(
+    tmp_path: Path, order: LoopOrder, clip: float | None, spilled: set[int]
+) -> None:
+    """Every state is read and written once a step; when the last one ends the next two have been read."""
+    recipe = Recipe(STEPS, precision="bf16", clip=clip)
+    mode = Mode(order, num_shards=2, spilled=frozenset(spilled))
+    ours, theirs = run(tmp_path, recipe, mode, tied=True)
+    assert_mode_ran(ours, recipe, mode)
+    assert (ours.count("write"), ours.count("read")) == (STEPS * len(spilled), STEPS * len(spilled) + 2)
+    assert_equal(ours, theirs)
+
+
 def test_chunked_loss_with_several_chunks_is_bit_equal(tmp_path: Path) -> None:
     recipe = Recipe(STEPS, precision="bf16", loss_chunk_tokens=24, micro_batch_size=2)
     ours, theirs = run(tmp_path, recipe, Mode(LAYERS, KEEP))

@@ -27,6 +27,7 @@ def moved(records: Iterable[Record], stage: Stage) -> int:
     ("recipe", "mode", "tied"),
     [
         (Recipe(2, micro_batch_size=4), Mode(), False),
+        (Recipe(2, micro_batch_size=4), Mode(spilled=frozenset({1, 2, 3})), False),
         (Recipe(2, micro_batch_size=1, precision="bf16"), Mode(num_fragments=3), True),
         (Recipe(2, micro_batch_size=2, precision="bf16", grad_dtype="bf16"), Mode(LoopOrder.LAYERS_OUTER), False),
         (Recipe(2, micro_batch_size=1), Mode(activations=ActivationPolicy.RECOMPUTE, sums=Tier.HOST), True),

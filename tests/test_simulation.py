@@ -19,6 +19,7 @@ from tests.run_engine import EngineResult, Mode, folder_source, plan_for, train_
 from tests.tiny import build_tiny, tiny_batches
 
 NUM_STEPS = 3
+BEHIND = Stage.OPTIMIZER, Stage.DISK  # what goes on under the next step
 OUTER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
 
@@ -42,7 +43,7 @@ def simulated(folder: Path, recipe: Recipe, mode: Mode, cost: CostModel) -> list
 
 def ends(result: EngineResult) -> list[float]:
     """Of each step: all is computed, and all gradients have landed."""
-    return [max(r.end_s for r in records if r.stage is not Stage.OPTIMIZER) for records in result.records]
+    return [max(r.end_s for r in records if r.stage not in BEHIND) for records in result.records]
 
 
 def at_work(records: tuple[Record, ...], stage: Stage) -> float:
@@ -60,8 +61,21 @@ def at_work(records: tuple[Record, ...], stage: Stage) -> float:
         (Mode(), Recipe(NUM_STEPS, micro_batch_size=2, clip=None), "OPTIMIZER"),
         (Mode(), Recipe(NUM_STEPS, micro_batch_size=4, clip=None), "D2H"),
         (Mode(LAYERS), Recipe(NUM_STEPS, freeze=("embed", r"layers\.0\.")), "H2D"),
+        (Mode(LAYERS, spilled=frozenset({2, 3, 4, 5})), Recipe(NUM_STEPS), "DISK"),
+        (Mode(spilled=frozenset({2, 3, 4, 5})), Recipe(NUM_STEPS, micro_batch_size=4, clip=None), "DISK"),
     ],
-    ids=["keep", "recompute", "computing", "layers outer", "rounded", "unclipped", "d2h", "frozen"],
+    ids=[
+        "keep",
+        "recompute",
+        "computing",
+        "layers outer",
+        "rounded",
+        "unclipped",
+        "d2h",
+        "frozen",
+        "spilled",
+        "spilled, unclipped",
+    ],
 )
 def test_steps_take_as_long_as_the_engines(tmp_path: Path, mode: Mode, recipe: Recipe, slow: str) -> None:
     """`slow`: the stage that takes four times as long as the others."""
@@ -72,7 +86,7 @@ def test_steps_take_as_long_as_the_engines(tmp_path: Path, mode: Mode, recipe: R
     steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
     assert [step.step_s for step in expected] == pytest.approx(steps_s)
     for step, records in zip(expected, result.records, strict=True):
-        for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H):
+        for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H, Stage.DISK):
             assert step.busy_s[stage] == pytest.approx(at_work(records, stage))
             moved = sum(r.op.num_bytes for r in records if r.stage is stage)
             assert step.num_bytes.get(stage, 0) == moved
