@@ -392,6 +392,34 @@ def test_a_blob_that_is_not_there_fails_at_once() -> None:
         memory.ring()
 
 
+def test_closing_waits_for_what_is_on_its_way_and_begins_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When what is being written is done the slots would be free to read ahead."""
+    store = Watched(4 * PAGE)
+    ring = small_ring(store, small_slots(), 2)
+    fill_small(ring)
+    store.calls.clear()
+    store.held.add("write")
+    for layer in (0, 1):
+        ring.bring(layer)
+        ring.change(layer)
+        ring.leave(layer)
+    for layer in (0, 1):
+        store.await_call("write", PAGE * layer)
+    store.calls.clear()
+    join = ring._thread.join
+
+    def release_and_join() -> None:
+        store.release("write")
+        join()
+
+    monkeypatch.setattr(ring._thread, "join", release_and_join)
+    ring.close()
+    assert not store.calls
+    assert not caplog.records
+
+
 def test_a_disk_that_does_not_answer_is_a_deadline() -> None:
     memory = memory_of(num_slots=1)
     store = memory.store
