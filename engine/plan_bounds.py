@@ -46,10 +46,23 @@ class Bounds:
     @property
     def disk_s(self) -> float:
         """State that spills comes and goes once."""
-        num_bytes = self._plan.precision.state_bytes * sum(
-            self._basis.layout.layers[i].trained.size for i in self._plan.spilled_layers
-        )
-        return 2 * num_bytes / self._basis.disk_bytes_per_s
+        return 2 * sum(self._disk_s(layer) for layer in self._plan.spilled_layers)
+
+    def _disk_s(self, layer: int) -> float:
+        """Of reading or writing a layer's state."""
+        size = self._basis.layout.layers[layer].trained.size
+        return size * self._plan.precision.state_bytes / self._basis.disk_bytes_per_s
+
+    def _brought_s(self) -> dict[int, float]:
+        """How long after the end of the backward a spilled layer's state can be there: it is read into the slot of the
+        layer that comes so many before it, which is written first."""
+        spilled = self._plan.spilled_layers
+        order = [layer for layer in self._plan.layer_order if layer in spilled]
+        at_once, brought_s, moved_s = self._plan.state_slots, {}, 0.0
+        for before, layer in zip(order, order[at_once:], strict=False):
+            moved_s += self._disk_s(before) + self._disk_s(layer)
+            brought_s[layer] = moved_s
+        return brought_s
 
     def _visit_s(self, visit: Visit) -> float:
         names = operations(visit.phase, self._plan.layers[visit.layer].activations)
@@ -60,18 +73,20 @@ class Bounds:
 
     @property
     def chained_s(self) -> float:
-        """Where updates follow the backward: those up to a layer, then all that is computed from its forward on. What
-        happens between a backward and its step's end happens in every step."""
+        """Where updates follow the backward: those up to a layer, or what the disk does before it, then all that is
+        computed from its forward on. What happens between a backward and its step's end happens in every step."""
         if self._plan.update_order is UpdateOrder.BACKWARD:
             return 0.0
         left_s, updated_s, longest_s = self.compute_s, 0.0, 0.0
-        updated = set(self._prices.updated_by_cpu)
+        updated, on_disk = set(self._prices.updated_by_cpu), self._brought_s()
         for visit, seconds in zip(self._basis.one_sweep, self._sweep_s, strict=True):
             if visit.phase is Phase.BACKWARD:
                 break
             if visit.layer in updated:
                 updated_s += self._update_s(visit.layer)
                 longest_s = max(longest_s, updated_s + left_s)
+            if visit.layer in on_disk:
+                longest_s = max(longest_s, on_disk[visit.layer] + left_s)
             left_s -= self._at_once * seconds
         return longest_s
 

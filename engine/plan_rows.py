@@ -144,10 +144,10 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
         "processes": (processes * PROCESS_BYTES, f"{processes} × {format_bytes(PROCESS_BYTES)}"),
     }
-    if spilled := plan.spilled_layers:
+    if plan.spilled_layers:
         rows |= {
             "state slots": (
-                slots_bytes(plan, layout, sorted(spilled)),
+                slots_bytes(plan, layout),
                 f"{plan.num_shards} × {plan.state_slots} layers on their way between disk and updates",
             )
         }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
@@ -13,42 +14,50 @@ from megatrain_ray.io.blob_store import ALIGN_BYTES, aligned
 STATE_SLOTS = 3
 
 
-def spilled_layers(plan: Plan, structure: ModelStructure, layout: ModelLayout, missing: int) -> frozenset[int]:
-    """`plan`: in which nothing spills and whose host lacks `missing` bytes. All that can, where that is not enough."""
-    order, freed = _spill_order(plan, structure, layout), 0
-    for count, layer in enumerate(order, 1):
-        freed += _state_bytes(plan, layout, layer)
-        if freed - slots_bytes(plan, layout, order[:count]) >= missing:
-            return frozenset(order[:count])
-    return frozenset(order)
+@dataclass(frozen=True)
+class SpillOrder:
+    """The layers of a plan that can spill, those that spill first before the others, and by how many bytes of host
+    memory it takes less with one, two, … of them on disk."""
+
+    layers: tuple[int, ...]
+    saved: tuple[int, ...]
+
+    @staticmethod
+    def of(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> SpillOrder:
+        """Blocks from the last on: the next forward comes to them last, so there is most time until their update must
+        be done. Then the ends, which may be many times as large, and slots with them. Not what Muon trains something
+        of: the GPU worker reads its momenta."""
+        able = [i for i in plan.host_layers if layout.layers[i].trained.size and not layout.layers[i].num_muon]
+        order = sorted(able, key=lambda i: (structure.layers[i].kind is not LayerKind.BLOCK, -i))
+        sizes = [layout.layers[i].trained.size for i in order]
+        freed = (total * plan.precision.state_bytes for total in accumulate(sizes))
+        slots = (_slots_bytes(plan, largest) for largest in accumulate(sizes, max))
+        return SpillOrder(tuple(order), tuple(a - b for a, b in zip(freed, slots, strict=True)))
+
+    def first(self, missing: int) -> frozenset[int]:
+        """As few as make up for so many bytes; all, where they are not enough."""
+        count = next((k for k, saved in enumerate(self.saved, 1) if saved >= missing), len(self.layers))
+        return frozenset(self.layers[:count])
 
 
-def slots_bytes(plan: Plan, layout: ModelLayout, spilled: Sequence[int]) -> int:
-    """Host memory that these layers' state passes through, of all shards together and at most."""
-    if not spilled:
-        return 0
-    largest = max(layout.layers[i].trained.size for i in spilled)
+def slots_bytes(plan: Plan, layout: ModelLayout) -> int:
+    """Host memory that spilled state passes through, of all shards together and at most."""
+    return _slots_bytes(plan, max((layout.layers[i].trained.size for i in plan.spilled_layers), default=0))
+
+
+def _slots_bytes(plan: Plan, largest: int) -> int:
+    """`largest`: elements of the largest of the layers."""
     of_shard = min(largest, -(-largest // plan.num_shards) + plan.shard_cut_elements)
     kinds = plan.precision.state_kinds
     slot_bytes = sum(aligned(of_shard * dtype.itemsize) for _, dtype in kinds)
-    return plan.num_shards * (plan.state_slots * slot_bytes + ALIGN_BYTES)
+    return plan.num_shards * (STATE_SLOTS * slot_bytes + ALIGN_BYTES)
 
 
 def spilled_bytes(plan: Plan, layout: ModelLayout) -> int:
     """On disk, of all shards together and at most."""
     filled_up = plan.num_shards * len(plan.precision.state_kinds) * ALIGN_BYTES
-    return sum(_state_bytes(plan, layout, layer) + filled_up for layer in plan.spilled_layers)
-
-
-def _state_bytes(plan: Plan, layout: ModelLayout, layer: int) -> int:
-    return layout.layers[layer].trained.size * plan.precision.state_bytes
-
-
-def _spill_order(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> list[int]:
-    """Blocks from the last on: the next forward comes to them last, so there is most time until their update must be
-    done. Then the ends, which may be many times as large, and slots with them. Not what Muon trains something of."""
-    able = [i for i in plan.host_layers if layout.layers[i].trained.size and not layout.layers[i].num_muon]
-    return sorted(able, key=lambda i: (structure.layers[i].kind is not LayerKind.BLOCK, -i))
+    sizes = [layout.layers[i].trained.size * plan.precision.state_bytes for i in plan.spilled_layers]
+    return sum(sizes) + len(sizes) * filled_up
 
 
 def beyond_disk(plan: Plan) -> int:

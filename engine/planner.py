@@ -25,7 +25,7 @@ from megatrain_ray.engine.plan_gradients import GradientPlaces, in_flight
 from megatrain_ray.engine.plan_loss import chunk_tokens
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import backward_bytes, beside_loss, hbm_rows, host_rows, nvme_rows
-from megatrain_ray.engine.plan_spill import STATE_SLOTS, beyond_disk, spilled_layers
+from megatrain_ray.engine.plan_spill import STATE_SLOTS, SpillOrder, beyond_disk
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 
@@ -63,6 +63,7 @@ class Drafts:
     frames: dict[Candidate, Plan] = field(default_factory=dict)
     layers: dict[Candidate, dict[tuple[int, bool, bool, bool], LayerPlan]] = field(default_factory=dict)
     chunks: dict[Candidate, int] = field(default_factory=dict)
+    spill_orders: dict[frozenset[int], SpillOrder] = field(default_factory=dict)  # by layers on the device
 
 
 def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
@@ -199,10 +200,12 @@ class _Builder:
         missing = -spare_ram(plan)
         if self.machine.spill is None or missing <= 0:
             return plan
-        plan = replace(plan, state_slots=STATE_SLOTS)
-        plan = replace(plan, layers=self._layers(spilled_layers(plan, self.structure, self.layout, missing)))
-        on_device = (row for row in plan.rows if row.tier is Tier.HBM)
-        return replace(plan, rows=(*on_device, *host_rows(plan, self.layout), *nvme_rows(plan, self.layout)))
+        orders, on_device = self.drafts.spill_orders, self.candidate.hbm_layers
+        if on_device not in orders:
+            orders[on_device] = SpillOrder.of(plan, self.structure, self.layout)
+        plan = replace(plan, layers=self._layers(orders[on_device].first(missing)), state_slots=STATE_SLOTS)
+        of_device = (row for row in plan.rows if row.tier is Tier.HBM)
+        return replace(plan, rows=(*of_device, *host_rows(plan, self.layout), *nvme_rows(plan, self.layout)))
 
     def _chunk_tokens(self, frame: Plan) -> int:
         """However many layers keep more: that never makes the loss slower."""
