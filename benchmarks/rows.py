@@ -25,6 +25,8 @@ from typing import Any
 from megatrain_ray.trace_file import find_traces
 
 CONFIGS = Path(__file__).parent / "configs" / "speed"
+# 20.5 billion parameters: their state fits neither device memory nor 123 GiB of RAM nor both.
+TWENTY = "model.config.num_hidden_layers=67", "spill.path=runs/spill"
 ROWS = {
     "14.8b": ("qwen2.5_14.8b.yaml",),
     "7.6b": ("qwen2.5_7.6b.yaml",),
@@ -36,6 +38,15 @@ ROWS = {
     "7.6b_10gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=10GB", "train.grad_dtype=bf16"),
     "3.1b": ("qwen2.5_3.1b.yaml",),
     "32.8b": ("qwen2.5_32.8b.yaml",),
+    "20b": ("qwen2.5_14.8b.yaml", *TWENTY),
+    "20b_256": ("qwen2.5_14.8b.yaml", *TWENTY, "train.batch_size=256"),
+    "7.6b_spilled": (
+        "qwen2.5_7.6b.yaml",
+        "hardware.hbm_limit=24GB",
+        "hardware.ram_limit=48GiB",
+        "train.grad_dtype=bf16",
+        "spill.path=runs/spill",
+    ),
     **{
         f"depth_{count}": ("llama3.2_depth.yaml", f"model.config.num_hidden_layers={count}")
         for count in (28, 56, 112, 180)
@@ -124,6 +135,7 @@ def _line(report: Mapping[str, Any]) -> str:
         "order": plan["order"],
         "sums": plan["sums"],
         "in HBM": plan["hbm_layers"],
+        "state on disk": plan["spilled_layers"],
         "boundaries on host": plan["boundaries_on_host"],
         "budgets": plan["activation_budgets"],
         "HBM GB": round((memory["hbm_bytes"] or 0) / 1e9, 1),

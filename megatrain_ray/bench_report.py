@@ -144,6 +144,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
     return {
         **sizes,
         "hbm_layers": len(plan.hbm_layers),
+        "spilled_layers": len(plan.spilled_layers),
         "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
         "activations": dict(Counter(layer["activations"] for layer in layers)),
         "activation_budgets": dict(Counter(str(layer.activation_budget) for layer in plan.layers if layer.compiled)),
