@@ -28,6 +28,7 @@ from megatrain_ray.engine.spill_layout import SLOT_WORDS, Extent, SpillLayout
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.blob_store import Blob, BlobStore, aligned_block
 from megatrain_ray.io.words import Words
+from megatrain_ray.spans import Row, SpanLog
 
 Found = TypeVar("Found")
 
@@ -85,6 +86,7 @@ class SpillRing:
         self._store = store
         self._name = name
         self._timeout_s = timeout_s
+        self.spans = SpanLog()
         self._poison = poison
         size, table = layout.slot_bytes, layout.num_slots * layout.slot_bytes
         self._slots = [_Slot(i, memory[i * size : (i + 1) * size]) for i in range(layout.num_slots)]
@@ -319,18 +321,19 @@ class SpillRing:
             self._changed.notify_all()
 
     async def _fill(self, slot: _Slot, extent: Extent) -> None:
-        memory = slot.memory.numpy().data
-        blocks = enumerate(extent.blocks)
-        await asyncio.gather(*(self._read_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
+        memory, blocks = slot.memory.numpy().data, enumerate(extent.blocks)
+        assert slot.layer is not None
+        with self.spans.span(Row.DISK, "read", slot.layer, num_bytes=extent.nbytes):
+            await asyncio.gather(*(self._read_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
         with self._changed:
-            assert slot.layer is not None
             self._hold(slot, slot.layer)
             self._changed.notify_all()
 
     async def _empty(self, slot: _Slot, extent: Extent) -> None:
-        memory = slot.memory.numpy().data
-        blocks = enumerate(extent.blocks)
-        await asyncio.gather(*(self._write_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
+        memory, blocks = slot.memory.numpy().data, enumerate(extent.blocks)
+        assert slot.layer is not None
+        with self.spans.span(Row.DISK, "write", slot.layer, num_bytes=extent.nbytes):
+            await asyncio.gather(*(self._write_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
         with self._changed:
             self._words.store(SLOT_WORDS * slot.index + 1, 0)
             slot.state = SlotState.READY

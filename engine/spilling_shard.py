@@ -41,6 +41,7 @@ class SpillingShard(AdamShard):
         """`ring`: of the layers in `layout.spilled`; closed with the shard. The rest is an AdamShard's."""
         super().__init__(*arguments, **settings)
         self._ring = ring
+        self.spans = ring.spans
 
     def load(self, source: WeightSource, num_threads: int = 1) -> None:
         super().load(source, num_threads)

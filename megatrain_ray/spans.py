@@ -40,6 +40,7 @@ class Row(Enum):
     GRADIENTS = "event loop: gradients"
     LANDINGS = "event loop: landings"
     UPDATES = "updates"
+    DISK = "disk"
     SAVE = "save"
     BATCHES = "batches"
     DRIVER = "driver"

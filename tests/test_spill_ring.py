@@ -27,6 +27,7 @@ from megatrain_ray.io.blob_store import Blob, BlobStore, MemoryStore, aligned_bl
 from megatrain_ray.io.disk_errors import UnreadableError
 from megatrain_ray.io.pieces import Piece
 from megatrain_ray.io.spill_file import SpillFile
+from megatrain_ray.spans import Row
 from tests.shards import (
     HYPER,
     Dictionary,
@@ -277,6 +278,22 @@ def test_what_comes_next_is_read_while_a_layer_is_updated() -> None:
         ring.bring(0)
         ring.leave(0)
         assert ("read", 0) not in store.calls  # it was among the next three all the time
+
+
+def test_spans_of_the_disk_are_in_the_traces_of_the_shard() -> None:
+    with opened([memory_of(num_slots=1)]) as shards:
+        shards[0].load(Dictionary(random_masters(model_layout())))
+        update(shards, 1, FORWARD)
+        content(shards)  # all is written
+        shards[0].spans.on = True
+        update(shards, 2, FORWARD)
+        content(shards)
+        spans = shards[0].spans.take().spans
+        assert {(span.name, span.layer) for span in spans if span.row is Row.DISK} >= {("read", 2), ("write", 0)}
+        waits = [span.layer for span in spans if span.row is Row.UPDATES and span.name == "wait disk" and span.waits]
+        assert waits == sorted(SPILLED)
+        (write,) = (span for span in spans if (span.name, span.layer) == ("write", 0))
+        assert write.num_bytes == shards[0]._ring.extents[0].nbytes
 
 
 def test_what_did_not_change_is_not_written() -> None:
