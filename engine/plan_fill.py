@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.engine.plan_request import Candidate
+from megatrain_ray.engine.plan_spill import beyond_disk
 from megatrain_ray.engine.planner import fits, spare_ram
 
 # Of the device's memory, for what need not be there: what a plan counts is an estimate. Three plans of 140 to 143 GB on
@@ -84,11 +85,14 @@ class Filling:
 
 
 def fewest_layers(draft: Callable[[Candidate], Plan], candidate: Candidate, able: Sequence[int]) -> int:
-    """How many layers must live on the device for the host to have room for the others; all if it never has. What is
-    kept for a backward makes no difference."""
-    return first_above(
-        lambda count: spare_ram(draft(replace(candidate, hbm_layers=frozenset(able[:count])))) + 1, len(able)
-    )
+    """How many layers must live on the device for the host, and the disk, to have room for the others; all if they
+    never have. What is kept for a backward makes no difference."""
+
+    def room(count: int) -> int:
+        plan = draft(replace(candidate, hbm_layers=frozenset(able[:count])))
+        return -beyond_disk(plan) or spare_ram(plan) + 1
+
+    return first_above(room, len(able))
 
 
 def first_above(rising: Callable[[int], int], end: int) -> int:
