@@ -203,7 +203,10 @@ class _Builder:
         orders, on_device = self.drafts.spill_orders, self.candidate.hbm_layers
         if on_device not in orders:
             orders[on_device] = SpillOrder.of(plan, self.structure, self.layout)
-        plan = replace(plan, layers=self._layers(orders[on_device].first(missing)), state_slots=STATE_SLOTS)
+        spilled = orders[on_device].first(missing)
+        if not spilled:
+            return plan
+        plan = replace(plan, layers=self._layers(spilled), state_slots=STATE_SLOTS)
         of_device = (row for row in plan.rows if row.tier is Tier.HBM)
         return replace(plan, rows=(*of_device, *host_rows(plan, self.layout), *nvme_rows(plan, self.layout)))
 
