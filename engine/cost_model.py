@@ -106,7 +106,7 @@ def predict(
 ) -> Prediction:
     """`activations`: of a micro-batch of the plan. `shared`: of other plans of the same request."""
     prices = Prices(plan, basis, activations, shared)
-    step = _steady(plan, basis, prices)
+    step = _with_disk(_steady(plan, basis, prices))
     tokens = plan.num_micro_batches * prices.num_tokens
     flops = sum(layer.flops(tokens, tokens * plan.seq_len) for layer in basis.work)
     busy_s = {stage.value: seconds for stage, seconds in step.busy_s.items()}
@@ -129,8 +129,35 @@ def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
     count = plan.num_micro_batches
     if plan.order is LoopOrder.LAYERS_OUTER or count <= PERIODS:
         return _second(plan, basis, prices)
-    fewer, more = (_second(replace(plan, num_micro_batches=n), basis, prices) for n in (PERIODS - 1, PERIODS))
-    return _extended(fewer, more, count - PERIODS)
+
+    def with_fewer(number: int) -> SimulatedStep:
+        return _second(replace(plan, num_micro_batches=number), basis, prices)
+
+    fewer, more = with_fewer(PERIODS - 1), with_fewer(PERIODS)
+    beside_disk = _beside_disk(fewer, more)
+    if beside_disk < PERIODS:
+        return _extended(fewer, more, count - PERIODS)
+    if beside_disk + 1 >= count:
+        return _second(plan, basis, prices)
+    return _extended(with_fewer(beside_disk), with_fewer(beside_disk + 1), count - beside_disk - 1)
+
+
+def _beside_disk(fewer: SimulatedStep, more: SimulatedStep) -> int:
+    """Micro-batches that take as long as the disk. Where there are fewer a step need not take longer with one more;
+    0: it does."""
+    disk_s = fewer.busy_s.get(Stage.DISK, 0.0)
+    if disk_s <= fewer.step_s:
+        return 0
+    return math.ceil(disk_s / (sum(more.compute_s.values()) - sum(fewer.compute_s.values())))
+
+
+def _with_disk(step: SimulatedStep) -> SimulatedStep:
+    """A disk may take longer than a step for the first ones, as far as slots let it lag behind: not in the long run."""
+    late_s = step.busy_s.get(Stage.DISK, 0.0) - step.step_s
+    if late_s <= 0:
+        return step
+    exposed_s = {**step.exposed_s, "optimizer": step.exposed_s.get("optimizer", 0.0) + late_s}
+    return replace(step, step_s=step.step_s + late_s, exposed_s=exposed_s)
 
 
 def _second(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
