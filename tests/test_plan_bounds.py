@@ -15,13 +15,14 @@ from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request
+from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_search import candidates
 from megatrain_ray.engine.planner import draft_plan
 from megatrain_ray.engine.visits import LoopOrder
 from tests.shapes import qwen
 
 MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=1 << 41, hbm_bytes=None, profile=TYPICAL_GPU)
+SHORT = replace(MACHINE, ram_bytes=16 << 30, spill=SpillSpace(1 << 40, 3e9))  # of RAM: most of the plans spill
 REQUEST = Request(Precision.BF16, False, True, 2, 4, 512)
 CANDIDATE = Candidate(LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 3, 2)
 PROFILES = {
@@ -37,18 +38,18 @@ def shape() -> tuple[Any, ActivationBytes]:
     return qwen(10, REQUEST.seq_len, hidden=2048, heads=16, kv_heads=2, inner=8192)  # type: ignore[no-any-return]
 
 
-def basis_of(profile: HardwareProfile) -> CostBasis:
+def basis_of(profile: HardwareProfile, disk_bytes_per_s: float = 3e9) -> CostBasis:
     structure, _ = shape()
-    return CostBasis(structure, structure.layout(), work_of(structure), profile, True, False)
+    return CostBasis(structure, structure.layout(), work_of(structure), profile, True, False, disk_bytes_per_s)
 
 
-def plans(request: Request) -> Iterator[tuple[Plan, ActivationBytes]]:
+def plans(request: Request, machine: Machine = MACHINE) -> Iterator[tuple[Plan, ActivationBytes]]:
     structure, activations = shape()
     activations = activations.times(request.micro_batch_size)
     for candidate in candidates(structure, request):
         for count in (0, 1, 5, 12):
             on_device = replace(candidate, hbm_layers=frozenset(range(count)))
-            yield draft_plan(structure, structure.layout(), activations, MACHINE, request, on_device), activations
+            yield draft_plan(structure, structure.layout(), activations, machine, request, on_device), activations
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -69,6 +70,22 @@ def test_no_plan_is_faster(changes: dict[str, Any], profile: str) -> None:
         step_s = predict(plan, basis, activations, prices).step_s
         bounds = Bounds(plan, basis, activations, prices)
         assert max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s) <= step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("disk_bytes_per_s", [3e8, 3e9, 3e10, 3e11])
+@pytest.mark.parametrize("changes", [{}, {"num_micro_batches": 9}, {"clip": False}])
+def test_no_plan_that_spills_is_faster(changes: dict[str, Any], disk_bytes_per_s: float) -> None:
+    request, basis, prices = replace(REQUEST, **changes), basis_of(TYPICAL_GPU, disk_bytes_per_s), SharedPrices()
+    counts, tight = set(), 0.0
+    for plan, activations in plans(request, SHORT):
+        step_s = predict(plan, basis, activations, prices).step_s
+        bounds = Bounds(plan, basis, activations, prices)
+        most = max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s, bounds.disk_s)
+        assert most <= step_s * (1 + 1e-9)
+        counts.add(len(plan.spilled_layers))
+        tight = max(tight, bounds.disk_s / step_s)
+    assert len(counts) > 2
+    assert tight > 0.95 or disk_bytes_per_s > 1e9
 
 
 def bounds_and_step(profile: str, request: Request, candidate: Candidate) -> tuple[Bounds, float]:
