@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatrain_ray.config import TrainConfig
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.planning import Question
@@ -19,10 +19,11 @@ from megatrain_ray.units import format_bytes, format_count, format_duration
 
 DAY_S = 24 * 60 * 60
 SAME = 0.005  # a share of the speed that is no difference
+ENDURANCE_BYTES = 10**15  # written, of the drive that a plan is set beside
 
 
 def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Iterator[str]:
-    """How long all steps take, what that costs, and what saves write."""
+    """How long all steps take, what that costs, what saves write, and what state that spills does."""
     if plan.prediction is None:
         return
     steps, total_s = config.train.steps, config.train.steps * plan.prediction.step_s
@@ -33,6 +34,12 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
         yield (
             f"saves     one of {format_bytes(plan.save_bytes)} every {config.save_every} steps: "
             f"{format_bytes(int(of_day))} written a day"
+        )
+    if spilled := plan.total_bytes(Tier.NVME):
+        of_day = spilled * DAY_S / plan.prediction.step_s
+        yield (
+            f"spilled   {format_bytes(spilled)} every step: {format_bytes(int(of_day))} written a day; a drive rated "
+            f"for 1 PB written lasts {ENDURANCE_BYTES / of_day:.1f} days"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.cli import main
+from megatrain_ray.units import format_bytes
 from tests.runs import config, write_config
 
 SHAPE = {
@@ -87,6 +88,22 @@ def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[s
     without = shown(capsys, str(path), *LIMITS, "save_every=null").splitlines()[-1]
     assert without.startswith("run ")
     assert " an hour" not in without
+
+
+def test_what_spills_wears_a_drive(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = "hardware.hbm_layers=0", "hardware.hbm_limit=4GiB", "hardware.ram_limit=4600MiB", "spill.path=/nowhere/spill"
+    plan = planned(capsys, str(path), *short)
+    spilled = sum(row["num_bytes"] for row in plan["rows"] if row["tier"] == "nvme")
+    assert spilled
+    of_day = spilled * 24 * 3600 / plan["prediction"]["step_s"]
+    *_, saves, line = shown(capsys, str(path), *short).splitlines()
+    assert saves.startswith("saves     one of ")
+    assert line == (
+        f"spilled   {format_bytes(spilled)} every step: {format_bytes(int(of_day))} written a day; a drive rated for "
+        f"1 PB written lasts {1e15 / of_day:.1f} days"
+    )
+    roomy = shown(capsys, str(path), *LIMITS, "spill.path=/nowhere/spill")
+    assert "spilled " not in roomy
 
 
 @pytest.mark.parametrize("price", ["-1", "inf", "dear"])
