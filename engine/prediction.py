@@ -21,6 +21,6 @@ class Prediction:
     compute_s: Mapping[str, float]
     exposed_s: Mapping[str, float]
     busy_s: Mapping[str, float]
-    bottleneck: str  # compute, h2d, d2h or optimizer
+    bottleneck: str  # compute, h2d, d2h, optimizer or disk
     h2d_bytes: int
     d2h_bytes: int
