@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -163,7 +164,7 @@ class SpillRing:
     def blank(self, layer: int) -> Iterator[None]:
         """A slot that the block fills for the layer, whatever the blob has; it is written after the block."""
         with self._changed:
-            slot = self._await(self._free_slot, f"a slot for layer {layer}")
+            slot = self._await(partial(self._slot_to_fill, layer), f"a slot for layer {layer}")
             self._clear(slot)
             self._hold(slot, layer)
             slot.is_held = True
@@ -228,10 +229,20 @@ class SpillRing:
         for slot in self._slots:
             if slot.state is SlotState.EMPTY:
                 return slot
-            is_idle = slot.state is SlotState.READY and not slot.is_held and not self._is_ahead(slot)
-            if is_idle and slot.layer not in coming:
+            if self._is_idle(slot) and slot.layer not in coming:
                 return slot
         return None
+
+    def _slot_to_fill(self, layer: int) -> _Slot | None:
+        """The layer's own where a process that died while it filled slots left it one: a second one would be as good
+        as this one to `bring`."""
+        slot = self._slot_of(layer)
+        if slot is None:
+            return self._free_slot()
+        return slot if self._is_idle(slot) else None
+
+    def _is_idle(self, slot: _Slot) -> bool:
+        return slot.state is SlotState.READY and not slot.is_held and not self._is_ahead(slot)
 
     def _clear(self, slot: _Slot) -> None:
         self._words.store(SLOT_WORDS * slot.index, 0)

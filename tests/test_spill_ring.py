@@ -238,10 +238,10 @@ def test_a_copy_of_a_layer_that_is_on_disk() -> None:
         assert {(p.layer, p.kind, p.start): b"".join(map(bytes, p.buffers)) for p in pieces}.items() <= expected.items()
 
 
-def small_ring(store: Watched, slots: Tensor, num_slots: int) -> SpillRing:
+def small_ring(store: Watched, slots: Tensor, num_slots: int, timeout_s: float = WAIT_S) -> SpillRing:
     """Of four layers of a page each."""
     extents = {layer: Extent(PAGE * layer, PAGE, {"m": Span(0, PAGE)}, layer) for layer in range(4)}
-    return SpillRing(SpillLayout(extents, num_slots), slots, store, BLOB, WAIT_S, poison=True)
+    return SpillRing(SpillLayout(extents, num_slots), slots, store, BLOB, timeout_s, poison=True)
 
 
 def fill_small(ring: SpillRing) -> None:
@@ -449,3 +449,26 @@ def test_a_disk_that_does_not_answer_is_a_deadline() -> None:
         ring.read(0, Span(0, 4096))
     store.release("write")
     ring.close()
+
+
+def test_a_shard_that_died_loading_leaves_nothing_of_that() -> None:
+    """Its slots hold what its successor loads once more, one of them torn."""
+    store, slots = Watched(4 * PAGE), small_slots()
+    first = small_ring(store, slots, 3)
+    store.held.add("write")  # a slot each
+    for layer in (0, 1):
+        with first.blank(layer):
+            first.state_of(layer)["m"].fill_(layer)
+    first.blank(2).__enter__()
+    first.state_of(2)["m"].fill_(99)
+    store.release("write")
+    with closing(small_ring(store, slots, 3)) as second:
+        for layer in range(4):
+            with second.blank(layer):
+                second.state_of(layer)["m"].fill_(layer)
+            second.read(layer, Span(0, PAGE))  # all slots are free again
+        for layer in (*range(4), *range(4)):
+            second.bring(layer)
+            assert set(second.state_of(layer)["m"].tolist()) == {layer}
+            second.leave(layer)
+    first.close()
