@@ -338,6 +338,7 @@ class SpillRing:
             await asyncio.gather(*(self._read_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
         with self._changed:
             self._hold(slot, slot.layer)
+            self._advance()  # what is wanted may have changed meanwhile
             self._changed.notify_all()
 
     async def _empty(self, slot: _Slot, extent: Extent) -> None:

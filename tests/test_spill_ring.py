@@ -472,3 +472,17 @@ def test_a_shard_that_died_loading_leaves_nothing_of_that() -> None:
             assert set(second.state_of(layer)["m"].tolist()) == {layer}
             second.leave(layer)
     first.close()
+
+
+def test_a_layer_that_nobody_expected_next_is_read() -> None:
+    store = Watched(4 * PAGE)
+    with closing(small_ring(store, small_slots(), 1, timeout_s=5.0)) as ring:
+        fill_small(ring)
+        ring.bring(0)
+        store.held.add("read")
+        ring.leave(0)
+        store.await_call("read", PAGE)  # into the only slot
+        threading.Timer(0.1, store.release, ["read"]).start()
+        ring.bring(3)
+        assert set(ring.state_of(3)["m"].tolist()) == {3}
+        ring.leave(3)
