@@ -70,10 +70,13 @@ class SpillingShard(AdamShard):
         self._ring.leave(layer)
 
     def roll_back(self, layer: int, serial: int) -> None:
-        if layer in self._ring.extents:
-            self._bring(layer)
-            self._ring.change(layer)
+        if layer not in self._ring.extents:
+            super().roll_back(layer, serial)
+            return
+        self._bring(layer)
+        self._ring.change(layer)
         super().roll_back(layer, serial)
+        self._ring.leave(layer)  # the update that follows may be one that is skipped
 
     def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
         if layer not in self._ring.extents:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -112,9 +112,9 @@ class Memory:
     store: BlobStore
     name: str = BLOB
 
-    def shard(self, num_threads: int = 2) -> SpillingShard:
+    def shard(self, num_threads: int = 2, timeout_s: float = WAIT_S) -> SpillingShard:
         return SpillingShard(
-            self.ring(), self.part, Precision.BF16, working=self.working, residual=self.own["residual"],
+            self.ring(timeout_s), self.part, Precision.BF16, working=self.working, residual=self.own["residual"],
             m=self.own["m"], v=self.own["v"], hyper=HYPER, num_threads=num_threads, journal=self.journal,
         )  # fmt: skip
 
@@ -350,6 +350,22 @@ def test_another_process_goes_on_with_a_slot_that_is_ahead_of_the_blob() -> None
         shards[0].roll_back(0, serial_of(2, 0, 3))
         update(shards, 2, FORWARD)
         assert content(shards) == updated_in_memory(1, 2, FORWARD)
+    first.close()
+
+
+def test_a_shard_that_died_in_an_update_that_changes_nothing_has_its_slot_written() -> None:
+    memory = memory_of(num_slots=1)
+    first = memory.shard()
+    first.load(Dictionary(random_masters(model_layout())))
+    update([first], 1, FORWARD)
+    content([first])  # all is written
+    with closing(memory.shard(timeout_s=5.0)) as second:
+        second.roll_back(2, serial_of(2, 2, 3))
+        skipped = replace(headers(2)[-1], skip=True)
+        second.update(2, flat_gradients(model_layout(), 2, torch.float32)[2], skipped, serial_of(2, 2, 3))
+        assert content([second]) == updated_in_memory(1, 1, FORWARD)
+        update([second], 2, FORWARD)
+        assert content([second]) == updated_in_memory(1, 2, FORWARD)
     first.close()
 
 
