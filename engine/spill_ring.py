@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -34,6 +35,7 @@ from megatrain_ray.spans import Row, SpanLog
 Found = TypeVar("Found")
 
 TRANSFERS = 8  # blocks on their way at once, those of all slots together
+CLOSE_S = 1.0  # for what a disk is at when nobody needs it any more: blocks of a few MiB
 POISON = 0xFF  # as bf16 and fp32 a NaN
 
 
@@ -187,12 +189,14 @@ class SpillRing:
         return result
 
     def close(self) -> None:
-        """Waits for what is on its way; what is left of it is lost with the blob. Idempotent."""
+        """Whoever waits fails, and what is on its way is given up: it is lost with the blob. A block that a disk is at
+        is waited for, but not for long. Idempotent."""
+        self._fail(MegatrainError(f"{self._store.describe(self._name)} is not used any more"))
         if self._thread.is_alive():
             with self._changed:
                 self._reads_ahead = False  # nothing more begins
             self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
+            self._thread.join(CLOSE_S)
 
     def _adopt(self) -> None:
         """What the slots hold, where another process was here before."""
@@ -206,7 +210,7 @@ class SpillRing:
 
     def _advance(self) -> None:
         """Reads ahead into every slot that holds nothing which comes before. With the condition held."""
-        if not self._reads_ahead:
+        if not self._reads_ahead or self._error is not None:
             return
         held = {slot.layer for slot in self._slots}
         for layer in self._coming():
@@ -283,29 +287,27 @@ class SpillRing:
             if self._error is not None:
                 raise self._error
             if time.monotonic() > deadline_s:
-                raise DeadlineError(
-                    f"waited {self._timeout_s:.0f} s for {what}: {self._store.describe(self._name)} does not get on"
-                )
+                raise self._late(what)
             self._changed.wait(deadline_s - time.monotonic())
         return found
+
+    def _late(self, what: str) -> DeadlineError:
+        where = self._store.describe(self._name)
+        return DeadlineError(f"waited {self._timeout_s:.0f} s for {what}: {where} does not get on")
 
     # What follows runs on the event loop, or hands something to it.
 
     def _run(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
+        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._closing, self._room = asyncio.Event(), asyncio.Semaphore(TRANSFERS)
         try:
             async with self._store.update(self._name) as self._blob:
                 self._started.set()
                 await self._closing.wait()
-                while self._tasks:
-                    await asyncio.gather(*self._tasks, return_exceptions=True)
+                await _give_up(asyncio.all_tasks() - {asyncio.current_task()})  # while the blob is open
         except Exception as error:
             self._fail(error)
         finally:
@@ -321,7 +323,7 @@ class SpillRing:
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        error = task.exception()
+        error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
             self._fail(error)
 
@@ -376,12 +378,34 @@ class SpillRing:
     def _block(self, extent: Extent, index: int, block: Span) -> memoryview:
         """A block as the blob has it. Parts of a save follow each other, so two often want the same one."""
         number, checksum = extent.first_block + index, self._words.load(self._word_of(extent, index))
-        if (self._last.number, self._last.checksum) != (number, checksum):
+        last = self._last  # that of an abandoned save may be replaced at any time
+        if (last.number, last.checksum) != (number, checksum):
             memory = aligned_block(block.size)
-            work = self._read_block(extent, index, block, memory)
-            asyncio.run_coroutine_threadsafe(work, self._loop).result(self._timeout_s)
-            self._last = _Block(number, checksum, memory)
-        return self._last.content
+            self._finish(self._read_block(extent, index, block, memory), f"block {number} to be read")
+            last = self._last = _Block(number, checksum, memory)
+        return last.content
+
+    def _finish(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Waits for it."""
+        with self._changed:
+            if self._error is not None:
+                work.close()
+                raise self._error
+            done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            done.result(self._timeout_s)
+        except TimeoutError:
+            raise self._late(what) from None
+        except CancelledError:
+            assert self._error is not None  # which is why
+            raise self._error from None
+
+
+async def _give_up(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Returns when nothing of them goes on; transfers that have begun are at their end then."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _checksum(memory: memoryview) -> int:

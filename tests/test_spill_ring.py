@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -425,7 +426,7 @@ def test_a_blob_that_is_not_there_fails_at_once() -> None:
         memory.ring()
 
 
-def test_closing_waits_for_what_is_on_its_way_and_begins_nothing(
+def test_closing_begins_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When what is being written is done the slots would be free to read ahead."""
@@ -443,9 +444,9 @@ def test_closing_waits_for_what_is_on_its_way_and_begins_nothing(
     store.calls.clear()
     join = ring._thread.join
 
-    def release_and_join() -> None:
+    def release_and_join(timeout_s: float) -> None:
         store.release("write")
-        join()
+        join(timeout_s)
 
     monkeypatch.setattr(ring._thread, "join", release_and_join)
     ring.close()
@@ -502,3 +503,48 @@ def test_a_layer_that_nobody_expected_next_is_read() -> None:
         ring.bring(3)
         assert set(ring.state_of(3)["m"].tolist()) == {3}
         ring.leave(3)
+
+
+def test_a_save_hears_of_a_disk_that_does_not_answer() -> None:
+    store = Watched(4 * PAGE)
+    with closing(small_ring(store, small_slots(), 2)) as ring:
+        fill_small(ring)
+        store.held.add("read")
+        ring._timeout_s = 0.01
+        with pytest.raises(DeadlineError, match="waited 0 s for block 1 to be read: spill in memory does not get on"):
+            ring.read(1, Span(0, PAGE))
+        store.release("read")
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("read", 0), ("write", 1)])
+def test_a_save_that_reads_ends_with_the_ring(kind: str, layer: int) -> None:
+    """Though the disk does not answer: what made the shard fail must be heard."""
+    store = Watched(4 * PAGE)
+    ring = small_ring(store, small_slots(), 2)
+    fill_small(ring)
+    ring.bring(1)
+    store.calls.clear()
+    store.held.add(kind)
+    ring.change(1)
+    if kind == "write":
+        ring.leave(1)
+    failures: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            ring.read(layer, Span(0, PAGE))
+        except MegatrainError as error:
+            failures.append(error)
+
+    reader = threading.Thread(target=save)
+    reader.start()
+    store.await_call(kind, layer * PAGE)
+    start_s = time.monotonic()
+    ring.close()
+    reader.join(WAIT_S)
+    assert time.monotonic() - start_s < 5.0
+    assert [str(failure) for failure in failures] == ["spill in memory is not used any more"]
+    with pytest.raises(MegatrainError, match="is not used any more"):
+        ring.read(0, Span(0, PAGE))
+    store.release(kind)
+    ring._thread.join(WAIT_S)
