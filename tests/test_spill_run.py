@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,29 @@ def test_too_little_disk_is_told_with_the_arithmetic(tmp_path: Path, ray_address
     done = cli_here("train", str(write_config(tmp_path / "config.yaml", without)))
     assert done.returncode == 3
     assert "name a folder on NVMe as spill.path" in done.stderr
+
+
+def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> None:
+    """Never with wrong numbers, and not only with what follows from it."""
+    tree = spilling(tmp_path, config(tmp_path / "run", small_model(tmp_path), train__steps=100_000, save_every=3))
+    path = write_config(tmp_path / "config.yaml", tree)
+    with training(tmp_path, path) as run:
+        deadline_s = time.monotonic() + END_S
+        while not run.saves().committed:
+            assert time.monotonic() < deadline_s, run.text()
+            time.sleep(0.1)
+        file = spill_file_of(tmp_path / "spill")
+        with file.open("r+b") as damaged:
+            damaged.write(b"\xff" * file.stat().st_size)
+        assert run.process.wait(END_S) == 1, run.text()
+        assert run.text().count("are not what was written there") == 1
+        assert "Traceback" not in run.text()
+
+
+def spill_file_of(folder: Path) -> Path:
+    """As one of the processes has it open."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if str(link.readlink()).startswith(f"{folder}/"):
+                return link
+    raise AssertionError(f"no process has a file of {folder}")
