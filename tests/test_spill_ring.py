@@ -426,9 +426,7 @@ def test_a_blob_that_is_not_there_fails_at_once() -> None:
         memory.ring()
 
 
-def test_closing_begins_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_begins_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """When what is being written is done the slots would be free to read ahead."""
     store = Watched(4 * PAGE)
     ring = small_ring(store, small_slots(), 2)
