@@ -60,14 +60,15 @@ def test_a_save_goes_on_where_state_lives_elsewhere(tmp_path: Path, ray_address:
 def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path) -> None:
     """What its slots hold is ahead of the file; the next process writes it."""
     model = small_model(tmp_path, hidden_size=384)
-    settings = {"train__precision": "bf16", "hardware__num_shards": 2, "train__steps": 30, "max_failures": 4}
+    settings = {"train__precision": "bf16", "hardware__num_shards": 2, "train__steps": 20, "max_failures": 4}
     tree = spilling(tmp_path, config(tmp_path / "run", model, save_every=10, **settings))
     path = write_config(tmp_path / "config.yaml", tree)
     with training(tmp_path, path) as run:
-        for shard, actor in ((0, SHARD_0), (1, SHARD_1), (0, SHARD_0)):
+        for shard, actor in ((0, SHARD_0), (1, SHARD_1)):
             kill(run, mid_update(shard), actor)
         assert run.process.wait(END_S) == 0, run.text()
-        assert run.text().count("optimizer shard 0 died and was replaced") == 2
+        for shard in range(2):
+            assert run.text().count(f"optimizer shard {shard} died and was replaced") == 1
     assert plan_of(tmp_path / "run").spilled_layers
     assert not list((tmp_path / "spill").iterdir())
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
