@@ -15,7 +15,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -302,6 +302,7 @@ class SpillRing:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(TRANSFERS))  # by itself it has fewer on few cores
         self._closing, self._room = asyncio.Event(), asyncio.Semaphore(TRANSFERS)
         try:
             async with self._store.update(self._name) as self._blob:

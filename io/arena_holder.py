@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,15 +68,15 @@ class ArenaHolder:
             raise ValueError(f"{name} is the file {handle.path}, and no memory")
         return Arena(handle.fd, handle)
 
-    def spill(self, name: str, executor: Executor | None = None) -> tuple[BlobStore, str]:
-        """The store, with `executor` for its transfers, whose `update` opens the spill file, and its name there.
+    def spill(self, name: str) -> tuple[BlobStore, str]:
+        """The store whose `update` opens the spill file, and its name there.
 
         A file that is open stays so when the holder is closed.
         """
         handle = self._handles[name]
         if not handle.path:
             raise ValueError(f"{name} is an arena, and no file")
-        return HeldFiles(executor), str(handle.fd)
+        return HeldFiles(), str(handle.fd)
 
     def close(self) -> None:
         """Gives the descriptors up. Idempotent."""

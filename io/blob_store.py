@@ -8,7 +8,6 @@ import fcntl
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -125,12 +124,11 @@ class _MemoryInPlace(_MemoryBlob):
 class FileStore:
     """Blobs as files of one folder, past the page cache (O_DIRECT) where the file system can."""
 
-    def __init__(self, folder: Path, folder_fd: int | None = None, executor: Executor | None = None) -> None:
+    def __init__(self, folder: Path, folder_fd: int | None = None) -> None:
         """`folder` exists. `folder_fd`: open on it as long as blobs are created; they are in this very folder then, not
-        in another one that took its name. `executor`: whose threads transfer, else the event loop's own."""
+        in another one that took its name."""
         self._folder = folder
         self._folder_fd = folder_fd
-        self._executor = executor
 
     @staticmethod
     @contextmanager
@@ -146,18 +144,18 @@ class FileStore:
     @asynccontextmanager
     async def create(self, name: str) -> AsyncIterator[BlobWriter]:
         async with self._opened("write", name, "wb") as fd:
-            blob = _FileBlob(self._where(name), fd, self._executor)
+            blob = _FileBlob(self._where(name), fd)
             yield blob
             await blob.sync()
 
     @asynccontextmanager
     async def update(self, name: str) -> AsyncIterator[Blob]:
         async with self._opened("read", name, "rb+") as fd:
-            yield _FileInPlace(self._where(name), fd, self._executor)
+            yield _FileInPlace(self._where(name), fd)
 
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
         async with self._opened("read", name, "rb") as fd:
-            await _FileInPlace(self._where(name), fd, self._executor).read_into(offset, block)
+            await _FileInPlace(self._where(name), fd).read_into(offset, block)
 
     async def size(self, name: str) -> int:
         with explained("read", self._where(name)):
@@ -174,7 +172,7 @@ class FileStore:
         path = self._folder / name if self._folder_fd is None else name
         opener = partial(_open_direct, folder_fd=self._folder_fd)
         with explained(action, self._where(name)):
-            file = await aiofiles.open(path, mode, buffering=0, opener=opener, executor=self._executor)
+            file = await aiofiles.open(path, mode, buffering=0, opener=opener)
         try:
             yield file.fileno()
         finally:
@@ -182,10 +180,9 @@ class FileStore:
 
 
 class _FileBlob:
-    def __init__(self, path: Path, fd: int, executor: Executor | None) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
         self._path = path
         self._fd = fd
-        self._executor = executor
 
     async def write_at(self, offset: int, block: memoryview) -> None:
         with explained("write", self._path):
@@ -197,7 +194,7 @@ class _FileBlob:
 
     async def _completed(self, call: Callable[..., T], *arguments: object) -> T:
         """In a thread, which is through with it even when the task was cancelled: the file is closed after this."""
-        done = asyncio.get_running_loop().run_in_executor(self._executor, partial(call, *arguments))
+        done = asyncio.get_running_loop().run_in_executor(None, partial(call, *arguments))
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -206,8 +203,8 @@ class _FileBlob:
 
 
 class _FileInPlace(_FileBlob):
-    def __init__(self, path: Path, fd: int, executor: Executor | None) -> None:
-        super().__init__(path, fd, executor)
+    def __init__(self, path: Path, fd: int) -> None:
+        super().__init__(path, fd)
         self._nbytes = os.fstat(fd).st_size
 
     async def write_at(self, offset: int, block: memoryview) -> None:

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain_ray.io.blob_store import FileStore, aligned_block
+from megatrain_ray.io.blob_store import aligned_block
 from megatrain_ray.io.disk_errors import explained
+from megatrain_ray.io.spill_file import HeldFiles
 
 BLOCK_BYTES = 8 << 20
 IN_FLIGHT = 4  # blocks each way at a time: a guess of what keeps a drive busy
 FILL_S, MIXED_S = 0.5, 1.5  # after which no further block is begun, of the file's filling and of what counts
-OPEN_FILES = Path("/proc/self/fd")  # where a file without a name can be opened
 
 
 def measure_mixed(folder: Path, num_bytes: int) -> float:
@@ -32,7 +32,7 @@ def measure_mixed(folder: Path, num_bytes: int) -> float:
 
 async def _mixed_rate(name: str, num_blocks: int) -> float:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * IN_FLIGHT))
-    store = FileStore(OPEN_FILES)
+    store = HeldFiles()
     into = [aligned_block(BLOCK_BYTES) for _ in range(IN_FLIGHT)]
     values = aligned_block(BLOCK_BYTES)
     values[:] = os.urandom(BLOCK_BYTES)  # zeros may cost a drive less

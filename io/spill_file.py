@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +40,8 @@ def create_spill_file(folder: Path, name: str, nbytes: int) -> int:
 class HeldFiles(FileStore):
     """Files that this process holds open, with or without a name: a blob is called by its descriptor's number."""
 
-    def __init__(self, executor: Executor | None = None) -> None:
-        super().__init__(Path("/proc/self/fd"), executor=executor)
+    def __init__(self) -> None:
+        super().__init__(Path("/proc/self/fd"))
 
     def describe(self, name: str) -> str:
         return str((Path("/proc/self/fd") / name).resolve())

@@ -61,9 +61,12 @@ def spill_layout(plan: Plan, part: ShardLayout) -> SpillLayout:
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:
-    """One for each shard that has something on disk. `folder`: spill.path."""
+    """One for each shard that has something on disk. `folder`: spill.path, of this process: another one may work
+    elsewhere."""
     num_bytes = {k: spill_layout(plan, shard_layout(plan, layout, k)).blob_bytes for k in range(plan.num_shards)}
-    return {spill_file(k): SpillFile(Path(folder or "."), nbytes) for k, nbytes in num_bytes.items() if nbytes}
+    return {
+        spill_file(k): SpillFile(Path(folder or ".").absolute(), nbytes) for k, nbytes in num_bytes.items() if nbytes
+    }
 
 
 def spill_memory(arena: torch.Tensor, plan: Plan, part: ShardLayout) -> torch.Tensor:

@@ -9,7 +9,6 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -144,9 +143,7 @@ async def test_a_blob_that_is_not_there_cannot_be_updated(store: BlobStore) -> N
         await store.size("gone")
 
 
-async def test_two_transfers_of_a_blob_run_at_the_same_time_in_the_threads_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_transfers_of_a_blob_run_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other: one after the other they would never end."""
     await write(FileStore(tmp_path), "blob", content(8192))
     real_write, both, names = os.pwrite, threading.Barrier(2), list[str]()
@@ -158,12 +155,11 @@ async def test_two_transfers_of_a_blob_run_at_the_same_time_in_the_threads_given
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     data = content(8192, 1)
-    with ThreadPoolExecutor(2, thread_name_prefix="transfers") as pool:
-        store = FileStore(tmp_path, executor=pool)
-        async with store.update("blob") as blob:
-            await asyncio.gather(*(blob.write_at(k, block_of(data[k : k + 4096])) for k in (0, 4096)))
-        assert sorted(names) == ["transfers_0", "transfers_1"]
-        assert await read(store, "blob", 0, 8192) == data
+    store = FileStore(tmp_path)
+    async with store.update("blob") as blob:
+        await asyncio.gather(*(blob.write_at(k, block_of(data[k : k + 4096])) for k in (0, 4096)))
+    assert len(set(names)) == 2
+    assert await read(store, "blob", 0, 8192) == data
 
 
 async def test_a_blob_in_place_is_opened_once_and_never_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ import pytest
 
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io import disk_rate
-from megatrain_ray.io.blob_store import BlobWriter, FileStore
+from megatrain_ray.io.blob_store import BlobWriter
 from megatrain_ray.io.disk_errors import DiskFullError
 from megatrain_ray.io.disk_rate import BLOCK_BYTES, IN_FLIGHT, measure_mixed
+from megatrain_ray.io.spill_file import HeldFiles
 
 Call = tuple[str, int]
 
@@ -32,8 +33,8 @@ class Spy:
     num_zeros: int = 0
     fail_on: Call | None = None
 
-    def store(self, folder: Path) -> FileStore:
-        return _SpiedStore(self, folder)
+    def store(self) -> HeldFiles:
+        return _SpiedStore(self)
 
     def note(self, kind: str, offset: int) -> None:
         self.calls.append((kind, offset // BLOCK_BYTES))
@@ -42,9 +43,9 @@ class Spy:
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
-class _SpiedStore(FileStore):
-    def __init__(self, spy: Spy, folder: Path) -> None:
-        super().__init__(folder)
+class _SpiedStore(HeldFiles):
+    def __init__(self, spy: Spy) -> None:
+        super().__init__()
         self._spy = spy
 
     @asynccontextmanager
@@ -71,7 +72,7 @@ class _SpiedBlob:
 @pytest.fixture
 def spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spy:
     spy = Spy(tmp_path)
-    monkeypatch.setattr(disk_rate, "FileStore", spy.store)
+    monkeypatch.setattr(disk_rate, "HeldFiles", spy.store)
     return spy
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +163,14 @@ def test_what_cannot_help_does_not_spill() -> None:
     structure, activations = qwen(12, 512, hidden=512, heads=4, kv_heads=2, inner=1024)
     plan = build_plan(structure, activations, replace(CUDA, ram_bytes=0), REQUEST, CANDIDATE)
     assert plan.spilled_layers == frozenset(range(1, 13))
+
+
+def test_the_folder_of_spill_files_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that makes them works in another one."""
+    structure, activations = qwen(12, 512, hidden=512, heads=4, kv_heads=2, inner=1024)
+    plan = build_plan(structure, activations, replace(CUDA, ram_bytes=0), REQUEST, CANDIDATE)
+    monkeypatch.chdir(tmp_path)
+    assert {file.folder for file in spill_files(plan, structure.layout(), "on/disk").values()} == {tmp_path / "on/disk"}
 
 
 def bytes_of(plan: Plan, structure: ModelStructure) -> tuple[dict[Tier, int], dict[Tier, int]]:
