@@ -2,10 +2,11 @@
 how fast they copy a layer's state aside for a save.
 
     python benchmarks/adamw.py OUT.json [--elements N] [--threads 1,8,16] [--repeats N] [--commit ID]
+        [--moments bf16]
 
 One layer of N parameters, split bf16 masters, bf16 gradient. Counted are 26 bytes per parameter (gradient 2, state 12
-read and 12 written), for the triad 16 per element (with write-allocate), for copies the 12 of the state, once. Rates
-are those of the median call.
+read and 12 written; with moments in bf16 18, state 8), for the triad 16 per element (with write-allocate), for copies
+those of the state, once. Rates are those of the median call.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from megatrain_ray.io.arena_holder import ArenaHolder
 from megatrain_ray.io.compiled import declare, load_compiled
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-UPDATE_BYTES, TRIAD_BYTES, STATE_BYTES = 26, 16, 12
+GRADIENT_BYTES, TRIAD_BYTES = 2, 16
 TRIAD = Path(__file__).with_name("triad.c")
 
 
@@ -80,11 +82,13 @@ def triad(elements: int, num_threads: int, repeats: int) -> dict[str, Any]:
 class Layer:
     """State in an arena, as a shard has it."""
 
-    def __init__(self, elements: int, arena: Arena) -> None:
+    def __init__(self, elements: int, arena: Arena, precision: Precision) -> None:
+        self.precision = precision
+        self.hyper = replace(HYPER, moments_seed=0 if precision is Precision.BF16_NARROW else None)
         layer = FlatLayout.build("layer", [ParameterSpec("w", "w", (elements,))])
         self.shard = ShardLayout(ModelLayout((layer,), ("w",)), 0, 1)
         memory, tensors, start = torch.frombuffer(arena.buffer, dtype=torch.uint8), [], 0
-        for dtype in (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16):
+        for dtype in (torch.bfloat16, *(dtype for _, dtype in precision.state_kinds), torch.bfloat16):
             stop = start + layer.size * dtype.itemsize
             tensors.append(memory[start:stop].view(dtype)[:elements])
             start = stop
@@ -93,6 +97,10 @@ class Layer:
         state[0].fill_(0.02)
         self.gradient.fill_(1e-3)
         self.parts = [Part(AdamState(*state), 0, Weighting(1.0, HYPER.weight_decay), 0)]
+
+    def kernels(self, num_threads: int) -> Iterator[UpdateKernel]:
+        yield open_kernel(num_threads, self.hyper)
+        yield TorchBlocks(num_threads, self.hyper)
 
     def update(self, kernel: UpdateKernel, journal: Journal | None) -> Callable[[int], None]:
         rates = Rates(torch.tensor(10.0), 1e-4, 0.3)
@@ -104,31 +112,28 @@ class Layer:
 
 
 def copies(layer: Layer, num_threads: int, repeats: int, elements: int) -> Iterator[dict[str, Any]]:
-    with closing(ArenaHolder.create({"copy": STATE_BYTES * elements})) as holder:
+    state_bytes = layer.precision.element_bytes
+    with closing(ArenaHolder.create({"copy": state_bytes * elements})) as holder:
         memory, pairs, start = torch.frombuffer(holder.map("copy").buffer, dtype=torch.uint8), [], 0
         for source in (tensor.view(torch.uint8) for tensor in layer.state):
             pairs.append((memory[start : start + source.nbytes], source))
             start += source.nbytes
-        for kernel in kernels(num_threads):
+        for kernel in layer.kernels(num_threads):
             with closing(kernel):
-                measured = rate(lambda _, kernel=kernel: kernel.copy(pairs), repeats, elements, STATE_BYTES)  # type: ignore[misc]
+                measured = rate(lambda _, kernel=kernel: kernel.copy(pairs), repeats, elements, state_bytes)  # type: ignore[misc]
                 yield {"kernel": kernel.name, "threads": num_threads} | measured
 
 
-def kernels(num_threads: int) -> Iterator[UpdateKernel]:
-    yield open_kernel(num_threads, HYPER)
-    yield TorchBlocks(num_threads, HYPER)
-
-
 def updates(layer: Layer, num_threads: int, repeats: int, elements: int) -> Iterator[dict[str, Any]]:
-    for kernel in kernels(num_threads):
+    update_bytes, precision = GRADIENT_BYTES + 2 * layer.precision.element_bytes, layer.precision
+    for kernel in layer.kernels(num_threads):
         with closing(kernel):
             for is_logged in (True, False):
-                size = Journal.num_bytes(layer.shard, Precision.BF16, num_threads)
+                size = Journal.num_bytes(layer.shard, precision, num_threads)
                 with closing(ArenaHolder.create({"journal": size})) as holder:
                     buffer = holder.map("journal").buffer
-                    journal = Journal(buffer, layer.shard, Precision.BF16, num_threads) if is_logged else None
-                    measured = rate(layer.update(kernel, journal), repeats, elements, UPDATE_BYTES)
+                    journal = Journal(buffer, layer.shard, precision, num_threads) if is_logged else None
+                    measured = rate(layer.update(kernel, journal), repeats, elements, update_bytes)
                 yield {"kernel": kernel.name, "journal": is_logged, "threads": num_threads} | measured
 
 
@@ -149,11 +154,13 @@ def main() -> None:
     parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[os.cpu_count() or 1])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--commit", default=None)
+    parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32")
     arguments = parser.parse_args()
     machine = {"commit": arguments.commit, "torch": torch.__version__, "python": platform.python_version()}
     result: dict[str, Any] = {
         "machine": machine | {"processor": processor(), "cores": os.cpu_count()},
         "elements": arguments.elements,
+        "moments": arguments.moments,
         "triad": [],
         "updates": [],
         "copies": [],
@@ -161,7 +168,7 @@ def main() -> None:
     with closing(ArenaHolder.create({"layer": 14 * (arguments.elements + 4096)})) as holder:
         arena = holder.map("layer")
         arena.populate(max(arguments.threads))
-        layer = Layer(arguments.elements, arena)
+        layer = Layer(arguments.elements, arena, Precision.of("bf16", arguments.moments))
         for num_threads in arguments.threads:
             measured = triad(arguments.elements, num_threads, arguments.repeats)
             result["triad"].append({"threads": num_threads} | measured)

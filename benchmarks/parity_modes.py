@@ -34,7 +34,8 @@ class Mode:
     """How a step runs. `budget`: of compiled layers; where none is compiled 1.0 keeps activations and 0.0 recomputes
     them. `late_budget`: of the second half of the blocks. `hbm_share`: of the layers, from the embedding on, those that
     live on the device. `gradients`: where complete ones of the other layers wait for the scale of clipping.
-    `boundaries`: where what enters layers waits for their backward. `captured`: a step is one graph. `is_limited`: the
+    `boundaries`: where what enters layers waits for their backward. `kept`: where what late blocks keep does.
+    `captured`: a step is one graph. `is_limited`: the
     split alone is given, and a device without a byte more than the smallest plan needs; the rest is the product's
     choice."""
 
@@ -47,6 +48,7 @@ class Mode:
     late_budget: float | None = None
     gradients: Tier = Tier.HOST
     boundaries: Tier = Tier.HBM
+    kept: Tier = Tier.HBM
     compiled: bool = True
     clips: bool = True
     captured: bool = False
@@ -87,6 +89,10 @@ MODES: Mapping[str, Mode] = {
     "host_boundaries": Mode(
         "4 micro-batches, layers outermost, what enters layers waits on the host; budget 0",
         SEVERAL, LoopOrder.LAYERS_OUTER, budget=0.0, boundaries=Tier.HOST,
+    ),
+    "host_kept": Mode(
+        "4 micro-batches, layers outermost; what late blocks keep waits on the host; budget 0.4, late blocks 1",
+        SEVERAL, LoopOrder.LAYERS_OUTER, budget=0.4, late_budget=1.0, kept=Tier.HOST,
     ),
     "limited": Mode("4 micro-batches, the smallest hbm_limit that any plan fits", SEVERAL, is_limited=True),
     "uncompiled": Mode("as streamed, nothing compiled", compiled=False),
@@ -160,7 +166,8 @@ class Common:
         candidate = next(filter(mode.matches, candidates(self.structure, request)))
         candidate = replace(candidate, hbm_layers=frozenset(range(self.num_hbm_layers(mode))))
         if mode.late_budget is not None:
-            candidate = replace(candidate, num_late=self.num_late, late_budget=mode.late_budget)
+            late = replace(candidate, num_late=self.num_late, late_budget=mode.late_budget)
+            candidate = replace(late, kept=mode.kept)
         plan = build_plan(self.structure, activations, self.machine, request, candidate)
         return replace(plan, captured=mode.captured)
 
@@ -212,6 +219,7 @@ class Common:
             "sums": mode.sums.value,
             "gradients_waiting_in_hbm": waiting,
             "boundaries_on_host": num_blocks if mode.boundaries is Tier.HOST else 0,
+            "kept_on_host": self.num_late if mode.kept is Tier.HOST else 0,
             "activation_budgets": self._budgets(mode) if mode.compiled else {},
             "layers_that_keep_all": self._budgets(mode).get("1.0", 0),
         }
@@ -234,6 +242,7 @@ def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
         "sums": plan.sums.value,
         "gradients_waiting_in_hbm": len(plan.departing_layers),
         "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
+        "kept_on_host": sum(layer.kept is Tier.HOST for layer in plan.layers),
         "num_layers": len(plan.layers),
         "hbm_layers": len(plan.hbm_layers),
         "compiled_layers": len(budgets),

@@ -27,11 +27,23 @@ from megatrain_ray.trace_file import find_traces
 CONFIGS = Path(__file__).parent / "configs" / "speed"
 # 20.5 billion parameters: their state fits neither device memory nor 123 GiB of RAM nor both.
 TWENTY = "model.config.num_hidden_layers=67", "spill.path=runs/spill"
+# On machines with 128 GiB of RAM, as plans for others; what is computed means nothing (docs/bench.md).
+ALIASED = "--alias-host-memory=32GiB"
 ROWS = {
     "14.8b": ("qwen2.5_14.8b.yaml",),
     "7.6b": ("qwen2.5_7.6b.yaml",),
     "7.6b_16x4096": ("qwen2.5_7.6b.yaml", "data.seq_len=4096", "train.batch_size=16"),
     "7.6b_16x1024": ("qwen2.5_7.6b.yaml", "train.batch_size=16"),
+    # Long sequences: 65,536 tokens a step, or one sequence where that is more.
+    **{
+        f"7.6b_{length}k": (
+            "qwen2.5_7.6b.yaml",
+            f"data.seq_len={length * 1024}",
+            f"train.batch_size={max(1, 64 // length)}",
+            f"model.config.max_position_embeddings={length * 1024}",
+        )
+        for length in (8, 32, 128, 512)
+    },
     "7.6b_no_state": ("qwen2.5_7.6b.yaml", "hardware.hbm_layers=0"),
     "7.6b_80gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=80GB"),
     "7.6b_24gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=24GB", "hardware.ram_limit=123GiB"),
@@ -46,6 +58,23 @@ ROWS = {
         "hardware.ram_limit=48GiB",
         "train.grad_dtype=bf16",
         "spill.path=runs/spill",
+    ),
+    "32.8b_aliased": ("qwen2.5_32.8b.yaml", ALIASED),
+    "40.6b_aliased": (
+        "qwen2.5_32.8b.yaml",
+        "model.config.num_hidden_layers=80",
+        "hardware.ram_limit=512GiB",
+        ALIASED,
+    ),
+    "72b_aliased": ("qwen2.5_72b.yaml", ALIASED),
+    "120b_aliased": ("qwen2.5_72b.yaml", "model.config.num_hidden_layers=134", "hardware.ram_limit=2TB", ALIASED),
+    # What fits 1.5 TB without a disk: no gradient waits for a norm, and fewer activations for their backward.
+    "120b_1.5tb_aliased": (
+        "qwen2.5_72b.yaml",
+        "model.config.num_hidden_layers=134",
+        "train.clip=null",
+        "train.batch_size=48",
+        ALIASED,
     ),
     **{
         f"depth_{count}": ("llama3.2_depth.yaml", f"model.config.num_hidden_layers={count}")
@@ -131,12 +160,17 @@ def _line(report: Mapping[str, Any]) -> str:
         "ceiling": ceiling.get("model_tflops") and round(ceiling["model_tflops"], 1),
         "busy": report["busy_share"] and round(report["busy_share"], 4),
         "exposed": {cause: round(s, 3) for cause, s in report["exposed_s"].items() if s >= 0.0005},
+        "aliased": (report["aliased"] or {}).get("note"),
         "split": f"{plan['num_micro_batches']} x {plan['micro_batch_size']}",
         "order": plan["order"],
         "sums": plan["sums"],
         "in HBM": plan["hbm_layers"],
+        "gradients on disk": plan["stored_layers"],
         "state on disk": plan["spilled_layers"],
+        "tokens of an MLP chunk": plan["mlp_chunk_tokens"],
         "boundaries on host": plan["boundaries_on_host"],
+        "kept on host": plan["kept_on_host"],
+        "replayed": plan["boundaries_computed_again"],
         "budgets": plan["activation_budgets"],
         "HBM GB": round((memory["hbm_bytes"] or 0) / 1e9, 1),
         "PSS GB": round((memory["pss_bytes"] or 0) / 1e9, 1),

@@ -11,8 +11,8 @@ from torch import nn
 
 from megatrain_ray.engine.attention import Attention, mask_bytes
 from megatrain_ray.engine.compile_trial import BudgetCost, CompileTrial
-from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.private_inputs import private_inputs, storages_of
+from megatrain_ray.engine.model import LayerKind, Mlp, ModelStructure
+from megatrain_ray.engine.private_inputs import is_made_by, private_inputs, storages_of
 from megatrain_ray.engine.trial import Call, Trial
 
 
@@ -21,24 +21,55 @@ class ActivationBytes:
     """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
     beyond them and the weights. `masks`: the attention masks that all layers share. `compiled`: of each layer what a
     compiled one keeps; None where that was not asked for. `private`: whether nothing but the layer itself reads what
-    enters it, from its forward to its backward."""
+    enters it, from its forward to its backward; `replayable`: and the layer before makes all of it. `chunked`: the same
+    where MLPs are computed in chunks, but for what a chunk takes; None where none can be, or that was not asked for.
+    `whole`: of such, where they are not."""
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
     masks: int = 0
     compiled: tuple[CompileTrial | None, ...] = ()
     private: tuple[bool, ...] = ()
+    replayable: tuple[bool, ...] = ()
+    chunked: ActivationBytes | None = None
+    whole: ActivationBytes | None = None
 
     def times(self, count: int) -> ActivationBytes:
         """Of one micro-batch as large as `count` of these; at most, since what does not grow is multiplied, too."""
         boundary, kept = (tuple(count * b for b in of_layers) for of_layers in (self.boundary, self.kept))
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)
-        return replace(self, boundary=boundary, kept=kept, masks=count * self.masks, compiled=compiled)
+        chunked = self.chunked and self.chunked.times(count)
+        return replace(self, boundary=boundary, kept=kept, masks=count * self.masks, compiled=compiled, chunked=chunked)
 
-    def above(self, lowest: int, kept: tuple[int, ...]) -> ActivationBytes:
-        """With other kept bytes; nothing waits for a backward below layer `lowest`."""
+    def above(self, lowest: int, other: ActivationBytes) -> ActivationBytes:
+        """With the kept bytes of `other`; nothing waits for a backward below layer `lowest`."""
         zeros = (0,) * lowest
-        return replace(self, boundary=zeros + self.boundary[lowest:], kept=zeros + kept[lowest:])
+        chunked = self.chunked.above(lowest, other.chunked) if self.chunked and other.chunked else None
+        boundary, kept = zeros + self.boundary[lowest:], zeros + other.kept[lowest:]
+        return replace(self, boundary=boundary, kept=kept, chunked=chunked)
+
+    def in_chunks(self) -> ActivationBytes | None:
+        """Of layers whose MLPs are computed in chunks, beside these; None where none can be."""
+        return replace(self.chunked, whole=self) if self.chunked else None
+
+    @property
+    def trials(self) -> tuple[CompileTrial | None, ...]:
+        """Of all layers; then those of layers in chunks, where some can be."""
+        return self.compiled + (self.chunked.compiled if self.chunked else ())
+
+    def with_trials(self, trials: tuple[CompileTrial | None, ...]) -> ActivationBytes:
+        """With these `trials`."""
+        count = len(self.kept)
+        chunked = self.chunked and replace(self.chunked, compiled=trials[count:])
+        return replace(self, compiled=trials[:count], chunked=chunked)
+
+    def mlp_bytes(self, layer: int, *, compiled: bool) -> int:
+        """What a layer's MLP would keep if it were computed whole; 0 where it is."""
+        if self.whole is None:
+            return 0
+        if compiled:
+            return max(0, self.whole.kept_at_most(layer) - self.kept_at_most(layer))
+        return max(0, self.whole.kept[layer] - self.kept[layer])
 
     def budgets_of(self, layer: int) -> tuple[BudgetCost, ...]:
         """What each activation budget costs; none of a layer that is not compiled."""
@@ -62,7 +93,8 @@ class ActivationBytes:
         """For each layer the first one of which all this is the same, and what enters the layer behind it."""
         following = (*self.boundary[1:], self.boundary[-1])
         budgets = map(self.budgets_of, range(len(self.kept)))
-        return first_alike(zip(self.kept, self.boundary, following, budgets, strict=True))
+        of_whole = self.whole.alike if self.whole else (0,) * len(self.kept)
+        return first_alike(zip(self.kept, self.boundary, following, budgets, of_whole, strict=True))
 
     @cached_property
     def _kept_within(self) -> tuple[dict[float, int], ...]:
@@ -86,22 +118,38 @@ def activation_bytes_of(
 ) -> ActivationBytes:
     """Of a trial of `batch` = [sequences, tokens]. What is frozen in the model keeps less."""
     weights = storages_of(model.parameters())
-    boundary, kept, of_blocks = [], [], list[torch.Tensor]()
+    boundary, kept, in_chunks, of_blocks = [], [], [], list[torch.Tensor]()
     for layer in structure.layers:
         calls = [call for path in layer.modules if (call := trial.first(path)) is not None]
         entering = [t for t in calls[0].inputs if t.requires_grad]
         boundary.append(_unique_bytes(entering, set()))
         own = [call for call in calls if call.path not in structure.loss_modules]
         kept.append(sum(_kept(trial, call, weights) for call in own))
+        in_chunks.append(_kept_beside(trial, own[0], layer.mlp, weights) if layer.mlp else kept[-1])
         if layer.kind is LayerKind.BLOCK:
             of_blocks += calls[0].inputs
     masks = mask_bytes(attention, of_blocks, *batch)
     private = private_inputs(model, trial, structure)
-    return ActivationBytes(tuple(boundary), tuple(kept), masks, private=private)
+    replayable = tuple(
+        is_private and i > 0 and is_made_by(trial, structure.layers[i - 1], layer)
+        for i, (is_private, layer) in enumerate(zip(private, structure.layers, strict=True))
+    )
+    whole = ActivationBytes(tuple(boundary), tuple(kept), masks, private=private, replayable=replayable)
+    chunked = replace(whole, kept=tuple(in_chunks)) if any(layer.mlp for layer in structure.layers) else None
+    return replace(whole, chunked=chunked)
 
 
 def _kept(trial: Trial, call: Call, weights: set[int]) -> int:
     return _unique_bytes(trial.saved[slice(*call.saved)], weights | storages_of(call.inputs))
+
+
+def _kept_beside(trial: Trial, call: Call, mlp: Mlp, weights: set[int]) -> int:
+    """Of a block whose MLP keeps its input only."""
+    inner = trial.first(f"{call.path}.{mlp.path}")
+    assert inner is not None  # or it had not been found
+    (first, stop), (start, end) = call.saved, inner.saved
+    saved = [*trial.saved[first:start], *trial.saved[end:stop], *inner.inputs]
+    return _unique_bytes(saved, weights | storages_of(call.inputs))
 
 
 def _unique_bytes(tensors: Sequence[torch.Tensor], without: set[int]) -> int:

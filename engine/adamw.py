@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.muon import Muon
+from megatrain_ray.engine.stochastic_rounding import random_bits, round_into
 from megatrain_ray.engine.working_copy import join_into, split_into
 
 BLOCK_ELEMENTS = 1 << 18  # a multiple of 64; what a block reads and writes is then about 6 MiB
@@ -23,13 +24,15 @@ BLOCK_ELEMENTS = 1 << 18  # a multiple of 64; what a block reads and writes is t
 @dataclass(frozen=True)
 class Hyper:
     """AdamW's constants, as `torch.optim.AdamW` takes them. `weight_decay`: of parameters that decay and whose group
-    has none of its own, Muon's too. `muon`: the constants of what Muon trains, where it trains anything."""
+    has none of its own, Muon's too. `muon`: the constants of what Muon trains, where it trains anything.
+    `moments_seed`: of the bits that moments in bf16 are rounded with; None: moments are FP32, as Muon's momentum is."""
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
     muon: Muon | None = None
+    moments_seed: int | None = None
 
 
 class Rates(NamedTuple):
@@ -81,7 +84,7 @@ class AdamState(NamedTuple):
     """Some elements of one parameter, 1-D tensors of one length.
 
     Split master: `working` bf16 and `residual` int16; else `working` is the FP32 master itself and `residual` None.
-    `m` and `v` fp32; what Muon trains has no `v`.
+    `m` and `v` fp32, or both bf16; what Muon trains has no `v`.
     """
 
     working: Tensor
@@ -94,13 +97,6 @@ class AdamState(NamedTuple):
         residual = None if self.residual is None else self.residual[part]
         return AdamState(self.working[part], residual, self.m[part], None if self.v is None else self.v[part])
 
-    def store(self, master: Tensor, scratch: Tensor) -> None:
-        """Writes an FP32 master of the same length. `scratch`: int32, as long at least, where the master is."""
-        if self.residual is None:
-            self.working.copy_(master)
-        else:
-            split_into(master, self.working, self.residual, scratch[: master.numel()])
-
 
 class Scratch:
     """One thread's buffers for a block, allocated once. `thread`: its number, from 0."""
@@ -109,13 +105,24 @@ class Scratch:
         self.thread = thread
         self.gradient = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
         self.master = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
+        self.m = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
+        self.v = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
         self.bits = torch.empty(BLOCK_ELEMENTS, dtype=torch.int32)
+        self.random = torch.empty(BLOCK_ELEMENTS, dtype=torch.int32)
+        self.random16 = torch.empty(BLOCK_ELEMENTS, dtype=torch.int32)
 
 
 def adamw_block(
-    state: AdamState, gradient: Tensor, hyper: Hyper, rates: Rates, weighting: Weighting, scratch: Scratch
+    state: AdamState,
+    gradient: Tensor,
+    hyper: Hyper,
+    rates: Rates,
+    weighting: Weighting,
+    scratch: Scratch,
+    counter: int = 0,
 ) -> None:
-    """Updates at most BLOCK_ELEMENTS elements in place. `gradient`: theirs, bf16 or fp32; is only read.
+    """Updates at most BLOCK_ELEMENTS elements in place. `gradient`: theirs, bf16 or fp32; is only read. `counter`: of
+    the first one's random bits (rounding_counter), where moments are bf16.
 
     The block must start at a multiple of 64 elements from its parameter's first one, and end at one or at its last.
     """
@@ -125,11 +132,14 @@ def adamw_block(
     if state.residual is not None:
         master = scratch.master[:size]
         join_into(state.working, state.residual, master)
+    is_narrow = state.m.dtype == torch.bfloat16
+    m = scratch.m[:size].copy_(state.m) if is_narrow else state.m
+    v = scratch.v[:size].copy_(state.v) if is_narrow else state.v
     torch._fused_adamw_(
         [master],
         [scaled(gradient, rates.scale, scratch.gradient[:size])],
-        [state.m],
-        [state.v],
+        [m],
+        [v],
         [],
         [rates.step],
         lr=rates.lr * weighting.lr_scale,
@@ -140,8 +150,19 @@ def adamw_block(
         amsgrad=False,
         maximize=False,
     )
+    if is_narrow:
+        _round_moments(state.m, state.v, counter, scratch)
     if state.residual is not None:
         split_into(master, state.working, state.residual, scratch.bits[:size])
+
+
+def _round_moments(m: Tensor, v: Tensor, counter: int, scratch: Scratch) -> None:
+    """Those of a block, in `scratch`, into `m` and `v` (bf16)."""
+    size = m.numel()
+    bits, random, random16 = scratch.bits[:size], scratch.random[:size], scratch.random16[:size]
+    random_bits(counter, random, bits)
+    round_into(scratch.m[:size], torch.bitwise_right_shift(random, 16, out=random16).bitwise_and_(0xFFFF), m, bits)
+    round_into(scratch.v[:size], random.bitwise_and_(0xFFFF), v, bits)
 
 
 def scaled(gradient: Tensor, scale: float, out: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 /* AdamW and Muon in one pass over a layer: gradient (and Muon's directions) in; working copy, residual, m and v (FP32:
- * master, m and v; Muon: without v) read and written. The arithmetic is in update_elements.h.
+ * master, m and v; Muon: without v; m and v FP32 or bf16) read and written. The arithmetic is in update_elements.h.
  *
  * Every strip is copied into its thread's room of the journal before it is overwritten, and a unit marked when it is done
  * (journal.py says why a kill at any instruction can then be undone).
@@ -62,7 +62,8 @@ static int64_t part_of(const Update *update, int64_t unit) {
 
 /* Old contents of elements [from, from + n) of a block of `count` elements that begins at `start`. The room's layout,
  * that of journal.py: working, residual, m and v of the block, as far as there are such, one after the other. */
-static void save(const Part *part, int64_t start, int64_t count, int64_t from, int64_t n, char *room) {
+static void save(const Part *part, int64_t start, int64_t count, int64_t from, int64_t n, int64_t moment_size,
+                 char *room) {
     const int64_t working_size = part->residual ? 2 : 4;
     memcpy(room + working_size * from, (const char *)part->working + working_size * (start + from), working_size * n);
     room += working_size * count;
@@ -70,9 +71,10 @@ static void save(const Part *part, int64_t start, int64_t count, int64_t from, i
         memcpy(room + 2 * from, part->residual + start + from, 2 * n);
         room += 2 * count;
     }
-    memcpy(room + 4 * from, part->m + start + from, 4 * n);
+    memcpy(room + moment_size * from, (const char *)part->m + moment_size * (start + from), moment_size * n);
+    room += moment_size * count;
     if (part->v)
-        memcpy(room + 4 * (count + from), part->v + start + from, 4 * n);
+        memcpy(room + moment_size * from, (const char *)part->v + moment_size * (start + from), moment_size * n);
 }
 
 /* A strip is saved right before it is overwritten: it comes from memory once, and prefetching goes on. */
@@ -90,7 +92,7 @@ static void logged_unit(const Update *update, int64_t thread, int64_t unit, cons
     __atomic_thread_fence(__ATOMIC_RELEASE);
     for (int64_t from = 0; from < count; from += STRIP) {
         const int64_t n = count - from < STRIP ? count - from : STRIP;
-        save(part, start, count, from, n, room);
+        save(part, start, count, from, n, update->rates->bf16_moments ? 2 : 4, room);
         __atomic_store_n(&record[3], from + n, __ATOMIC_RELEASE);
         __atomic_thread_fence(__ATOMIC_RELEASE);
         update->span(part, update->rates, start + from, start + from + n);
@@ -111,7 +113,8 @@ static void update_unit(const Update *update, int64_t thread, int64_t unit, cons
 
 static void update_item(const void *task, int64_t thread, int64_t item) {
     const Update *update = (const Update *)task;
-    const int64_t first = item * ITEM_UNITS, rest = update->num_units - first;
+    const int64_t done = item * ITEM_UNITS, rest = update->num_units - done;
+    const int64_t first = update->parts->first_unit + done;
     const int64_t stop = first + (rest < ITEM_UNITS ? rest : ITEM_UNITS);
     int64_t index = part_of(update, first);
     for (int64_t unit = first; unit < stop; unit++) {
@@ -181,7 +184,7 @@ void adamw_close(Pool *pool) {
     pool_close(pool);
 }
 
-/* `journal` NULL: what is interrupted is lost. Parts in ascending order of units. */
+/* `journal` NULL: what is interrupted is lost. Parts in ascending order of units, `num_units` without a gap. */
 void adamw_update(Pool *pool, int64_t variant, const Part *parts, int64_t num_parts, int64_t num_units,
                   const Rates *rates, const Journal *journal) {
     const Update update = {VARIANTS[variant], parts, num_parts, num_units, rates, journal};

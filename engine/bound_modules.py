@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from megatrain_ray.engine.chunked_mlp import install
 from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.flat_layout import Segment
 from megatrain_ray.engine.layer_call import Function
@@ -36,6 +37,19 @@ class _Module:
     parameters: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
 
 
+class _Chunks:
+    """The MLP of a template, to be computed in chunks. `call`: what is compiled for one; None: nothing."""
+
+    def __init__(self, template: Template, path: str, layers: str, *, compiled: bool) -> None:
+        self._template = template
+        self._path = path
+        module = template.module.get_submodule(path)
+        self.call = CompiledCall(f"chunks of {path} in {layers}", module) if compiled else None
+
+    def install(self, chunk_tokens: int) -> None:
+        install(self._template.module, self._path, chunk_tokens, self.call)
+
+
 class BoundModules:
     """One template for each structure of layer; parameters are looked up in the slots. Compute thread only."""
 
@@ -46,24 +60,33 @@ class BoundModules:
         skeleton: Skeleton,
         residents: Residents,
         layers: Sequence[LayerPlan],
+        mlp_chunk_tokens: int = 0,
     ) -> None:
+        """`mlp_chunk_tokens`: of the plan."""
         self.segments = _segments_by_module(structure, layout)
         self._residents = residents
         self._modules: dict[str, _Module] = {}
         templates = Templates()
         calls: dict[tuple[Template, float], CompiledCall] = {}
+        chunks: dict[Template, _Chunks] = {}
         for path, module in skeleton.modules.items():
             segments, layer = self.segments[path], structure.layer_of(path)
             template = templates.get(module, [segment.local for segment in segments])
             function: Function = partial(skeleton.recorder.run, template.module)
+            mlp = structure.layers[layer].mlp
+            if mlp and mlp_chunk_tokens and template not in chunks:
+                chunks[template] = _Chunks(template, mlp.path, f"layers like {path}", compiled=layers[layer].compiled)
             key = template, layers[layer].activation_budget
             if layers[layer].compiled and key not in calls:
-                calls[key] = CompiledCall(f"layers like {path} (activation budget {key[1]})", function, key[1])
+                name = f"layers like {path} (activation budget {key[1]})"
+                calls[key] = CompiledCall(name, function, key[1], chunks[template].call if template in chunks else None)
             compiled = calls[key] if layers[layer].compiled else None
             fragments, positions = residents.fragments_of(layer, segments), template.positions_of(module)
             self._modules[path] = _Module(
                 layer, segments, fragments, template, positions, compiled or function, compiled
             )
+        for of_template in chunks.values():  # at last: the modules of other layers are compared with the template's
+            of_template.install(mlp_chunk_tokens)
 
     @contextmanager
     def bound(self, path: str) -> Iterator[tuple[Function, list[torch.Tensor]]]:
@@ -77,9 +100,10 @@ class BoundModules:
         with module.template.bound(parameters, module.positions):
             yield module.function, parameters
 
-    def saving(self, *paths: str) -> AbstractContextManager[None]:
-        """For a graph of calls of these modules."""
-        return self._residents.saving([fragment for path in paths for fragment in self._modules[path].fragments])
+    def saving(self, *paths: str, kept: list[torch.Tensor] | None = None) -> AbstractContextManager[None]:
+        """For a graph of calls of these modules. `kept`: gets what it saves but weights (Residents.saving)."""
+        fragments = [fragment for path in paths for fragment in self._modules[path].fragments]
+        return self._residents.saving(fragments, kept)
 
     def compiled(self, path: str) -> CompiledCall | None:
         """What the plan wants compiled of the module's function; None: nothing."""

@@ -15,9 +15,10 @@ from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch.utils.flop_counter import flop_registry
 
+from megatrain_ray.engine.chunked_mlp import installed
 from megatrain_ray.engine.compiled_call import own_code, problem_in
 from megatrain_ray.engine.layer_call import LayerCall
-from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.model import LayerKind, Mlp, ModelStructure
 from megatrain_ray.engine.recorder import Recorder
 from megatrain_ray.engine.template import POSITION_ATTRIBUTES, Template
 from megatrain_ray.engine.template import structure as structure_of
@@ -30,11 +31,13 @@ ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.05, 0.0)
 @dataclass(frozen=True)
 class BudgetCost:
     """Of one micro-batch through one layer. `kept_bytes`: what waits for the backward beyond the layer's inputs and
-    weights. `recomputed_flops`: of products that the backward computes again, attention's included."""
+    weights. `recomputed_flops`: of products that the backward computes again, attention's included; `of_attention`:
+    those of attention among them."""
 
     activation_budget: float
     kept_bytes: int
     recomputed_flops: float
+    of_attention: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,25 @@ class CompileTrial:
     def times(self, count: int) -> CompileTrial:
         """Of so many such micro-batches in one."""
         budgets = (
-            BudgetCost(cost.activation_budget, count * cost.kept_bytes, count * cost.recomputed_flops)
+            BudgetCost(
+                cost.activation_budget,
+                count * cost.kept_bytes,
+                count * cost.recomputed_flops,
+                count * cost.of_attention,
+            )
             for cost in self.budgets
         )
         return replace(self, budgets=tuple(budgets))
 
 
-def try_compiling(model: nn.Module, structure: ModelStructure, trial: Trial) -> tuple[CompileTrial | None, ...]:
+def try_compiling(
+    model: nn.Module, structure: ModelStructure, trial: Trial, *, chunked: bool = False
+) -> tuple[CompileTrial | None, ...]:
     """Traces each kind of block of a model of fake tensors, under their mode, for the call that the trial forward made;
-    None for the other layers."""
+    None for the other layers. `chunked`: their MLPs are computed in chunks."""
     calls: dict[str, LayerCall] = {}
-    for path in [layer.modules[0] for layer in structure.layers if layer.kind is LayerKind.BLOCK]:
+    blocks = {layer.modules[0]: layer.mlp for layer in structure.layers if layer.kind is LayerKind.BLOCK}
+    for path in blocks:
         call = trial.first(path)
         assert call is not None  # a block was called
         calls[path] = LayerCall(0, path, *call.arguments.again())
@@ -74,13 +85,14 @@ def try_compiling(model: nn.Module, structure: ModelStructure, trial: Trial) -> 
     for path, kind in kinds.items():
         if kind not in trials:
             shared = list(kinds.values()).count(kind) > 1
-            trials[kind] = _try(modules[path], recorder, calls[path], shared=shared)
+            mlp = blocks[path] if chunked else None
+            trials[kind] = _try(modules[path], recorder, calls[path], mlp, shared=shared)
     of_paths = {path: trials[kind] for path, kind in kinds.items()}
     return tuple(of_paths.get(layer.modules[0]) if layer.modules else None for layer in structure.layers)
 
 
-def _try(module: nn.Module, recorder: Recorder, call: LayerCall, *, shared: bool) -> CompileTrial:
-    """`shared`: other layers run the same graph."""
+def _try(module: nn.Module, recorder: Recorder, call: LayerCall, mlp: Mlp | None, *, shared: bool) -> CompileTrial:
+    """`mlp`: to be computed in chunks. `shared`: other layers run the same graph."""
     # Not at the top: the compiler takes seconds to import, and most processes compile nothing.
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -101,8 +113,10 @@ def _try(module: nn.Module, recorder: Recorder, call: LayerCall, *, shared: bool
     )
     names = [name for name, _ in module.named_parameters()]
     parameters = [p.detach().requires_grad_(p.requires_grad) for p in module.parameters()]
+    template = Template(module, names)
+    chunks = installed(module, mlp.path, 1) if mlp else nullcontext()
     try:
-        with Template(module, names).bound(parameters) as bound, warnings.catch_warnings(action="ignore"):
+        with chunks, template.bound(parameters) as bound, warnings.catch_warnings(action="ignore"):
             function = partial(recorder.run, bound)
             call.forward(lambda *args, **kwargs: compiled(function, args, kwargs), parameters, nullcontext())
     except Exception as error:  # a compiler's failures are of any class
@@ -138,7 +152,7 @@ class _Partitions:
         """The partition function that AOTAutograd asks for."""
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        kept, flops = [], []
+        kept, flops, of_attention = [], [], []
         budgets = ACTIVATION_BUDGETS[:1] if _draws(joint.graph) else ACTIVATION_BUDGETS
         for budget in reversed(budgets):  # what the last one makes goes on to be run on fake tensors
             twin = fx.GraphModule(joint, _copied(joint.graph))
@@ -148,10 +162,14 @@ class _Partitions:
                 )
             kept.append(_kept_bytes(forward.graph, num_fwd_outputs))
             flops.append(product_flops(backward.graph))
+            of_attention.append(attention_flops(backward.graph))
         if _draws(backward.graph):
             raise ConfigError("its backward would draw random numbers of its forward again")
-        costs = zip(budgets, reversed(kept), reversed(flops), strict=True)
-        self.costs = tuple(BudgetCost(budget, num_bytes, f - flops[-1]) for budget, num_bytes, f in costs)
+        costs = zip(budgets, reversed(kept), reversed(flops), reversed(of_attention), strict=True)
+        self.costs = tuple(
+            BudgetCost(budget, num_bytes, all_flops - flops[-1], attending - of_attention[-1])
+            for budget, num_bytes, all_flops, attending in costs
+        )
         return forward, backward
 
 
@@ -191,6 +209,12 @@ def _kept_bytes(graph: fx.Graph, num_fwd_outputs: int) -> int:
 def product_flops(graph: fx.Graph) -> float:
     """Of matrix products and attention in a traced graph; causal attention counts half of its square."""
     return sum(_flops(node) for node in graph.nodes if node.op == "call_function")
+
+
+def attention_flops(graph: fx.Graph) -> float:
+    """Of attention alone, where it is one operation."""
+    nodes = (node for node in graph.nodes if node.op == "call_function")
+    return sum(_flops(node) for node in nodes if "attention" in str(node.target))
 
 
 def _flops(node: fx.Node) -> float:

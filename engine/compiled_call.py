@@ -6,7 +6,7 @@ import logging
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -41,11 +41,19 @@ class CompiledCall:
     """Calls `function` compiled where that kind of call was rehearsed, and uncompiled where not, with one line in the
     log. Compute thread only."""
 
-    def __init__(self, name: str, function: Callable[..., Any], activation_budget: float = 1.0) -> None:
-        """`activation_budget`: share of what a backward wants that the forward keeps for it (LayerPlan)."""
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        activation_budget: float = 1.0,
+        inner: CompiledCall | None = None,
+    ) -> None:
+        """`activation_budget`: share of what a backward wants that the forward keeps for it (LayerPlan). `inner`: what
+        is called within and has graphs of its own; it is rehearsed, and given up, with this."""
         self.function = function
         self.problem: str | None = None  # why it is not compiled
         self._name = name
+        self._inner = inner
         self._budget = activation_budget
         self._compiled: Callable[..., Any] = torch.compile(
             own_code(_call), fullgraph=True, dynamic=False, options=dict(OPTIONS)
@@ -57,7 +65,8 @@ class CompiledCall:
         if self.problem is not None:
             return self.function(*args, **kwargs)
         if self._rehearses:
-            return self._compiled(self, args, kwargs)
+            with functorch_config.patch(activation_memory_budget=self._budget):  # read when a graph is cut in two
+                return self._compiled(self, args, kwargs)
         with torch.compiler.set_stance("eager_on_recompile"):
             return self._compiled(self, args, kwargs)
 
@@ -66,7 +75,7 @@ class CompiledCall:
         """Calls of the block, and backwards of what they return, are compiled if no earlier one was like them."""
         self._rehearses = True
         try:
-            with functorch_config.patch(activation_memory_budget=self._budget):  # read when a graph is cut in two
+            with self._inner.rehearsal() if self._inner else nullcontext():
                 yield
         finally:
             self._rehearses = False
@@ -74,6 +83,8 @@ class CompiledCall:
     def give_up(self, error: Exception) -> None:
         """From now on uncompiled, because of what a rehearsal raised."""
         self.problem = problem_in(error)
+        if self._inner:
+            self._inner.problem = self.problem
         log.warning("%s run uncompiled: %s", self._name, self.problem)
 
     def uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

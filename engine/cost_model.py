@@ -19,6 +19,7 @@ from megatrain_ray.engine.layer_work import LayerWork, Product
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, UpdateOrder
+from megatrain_ray.engine.plan_chunks import may_chunk
 from megatrain_ray.engine.plan_loss import logits_bytes
 from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.prediction import Prediction
@@ -82,11 +83,18 @@ class CostBasis:
 
     def schedule(self, plan: Plan) -> Schedule:
         """Of a step of the plan. What is kept for a backward makes no difference to it."""
-        key = plan.num_micro_batches, plan.order, plan.precision, plan.slots, plan.hbm_layers
+        key = plan.num_micro_batches, plan.order, plan.precision, plan.slots, plan.hbm_layers, plan.replayed_layers
         if key not in self.schedules:
-            order = visits(len(plan.layers), plan.num_micro_batches, plan.order, self.layout.lowest_trained)
+            order = plan.visits(self.layout.lowest_trained)
             self.schedules[key] = Schedule(order, residency_of(order, self.structure, self.layout, plan))
         return self.schedules[key]
+
+    @cached_property
+    def rates(self) -> HardwareProfile:
+        """All that prices are made of."""
+        if math.isinf(self.disk_bytes_per_s):
+            return self.profile
+        return replace(self.profile, disk_bytes_per_s=self.disk_bytes_per_s)
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -97,7 +105,7 @@ class CostBasis:
 
     @cached_property
     def one_sweep(self) -> tuple[Visit, ...]:
-        """Of one micro-batch."""
+        """Of one micro-batch, without replays."""
         return visits(len(self.layout.layers), 1, LoopOrder.LAYERS_OUTER, self.layout.lowest_trained)
 
 
@@ -121,6 +129,7 @@ def predict(
         bottleneck=max(busy_s, key=lambda stage: busy_s[stage]),
         h2d_bytes=step.num_bytes.get(Stage.H2D, 0),
         d2h_bytes=step.num_bytes.get(Stage.D2H, 0),
+        profile=basis.rates,
     )
 
 
@@ -143,12 +152,13 @@ def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
 
 
 def _beside_disk(fewer: SimulatedStep, more: SimulatedStep) -> int:
-    """Micro-batches that take as long as the disk. Where there are fewer a step need not take longer with one more;
-    0: it does."""
+    """Micro-batches that take as long as the disk. Where there are fewer a step need not take longer by all that one
+    more computes; 0: it does."""
     disk_s = fewer.busy_s.get(Stage.DISK, 0.0)
-    if disk_s <= fewer.step_s:
+    added_s = sum(more.compute_s.values()) - sum(fewer.compute_s.values())
+    if not disk_s or more.step_s - fewer.step_s >= added_s * (1 - 1e-9):
         return 0
-    return math.ceil(disk_s / (sum(more.compute_s.values()) - sum(fewer.compute_s.values())))
+    return math.ceil(disk_s / added_s)
 
 
 def _with_disk(step: SimulatedStep) -> SimulatedStep:
@@ -235,7 +245,7 @@ class Prices:
 
     def _compute(self, name: str, layer: int) -> float:
         match name:
-            case "forward" | "recompute":
+            case "forward" | "recompute" | "replay":
                 return self._forward(layer)
             case "backward":
                 return self._backward(layer)
@@ -263,19 +273,35 @@ class Prices:
             size = 0  # the loss has added it
         summed = (1 + several) * of_sum / (2 if layer in self._plan.paired_layers else 1)
         working_s = self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + summed))
-        return working_s + self._recomputed(layer)
+        return working_s + self._recomputed(layer) + self._in_chunks(layer)
 
     def _recomputed(self, layer: int) -> float:
         """What the backward of a compiled layer computes again."""
         budget, costs = self._plan.layers[layer].activation_budget, self._activations.budgets_of(layer)
-        again = [cost.recomputed_flops for cost in costs if cost.activation_budget == budget]
-        if not self._plan.layers[layer].compiled or not again or not again[0]:
+        cost = next((cost for cost in costs if cost.activation_budget == budget), None)
+        if cost is None or not self._plan.layers[layer].compiled:
             return 0.0
-        return self._profile.matmul_s(self._plan.precision.value, again[0])
+        # Of short sequences attention is a few percent and counted with the products, as in predictions that were
+        # compared with steps; of long ones it is most of all.
+        attending = cost.of_attention if may_chunk(self._plan.seq_len) else 0.0
+        of_products = self._profile.matmul_s(self._plan.precision.compute, cost.recomputed_flops - attending)
+        return of_products + self._profile.attention_s(self._plan.seq_len, attending)
+
+    def _in_chunks(self, layer: int) -> float:
+        """What the backward of an MLP in chunks takes beyond that of a whole one: its forward again, and each chunk's
+        gradient of weights added to a sum."""
+        chunk = self._plan.mlp_chunk_tokens
+        if not chunk or self._basis.structure.layers[layer].mlp is None:
+            return 0.0
+        products = tuple(product for product in self._basis.work[layer].products if product.of_mlp)
+        summed = sum(p.elements for p in products if p.trained) * (2 * self._plan.precision.working_dtype.itemsize + 8)
+        of_chunk = self._of_products(products, 1, chunk) + summed / self._profile.device_bytes_per_s
+        return self._plan.num_mlp_chunks * of_chunk
 
     def _layer(self, layer: int, passes: int, traffic: int, more_bytes: float) -> float:
         """One micro-batch through a layer. `passes`: 2 for a backward, of what is trained and hands gradients on."""
-        work, kept = self._basis.work[layer], float(self._activations.kept[layer])
+        # In chunks or not, the same is read and written.
+        work, kept = self._basis.work[layer], float((self._activations.whole or self._activations).kept[layer])
         if self._basis.structure.layers[layer].kind is LayerKind.HEAD:
             work = replace(work, products=())  # the loss has them
         if self._plan.layers[layer].compiled:
@@ -300,7 +326,7 @@ class Prices:
 
     def _price_products(self, products: tuple[Product, ...], passes: int, num_tokens: int) -> float:
         """`passes`: 1 for a forward; 2 for a backward, whose gradient of a frozen matrix is not made."""
-        precision, total_s = self._plan.precision.value, 0.0
+        precision, total_s = self._plan.precision.compute, 0.0
         for product in products:
             count = 1 if passes == 1 else 1 + product.trained
             total_s += count * self._profile.matmul_s(precision, 2 * product.elements * num_tokens)

@@ -266,6 +266,9 @@ class CudaDevice(Device):
     def memory(self) -> MemoryStatistics:
         return MemoryStatistics(self._reserved_bytes, torch.cuda.max_memory_allocated())
 
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
     def close(self) -> None:
         torch.cuda.synchronize()
         for address in self._pinned:

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -70,6 +70,15 @@ class Device(ABC):
         """Submits a copy to a transfer stage; it begins after the given events. Returns the event of its end."""
         end_s = self.timeline.account(stage, op, [e.at_s for e in after])
         return self._copy(stage, target, source, op, after, end_s)
+
+    def copy_all(
+        self, stage: Stage, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], op: Op, after: Sequence[Event]
+    ) -> Event:
+        """The same of several, at least one, of (target, source): one operation, whose event is that of the last."""
+        end_s = self.timeline.account(stage, op, [e.at_s for e in after])
+        for target, source in pairs:
+            after = [self._copy(stage, target, source, replace(op, num_bytes=source.nbytes), after, end_s)]
+        return after[-1]
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the device of a small tensor of ordinary memory, in the order of the compute stage, which the host
@@ -176,6 +185,10 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryStatistics: ...
+
+    def free_bytes(self) -> int | None:
+        """Memory of the device that no process holds; None where it is the host's."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

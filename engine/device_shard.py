@@ -3,8 +3,8 @@ device updates them, in the order of its own work: nobody waits for a generation
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -18,12 +18,12 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.residency import FragmentId
+from megatrain_ray.engine.restoring import restore_pieces
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_state import ShardState
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.pieces import Buffer, Piece
-from megatrain_ray.io.save import read_pieces
 from megatrain_ray.trace import Op, Stage
 
 RESTORED_BYTES = 256 << 20  # on the host at a time
@@ -43,7 +43,7 @@ class DeviceShard(ShardState):
     """In device memory, updated by the device. Updates come from the compute thread, everything else from any other."""
 
     def __init__(self, plan: Plan, layout: ModelLayout, device: Device, hyper: Hyper) -> None:
-        of_device = ShardLayout(layout, 0, 1, layers=plan.hbm_layers)
+        of_device = ShardLayout(replace(layout, aliased_size=None), 0, 1, layers=plan.hbm_layers)
         kinds = {"working": plan.precision.working_dtype, **dict(plan.precision.state_kinds)}
         sizes = {kind: of_device.size_of(kind) for kind in kinds} | {"working": of_device.working_size}
         tensors = {kind: device.allocate(sizes[kind] * dtype.itemsize).view(dtype) for kind, dtype in kinds.items()}
@@ -53,7 +53,9 @@ class DeviceShard(ShardState):
         self.updated = tuple(i for i in self.layers if layout.layers[i].trained.size)
         self._device = device
         self.spans = device.spans
-        self._parts = {layer: _joined(self.parts(layer, hyper)) for layer in self.updated}
+        # Each parameter's moments in bf16 have random bits of their own.
+        join = _joined if hyper.moments_seed is None else list
+        self._parts = {layer: join(self.parts(layer, hyper)) for layer in self.updated}
         self._kernel = device.open_update_kernel(hyper)
 
     def regions(self) -> Mapping[FragmentId, Tensor]:
@@ -82,12 +84,12 @@ class DeviceShard(ShardState):
         self._own["m"][:1].cpu()  # the zeros are there: updates come from another stream
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
-        """Fills every layer from a save. Raises what `read_pieces` does."""
+        """Fills every layer from a save. Raises what `restore_pieces` does."""
         for layer in self.layers:
             for piece in self.pieces(layer):
                 for part in piece.cut(RESTORED_BYTES):
                     on_host = _on_host(part)
-                    asyncio.run(read_pieces(save_folder, manifest, [on_host]))
+                    restore_pieces(save_folder, manifest, [on_host])
                     for there, here in _pairs(part, on_host):
                         there.copy_(here)
 

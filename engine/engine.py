@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatrain_ray.engine.activation_store import ActivationStore, held_activation_bytes
 from megatrain_ray.engine.bound_modules import BoundModules
-from megatrain_ray.engine.boundaries import BoundaryStore
 from megatrain_ray.engine.captured_step import CapturedStep
 from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.deadlines import DEADLINE_S
@@ -46,7 +46,7 @@ from megatrain_ray.engine.step_gradients import StepGradients
 from megatrain_ray.engine.step_loss import StepLoss
 from megatrain_ray.engine.streamer import LayerStreamer, NoStreamer
 from megatrain_ray.engine.task_failures import first_failure
-from megatrain_ray.engine.visits import Visit, forward_visits, visits
+from megatrain_ray.engine.visits import Visit, forward_visits
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.spans import Row
 from megatrain_ray.trace import Stage
@@ -103,14 +103,16 @@ class Engine:
         ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
         self.streamer = LayerStreamer(device, ring, self._layout, host, plan.update_deadline_s + DEADLINE_S)
         self._gradients = StepGradients(GradientOffloader(device, host))
-        self._visits = visits(len(plan.layers), plan.num_micro_batches, plan.order, self._layout.lowest_trained)
+        self._visits = plan.visits(self._layout.lowest_trained)
         self._residency = self._residency_of(self._visits)
         model = build_empty(factory, plan.precision.working_dtype)
         self._skeleton = Skeleton(model, structure, device.torch_device)
         self._residents = Residents(self._layout, plan.precision.working_dtype, memory)
         if device_shard:
             self._residents.settle(device_shard.memory, device_shard.regions())
-        modules = BoundModules(structure, self._layout, self._skeleton, self._residents, plan.layers)
+        modules = BoundModules(
+            structure, self._layout, self._skeleton, self._residents, plan.layers, plan.mlp_chunk_tokens
+        )
         sums: ChunkSums = partial(chunk_sums, self._skeleton.logits)
         if plan.compiled_loss:
             sums = CompiledCall("chunks of the loss", sums)
@@ -138,7 +140,7 @@ class Engine:
             modules=modules,
             step_loss=step_loss,
             store=store,
-            boundaries=BoundaryStore(plan, device) if plan.boundary_bytes else None,
+            activations=self._activations() if plan.moves_activations else None,
             orthogonalizer=orthogonalizer,
             transfer=self._gradients.transfer,
             device_shard=device_shard,
@@ -147,6 +149,9 @@ class Engine:
         self._captured_step = CapturedStep(plan, device, self.runner, self._submit, store) if plan.captured else None
         self._device_shard = device_shard
         self._gate = gate
+
+    def _activations(self) -> ActivationStore:
+        return ActivationStore(self._plan, self.device, held_activation_bytes(self._plan, self._layout))
 
     async def rehearse(self, coming: Coming) -> None:
         """Compiles what steps like those need compiled, and captures them where the plan says so; before the first

@@ -31,9 +31,17 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def starts_of(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Where each of these begins when they lie one after the other."""
-    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
+def starts_of(sizes: Iterable[int], aliased_size: int | None = None) -> tuple[int, ...]:
+    """Where each of these begins when they lie one after the other; with `aliased_size`, from the beginning again
+    whenever the next one would end beyond that."""
+    if aliased_size is None:
+        return tuple(itertools.accumulate(sizes, initial=0))[:-1]
+    starts, position = [], 0
+    for size in sizes:
+        start = position if position + size <= aliased_size else 0
+        starts.append(start)
+        position = start + size
+    return tuple(starts)
 
 
 class Span(NamedTuple):

@@ -1,8 +1,9 @@
 """HostWords: the only owner of the words in shared memory by which the GPU worker and the optimizer shards signal.
 
 An update u of a layer: the worker stores its gradient, lands it and (before or after) commits the header; each shard
-marks the layer begun, writes it, and publishes generation u. Stores release, loads acquire, so whoever sees a word
-sees what was written before it. Doorbells count changes: a waiter that looks after reading one misses nothing.
+marks the layer begun, writes it, and publishes generation u. Of a gradient that waits on disk each shard publishes
+before that that it has it. Stores release, loads acquire, so whoever sees a word sees what was written before it.
+Doorbells count changes: a waiter that looks after reading one misses nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Word(IntEnum):
     STOP = 1
     FAILED = 2  # 1 + index of a shard that failed
     LANDED_BELL = 3  # of commits, landings and stop
-    GENERATION_BELL = 4  # of generations, failures and stop
+    GENERATION_BELL = 4  # of generations, stored gradients, failures and stop
 
 
 class _Header(IntEnum):
@@ -47,11 +48,12 @@ class TornLayer(NamedTuple):
 
 _FIRST_LANDED = len(_Word) + NUM_HEADERS * len(_Header)
 _LANDED_WORDS = 3
+_SHARD_WORDS = 3
 
 
 class HostWords:
-    """Per layer: landed, gradient start and start of Muon's directions; per shard and layer: begun and generation. All
-    zero to begin with."""
+    """Per layer: landed, gradient start and start of Muon's directions; per shard and layer: begun, generation and
+    stored. All zero to begin with."""
 
     def __init__(self, buffer: memoryview, num_layers: int, num_shards: int) -> None:
         """`buffer`: shared memory of at least `num_words` 8-byte words, aligned to 8 bytes."""
@@ -61,7 +63,7 @@ class HostWords:
 
     @staticmethod
     def num_words(num_layers: int, num_shards: int) -> int:
-        return _FIRST_LANDED + num_layers * (_LANDED_WORDS + 2 * num_shards)
+        return _FIRST_LANDED + num_layers * (_LANDED_WORDS + _SHARD_WORDS * num_shards)
 
     def reset(self, generation: int, updated: Sequence[Collection[int]]) -> None:
         """Before any shard runs: every layer has `generation`, nothing has landed since. `updated`: the layers that
@@ -75,6 +77,7 @@ class HostWords:
                 own = generation if layer in of_shard else EVERY_GENERATION
                 self._words.store(self._begun(shard, layer), own)
                 self._words.store(self._generation(shard, layer), own)
+                self._words.store(self._stored(shard, layer), own)
 
     def commit(self, header: UpdateHeader) -> None:
         """Fixes the next update's header. Raises MegatrainError when it is not the next or shards lag too far."""
@@ -148,6 +151,27 @@ class HostWords:
 
         return self._wait(_Word.LANDED_BELL, landed, timeout_s) and not self.stopped
 
+    def wait_gradient(self, layer: int, update: int, timeout_s: float) -> bool:
+        """Waits until the layer's gradient is there, its update committed or not; False as `wait_landed`."""
+
+        def landed() -> bool:
+            return self.stopped or self._words.load(self._landed(layer)) >= update
+
+        return self._wait(_Word.LANDED_BELL, landed, timeout_s) and not self.stopped
+
+    def store_gradient(self, shard: int, layer: int, update: int) -> None:
+        """The shard has its part of the layer's gradient elsewhere than in the slab."""
+        self._words.store(self._stored(shard, layer), update)
+        self._words.add(_Word.GENERATION_BELL, 1)
+
+    def shard_stored(self, shard: int, layer: int) -> int:
+        """The update whose gradient of the layer the shard has stored last."""
+        return self._words.load(self._stored(shard, layer))
+
+    def stored(self, layer: int) -> int:
+        """The same of every shard."""
+        return min(self.shard_stored(shard, layer) for shard in range(self._num_shards))
+
     def begin(self, shard: int, layer: int, update: int) -> None:
         """Before the first write: a layer whose begun word is ahead of its generation is torn."""
         self._words.store(self._begun(shard, layer), update)
@@ -204,7 +228,8 @@ class HostWords:
             raise MegatrainError("the optimizer shards were stopped")
 
     def generation_bell(self) -> int:
-        """Grows with every generation of a shard, failure and stop. Read it before looking, then wait for more."""
+        """Grows with every generation and stored gradient of a shard, failure and stop. Read it before looking, then
+        wait for more."""
         return self._words.load(_Word.GENERATION_BELL)
 
     def wait_generation_bell(self, seen: int, timeout_s: float) -> int:
@@ -250,7 +275,10 @@ class HostWords:
         return _FIRST_LANDED + _LANDED_WORDS * layer
 
     def _begun(self, shard: int, layer: int) -> int:
-        return _FIRST_LANDED + _LANDED_WORDS * self._num_layers + 2 * (self._num_layers * shard + layer)
+        return _FIRST_LANDED + _LANDED_WORDS * self._num_layers + _SHARD_WORDS * (self._num_layers * shard + layer)
 
     def _generation(self, shard: int, layer: int) -> int:
         return self._begun(shard, layer) + 1
+
+    def _stored(self, shard: int, layer: int) -> int:
+        return self._begun(shard, layer) + 2

@@ -23,10 +23,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Weighting
+from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.flat_layout import FlatLayout, Span, round_up
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.stochastic_rounding import rounding_counter
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words import WORD_BYTES, Words
 
@@ -38,13 +39,15 @@ _SERIAL, _FIRST, _COUNT, _SAVED = range(4)
 
 
 class Part(NamedTuple):
-    """A run of one parameter in a shard's part of a layer. `gradient_start`: in the layer's padded gradient.
-    `first_unit`: its units are numbered on from that of the run before."""
+    """A run of one parameter in a shard's part of a layer. `gradient_start`: in the padded gradient that is given.
+    `first_unit`: its units are numbered on from that of the run before. `in_parameter`: its first element there."""
 
     state: AdamState
     gradient_start: int
     weighting: Weighting
     first_unit: int
+    parameter: str = ""
+    in_parameter: int = 0
 
     @property
     def length(self) -> int:
@@ -53,6 +56,12 @@ class Part(NamedTuple):
     @property
     def units(self) -> Span:
         return Span(self.first_unit, self.first_unit + num_units(self.length))
+
+    def counter(self, hyper: Hyper, rates: Rates) -> int:
+        """Of its first element's random bits in an update; 0 where moments are FP32."""
+        if hyper.moments_seed is None:
+            return 0
+        return rounding_counter(hyper.moments_seed, int(rates.step.item()), self.parameter, self.in_parameter)
 
     @property
     def by_muon(self) -> bool:
@@ -138,14 +147,17 @@ class Journal:
         self._words.store(self._first_mark + units.stop - 1, serial)
 
     def roll_back(self, parts: Sequence[Part], serial: int) -> None:
-        """Undoes the blocks that a torn transaction left half written. `parts`: those of its layer."""
+        """Undoes the blocks that a torn transaction left half written. `parts`: of its layer; what is in others stays
+        as it is."""
         for thread in range(self._num_records):
             record = RECORD_WORDS * (1 + thread)
             if self._words.load(record + _SERIAL) != serial:
                 continue
             first = self._words.load(record + _FIRST)
             units = Span(first, first + self._words.load(record + _COUNT))
-            part = next(part for part in parts if first < part.units.stop)
+            part = next((part for part in parts if part.units.start <= first < part.units.stop), None)
+            if part is None:
+                continue
             saved = slice(self._words.load(record + _SAVED))
             for state, kept in self._kept(thread, part.state.cut(part.elements(units))):
                 state[saved].copy_(kept[saved])

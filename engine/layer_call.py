@@ -122,6 +122,25 @@ class LayerCall:
         """Runs the layer again on its arguments and keeps the graph."""
         self._build(function, parameters, saving)
 
+    def replay(
+        self,
+        function: Function,
+        parameters: Sequence[torch.Tensor],
+        saving: AbstractContextManager[None] | None,
+    ) -> None:
+        """Runs the layer once more, as `forward` did, and brings back what it returned where the memory of that was
+        let go of."""
+        if saving is None:
+            with torch.no_grad():
+                values, _ = tree_flatten(tuple(self._call(function, [port.tensor for port in self.ports])))
+        else:
+            values, _, _ = self._traced(function, parameters, saving)
+        for leaf, value in zip(self.leaves, filter(_is_floating, values), strict=True):
+            to, source = leaf.untyped_storage(), value.untyped_storage()
+            if not to.nbytes():
+                to.resize_(source.nbytes())
+                bytes_of(to).copy_(bytes_of(source))
+
     @property
     def has_graph(self) -> bool:
         return self._graph is not None
@@ -177,14 +196,20 @@ class LayerCall:
     def _build(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
     ) -> tuple[list[Any], TreeSpec]:
-        """The outcome, flattened."""
+        """The outcome, flattened. Its graph is kept."""
+        values, spec, self._graph = self._traced(function, parameters, saving)
+        return values, spec
+
+    def _traced(
+        self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
+    ) -> tuple[list[Any], TreeSpec, _Graph]:
+        """The outcome, flattened, and its graph."""
         inputs = [port.tensor.detach().requires_grad_(True) for port in self.ports]
         with torch.enable_grad(), saving:
             entries = [tensor.view_as(tensor) for tensor in inputs]
             outcome = self._call(function, entries)
         values, spec = tree_flatten(tuple(outcome))
-        self._graph = _Graph(inputs, entries, parameters, [value for value in values if _is_floating(value)])
-        return values, spec
+        return values, spec, _Graph(inputs, entries, parameters, [value for value in values if _is_floating(value)])
 
     def _call(self, function: Function, inputs: Sequence[torch.Tensor]) -> Outcome:
         values = list(self._arguments)
@@ -196,6 +221,11 @@ class LayerCall:
         args, kwargs, fresh = self.stores.refilled(contents)
         result, recorded = function(*args, **kwargs)
         return Outcome(result, self.stores.added(contents, fresh), recorded)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """1-D uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _kind_of(value: Any) -> object:

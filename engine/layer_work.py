@@ -17,10 +17,12 @@ _MEMBER = re.compile(r".*\.experts\.\d+(?=\.)")
 
 
 class Product(NamedTuple):
-    """A matrix and how many of its elements one token is multiplied with: of experts, those that it goes to."""
+    """A matrix and how many of its elements one token is multiplied with: of experts, those that it goes to. `of_mlp`:
+    of the part of a block that can be computed in chunks."""
 
     elements: float
     trained: bool
+    of_mlp: bool = False
 
 
 class BlockAttention(NamedTuple):
@@ -84,7 +86,8 @@ def _products(layer: LayerSpec, structure: ModelStructure, active: int | None) -
             continue
         num_experts = _num_experts(p, num_groups)
         elements = math.prod(p.shape) * min(active or num_experts, num_experts) / num_experts
-        yield Product(elements, p.group.trained)
+        of_mlp = layer.mlp is not None and p.local.startswith(f"{layer.mlp.path}.")
+        yield Product(elements, p.group.trained, of_mlp)
 
 
 def _num_experts(parameter: ParameterSpec, num_siblings: Mapping[str, int]) -> int:

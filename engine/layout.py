@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from megatrain_ray.engine.flat_layout import FlatLayout, starts_of
 
@@ -18,6 +19,8 @@ class ModelLayout:
 
     layers: tuple[FlatLayout, ...]
     parameter_order: tuple[str, ...]  # of `model.parameters()`, tied ones once: the order of the norm of norms
+    # Elements of memory that all layers on the host take in turn (megatrain_ray/aliasing.py); None: each has its own.
+    aliased_size: int | None = None
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -31,11 +34,17 @@ class ModelLayout:
     def starts_among(self, layers: Set[int] | None) -> tuple[int, ...]:
         """First element of each layer in an arena that holds the whole flats of these alone (None: of all), one after
         the other."""
-        return starts_of(self._sizes_among(layers))
+        return starts_of(self._sizes_among(layers), self.aliased_size)
 
     def size_among(self, layers: Set[int] | None) -> int:
         """Elements of that arena."""
-        return sum(self._sizes_among(layers))
+        size = sum(self._sizes_among(layers))
+        return size if self.aliased_size is None else min(size, self.aliased_size)
+
+    def first_among(self, layers: Set[int] | None) -> frozenset[int]:
+        """The layers whose place in that arena no earlier one has."""
+        ends = accumulate(self._sizes_among(layers))
+        return frozenset(i for i, end in enumerate(ends) if self.aliased_size is None or end <= self.aliased_size)
 
     def _sizes_among(self, layers: Set[int] | None) -> list[int]:
         return [layer.size if layers is None or i in layers else 0 for i, layer in enumerate(self.layers)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import EVERY_GENERATION, HostWeights, Lease
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.simulated_slab import SimulatedSlab
 from megatrain_ray.engine.simulated_spill import SimulatedSpill
 from megatrain_ray.engine.slab import SlabPool
 from megatrain_ray.trace import Op, Stage, Timeline
@@ -47,7 +49,10 @@ class LocalHost:
         self._timeline = timeline
         self._order = plan.layer_order
         slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
-        self._slab = SlabPool(slab, layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab))
+        sizes = layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
+        self._slab = SlabPool(slab, sizes, passing=plan.passing_layers)
+        self._room = SimulatedSlab(plan, layout)
+        self._stored = plan.stored_layers
         directions = torch.empty(plan.direction_slab_bytes, dtype=torch.uint8)
         self._directions = SlabPool(directions, layout.direction_bytes)
         self._wire_dtype = plan.wire_dtype
@@ -77,7 +82,8 @@ class LocalHost:
         return momenta.of(layer)
 
     async def lease(self, layer: int) -> Lease:
-        return await self._slab.lease(layer)
+        lease = await self._slab.lease(layer)
+        return replace(lease, free_at_s=self._room.take(layer))
 
     async def lease_direction(self, layer: int) -> Lease:
         return await self._directions.lease(layer)
@@ -116,25 +122,53 @@ class LocalHost:
 
     async def _landing(self, update: int, layer: int) -> _Landing:
         async with self._changed:
-            await self._changed.wait_for(lambda: update in self._headers and (update, layer) in self._landed)
+            await self._changed.wait_for(lambda: (update, layer) in self._landed)
             return self._landed.pop((update, layer))
+
+    async def _header(self, update: int) -> tuple[UpdateHeader, float]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: update in self._headers)
+            return self._headers[update]
+
+    def _gradient(self, landing: _Landing) -> torch.Tensor:
+        num_bytes = self._layout.layers[landing.gradient.layer].trained.size * self._wire_dtype.itemsize
+        return landing.gradient.region[:num_bytes].view(self._wire_dtype)
+
+    async def _store(self, update: int) -> dict[int, float]:
+        """Gradients that wait on disk, as they come; when each was in the slab."""
+        loop = asyncio.get_running_loop()
+        landed_s = {}
+        for layer in self._stored:
+            landing = await self._landing(update, layer)
+            for shard in self._shards:
+                await loop.run_in_executor(self._executor, shard.store, layer, self._gradient(landing))
+            landed_s[layer] = landing.at_s
+            await self._release(layer, self._spill.store(layer, landing.at_s))
+        return landed_s
+
+    async def _release(self, layer: int, at_s: float) -> None:
+        self._room.leave(layer, at_s)
+        await self._slab.release(layer)
 
     async def _update(self, update: int) -> None:
         loop = asyncio.get_running_loop()
+        stored_s = await self._store(update)
+        header, committed_s = await self._header(update)
         for layer in self._order:
-            landing = await self._landing(update, layer)
-            header, committed_s = self._headers[update]
-            num_bytes = self._layout.layers[layer].trained.size * self._wire_dtype.itemsize
-            gradient = landing.gradient.region[:num_bytes].view(self._wire_dtype)
-            moved = None if landing.directions is None else landing.directions.region.view(torch.bfloat16)
+            landing = None if layer in stored_s else await self._landing(update, layer)
+            gradient = self._gradient(landing) if landing else None
+            directions = landing.directions if landing else None
+            moved = None if directions is None else directions.region.view(torch.bfloat16)
             serial = serial_of(update, layer, len(self._layout.layers))
             for shard in self._shards:
                 await loop.run_in_executor(self._executor, shard.update, layer, gradient, header, serial, moved)
-            after = (committed_s, landing.at_s, self._spill.bring(layer))
+            wanted_s = max(committed_s, landing.at_s if landing else stored_s[layer])
+            after = (wanted_s, self._spill.bring(layer, wanted_s))
             self._ready_at_s[layer] = self._timeline.account(Stage.OPTIMIZER, Op("update", layer), after)
             self._spill.leave(layer, self._ready_at_s[layer])
-            await self._slab.release(layer)
-            if landing.directions is not None:
+            if landing:
+                await self._release(layer, self._ready_at_s[layer])
+            if directions is not None:
                 await self._directions.release(layer)
             async with self._changed:
                 self._generations[layer] = update

@@ -91,7 +91,7 @@ def chunked_loss(
     chunks = range(0, tokens.shape[1], chunk_tokens)
     losses, cross_entropies = [], []
     hidden_gradient = torch.empty_like(tokens) if hidden.requires_grad else None
-    sums = _Sums(into or [None] * len(parameters), add or _add, several=len(chunks) > 1)
+    sums = GradientSums(into or [None] * len(parameters), add or _add, several=len(chunks) > 1)
     for start in chunks:
         chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(hidden.requires_grad)
         with torch.enable_grad():
@@ -134,10 +134,11 @@ def _add(total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
     torch.add(total, value, out=out)
 
 
-class _Sums:
-    """Gradients of the head over chunks."""
+class GradientSums:
+    """Gradients of weights over chunks of tokens."""
 
-    def __init__(self, into: Sequence[OpenSum | None], add: Add, *, several: bool) -> None:
+    def __init__(self, into: Sequence[OpenSum | None], add: Add = _add, *, several: bool) -> None:
+        """`into`: sums that theirs go into. `several`: there is more than one chunk."""
         self._into = into
         self._sums: list[torch.Tensor | None] = [None if to is None or to.empty else to.total for to in into]
         self._dtypes: list[torch.dtype | None] = [None] * len(into)

@@ -30,6 +30,7 @@ ROUNDS = 4  # in which a measurement's time is spent; within a round nobody wait
 SMALL_BYTES = 4096  # of a copy that costs what every copy does
 ATTENDED = 8192  # tokens of all sequences of one call
 HEADS, HEAD_DIM = 16, 128
+COMPUTED = tuple(Precision(name) for name in ("bf16", "fp32", "tf32"))
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 _DIRECTIONS = (Stage.H2D,), (Stage.D2H,), (Stage.H2D, Stage.D2H)
 STATE = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)  # at last the gradient
@@ -86,7 +87,7 @@ class _Measurement:
             adamw_busy_per_s=effort.elements / busy_s,
             device_bytes_per_s=2 * effort.device_bytes / device_s,
             launch_s=launch_s,
-            matmul={precision.value: tuple(self._matmul(precision)) for precision in Precision},
+            matmul={precision.value: tuple(self._matmul(precision)) for precision in COMPUTED},
             attention=attention,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from accelerate import init_empty_weights
@@ -24,14 +25,24 @@ class LayerKind(Enum):
     HEAD = "head"
 
 
+class Mlp(NamedTuple):
+    """A part of a block in which no token looks at another. `path`: from the block. `width`: elements that its largest
+    tensor has for each token."""
+
+    path: str
+    width: int
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer of the schedule: the modules it is made of, by path, and their parameters in model order."""
+    """A layer of the schedule: the modules it is made of, by path, and their parameters in model order. `mlp`: what of
+    a block can be computed for some tokens at a time."""
 
     name: str
     kind: LayerKind
     modules: tuple[str, ...]
     parameters: tuple[ParameterSpec, ...]
+    mlp: Mlp | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class ModelStructure:
     vocab_size: int
     attention_widths: tuple[float, ...] = ()  # of each block: heads × head_dim; 0: it does not attend to every token
     looked_up: frozenset[str] = frozenset()  # parameters whose rows are picked by index: embeddings
+    aliased_size: int | None = None  # of layouts
 
     def layout(self, num_fragments: int = 1) -> ModelLayout:
         """Blocks are cut into fragments; embedding and head stay whole."""
@@ -55,6 +67,7 @@ class ModelStructure:
                 for s in self.layers
             ),
             self.parameter_order,
+            self.aliased_size,
         )
 
     @property

@@ -18,7 +18,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.compiled import declare, load_compiled
 
 SOURCE = Path(__file__).with_name("adamw_kernel.c")
-INCLUDES = tuple(map(SOURCE.with_name, ("thread_pool.h", "update_elements.h")))
+INCLUDES = tuple(map(SOURCE.with_name, ("thread_pool.h", "update_elements.h", "stochastic_rounding.h")))
 # errno and traps would keep loops from being vectorised; neither changes a value.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-lm")
 COPY_BYTES = 1 << 20  # of a chunk, as in adamw_kernel.c
@@ -32,7 +32,7 @@ class _Structure(ctypes.Structure):
 class _Part(_Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("gradient", "working", "residual", "m", "v", "direction")),
-        *((name, ctypes.c_int64) for name in ("length", "first_unit")),
+        *((name, ctypes.c_int64) for name in ("length", "first_unit", "counter")),
         *((name, ctypes.c_double) for name in ("decay", "step_size")),
     ]
 
@@ -43,7 +43,7 @@ class _Rates(_Structure):
             (name, ctypes.c_double)
             for name in ("scale", "m_weight", "v_keep", "v_weight", "root", "eps", "muon_weight")
         ),
-        *((name, ctypes.c_int64) for name in ("bf16_gradient", "vector")),
+        *((name, ctypes.c_int64) for name in ("bf16_gradient", "bf16_moments", "vector")),
     ]
 
 
@@ -115,7 +115,7 @@ class NativeAdamW:
             self._variant,
             (_Part * len(parts))(*(self._part(part, gradient, rates, directions) for part in parts)),
             len(parts),
-            parts[-1].units.stop,
+            parts[-1].units.stop - parts[0].first_unit,
             ctypes.byref(self._rates(rates, gradient.dtype)),
             ctypes.byref(_journal(transaction)) if transaction else None,
         )
@@ -144,6 +144,7 @@ class NativeAdamW:
             None if moved is None else moved.data_ptr() + part.gradient_start * moved.element_size(),
             part.length,
             part.first_unit,
+            part.counter(self._hyper, rates),
             **move._asdict(),
         )
 
@@ -155,6 +156,7 @@ class NativeAdamW:
             eps=self._hyper.eps,
             muon_weight=1 - muon.momentum if muon else 0.0,
             bf16_gradient=gradient_dtype == torch.bfloat16,
+            bf16_moments=self._hyper.moments_seed is not None,
             vector=self._vector,
         )
 

@@ -145,6 +145,7 @@ class GradientOffloader:
         else:
             with self._waiting("room", departure.layer):
                 lease = await self._host.lease(departure.layer)
+            self._device.timeline.stage_waits(Stage.D2H, lease.free_at_s)
         op = Op("offload", departure.layer, num_bytes=departure.flat.nbytes)
         source = departure.flat.view(torch.uint8)
         done = self._device.copy(Stage.D2H, lease.region[: source.nbytes], source, op, [departure.after])

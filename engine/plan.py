@@ -5,8 +5,10 @@ The schema is versioned and stands in docs/plan_format.md; `plan.json` in a run 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -16,9 +18,13 @@ from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.residency import SlotSpec
-from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 
-SECOND_MOMENT_BYTES = 4  # of an element; what Muon trains has none
+SECOND_MOMENT_BYTES = 4  # of an element; what Muon trains has none, and where it trains anything moments are FP32
+
+
+# Told in a plan, at a run's start and at its end.
+NARROW_MOMENTS = "in bf16, stochastically rounded: not what plain PyTorch computes"
 
 
 class Tier(Enum):
@@ -36,29 +42,60 @@ class ActivationPolicy(Enum):
 
 
 class Precision(Enum):
+    """Number formats: of the compute, and of AdamW's moments, FP32 where they are not named."""
+
     BF16 = "bf16"
     FP32 = "fp32"
     TF32 = "tf32"
+    BF16_NARROW = "bf16 with bf16 moments"
+    FP32_NARROW = "fp32 with bf16 moments"
+    TF32_NARROW = "tf32 with bf16 moments"
+
+    @classmethod
+    def of(cls, compute: str, moments: str) -> Precision:
+        """From train.precision and train.moments."""
+        return cls(compute if moments == "fp32" else f"{compute} with {moments} moments")
+
+    @cached_property
+    def compute(self) -> str:
+        """As train.precision names it."""
+        return self.value.partition(" ")[0]
 
     @property
+    def moments(self) -> str:
+        """As train.moments names it."""
+        return "bf16" if self.moment_dtype is torch.bfloat16 else "fp32"
+
+    @cached_property
+    def moment_dtype(self) -> torch.dtype:
+        """bf16 is rounded stochastically (stochastic_rounding.py)."""
+        return torch.float32 if self.value == self.compute else torch.bfloat16
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether a master is a working copy and a residual; else the working copy is the master."""
+        return self.compute == "bf16"
+
+    @cached_property
     def working_dtype(self) -> torch.dtype:
         """Of the working copy: what streams."""
-        return torch.bfloat16 if self is Precision.BF16 else torch.float32
+        return torch.bfloat16 if self.is_split else torch.float32
 
-    @property
+    @cached_property
     def state_kinds(self) -> tuple[tuple[str, torch.dtype], ...]:
-        """Shard-owned state beside the working copy: 10 bytes per parameter for bf16, else 8."""
-        moments = (("m", torch.float32), ("v", torch.float32))
-        return (("residual", torch.int16), *moments) if self is Precision.BF16 else moments
+        """Shard-owned state beside the working copy: 10 bytes per parameter for bf16, else 8; with narrow moments 6
+        and 4."""
+        moments = (("m", self.moment_dtype), ("v", self.moment_dtype))
+        return (("residual", torch.int16), *moments) if self.is_split else moments
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Of the state of one parameter."""
         return sum(dtype.itemsize for _, dtype in self.state_kinds)
 
-    @property
+    @cached_property
     def element_bytes(self) -> int:
-        """Of one parameter, working copy and state: 12."""
+        """Of one parameter, working copy and state: 12; with narrow moments 8."""
         return self.working_dtype.itemsize + self.state_bytes
 
 
@@ -89,13 +126,15 @@ class LayerPlan:
     weights: Tier
     state: Tier
     gradients: Tier  # where a complete gradient waits for its update
-    boundary: Tier  # where what enters waits from the forward to the backward
+    boundary: Tier | None  # where what enters waits from the forward to the backward; None: it is computed again
     boundary_bytes: int  # of it, of one micro-batch
     activations: ActivationPolicy
     compiled: bool  # its modules run through torch.compile
     # Of a compiled layer: 1.0 keeps what a backward wants, 0.0 the inputs only; the backward computes the rest again.
     activation_budget: float
     updated_by: str  # cpu, gpu, or nobody where nothing is trained
+    kept: Tier = Tier.HBM  # where what the forward keeps for the backward waits
+    kept_bytes: int = 0  # of it, of one micro-batch, at most; 0 on the device
 
 
 @dataclass(frozen=True)
@@ -148,19 +187,21 @@ class Plan:
     saves_frozen: bool  # false: a save leaves out what is frozen
     save_copy_bytes: int  # spare RAM into which a save copies layers that are updated before they are written
     device_copy_bytes: int  # of these, for layers that live on the device
-    state_slots: int  # of each shard: spilled layers whose state is in host memory at the same time
+    extent_elements: int  # state that spills is read and written in parts of layers of at most so many
+    state_slots: int  # of each shard: such parts, or gradients of parts, that are in host memory at the same time
     hbm_limit_bytes: int | None
     ram_limit_bytes: int
     spill_limit_bytes: int | None  # None: nothing may spill
     rows: tuple[ByteCount, ...]
     captured: bool = False  # forward and backward of a step are one graph that the device has; it launches all at once
     prediction: Prediction | None = None  # of what a step takes
+    mlp_chunk_tokens: int = 0  # of a micro-batch that an MLP computes at a time; 0: all of them
 
-    @property
+    @cached_property
     def wire_dtype(self) -> torch.dtype:
         return _dtype(self.gradient_dtype)
 
-    @property
+    @cached_property
     def accumulation_dtype(self) -> torch.dtype:
         return _dtype(self.sum_dtype)
 
@@ -173,7 +214,7 @@ class Plan:
     def num_fragments(self) -> int:
         return max(layer.num_fragments for layer in self.layers)
 
-    @property
+    @cached_property
     def layer_order(self) -> tuple[int, ...]:
         """The order in which an update by the shards visits layers: those on the host of which something is trained."""
         updated = [i for i, layer in enumerate(self.layers) if layer.updated_by == "cpu"]
@@ -185,32 +226,49 @@ class Plan:
         by = {who: frozenset(i for i, x in enumerate(self.layers) if x.updated_by == who) for who in ("cpu", "gpu")}
         return (*[by["cpu"]] * self.num_shards, *([by["gpu"]] if self.hbm_layers else []))
 
-    @property
+    @cached_property
     def hbm_layers(self) -> frozenset[int]:
         """Those that live on the device: working copy, state and gradient."""
         return frozenset(i for i, layer in enumerate(self.layers) if layer.weights is Tier.HBM)
 
-    @property
+    @cached_property
     def host_layers(self) -> frozenset[int]:
         """The others."""
         return frozenset(range(len(self.layers))) - self.hbm_layers
 
-    @property
+    @cached_property
     def spilled_layers(self) -> frozenset[int]:
         """Those whose state is on disk."""
         return frozenset(i for i, layer in enumerate(self.layers) if layer.state is Tier.NVME)
 
     @property
+    def uses_disk(self) -> bool:
+        """Whether state or gradients of some layer are on disk."""
+        return bool(self.spilled_layers or self.stored_layers)
+
+    @cached_property
     def waiting_layers(self) -> frozenset[int]:
         """Those with something to train whose complete gradient waits on the device."""
         waits = (i for i, layer in enumerate(self.layers) if layer.num_trained and layer.gradients is Tier.HBM)
         return frozenset(waits)
 
-    @property
+    @cached_property
     def departing_layers(self) -> tuple[int, ...]:
         """Of these the ones that the shards update, in the order in which their gradients leave: after the backward."""
         waiting = self.waiting_layers
         return tuple(i for i in self.layer_order if i in waiting)
+
+    @cached_property
+    def stored_layers(self) -> tuple[int, ...]:
+        """Those whose complete gradient waits on disk, in the order of a backward."""
+        return tuple(i for i in reversed(self.layer_order) if self.layers[i].gradients is Tier.NVME)
+
+    @cached_property
+    def passing_layers(self) -> frozenset[int]:
+        """Those whose complete gradient does not stay in the slab until all are there."""
+        if self.update_order is UpdateOrder.BACKWARD:
+            return self.host_layers
+        return frozenset((*self.departing_layers, *self.stored_layers))
 
     @property
     def gradients_are_brief(self) -> bool:
@@ -220,7 +278,7 @@ class Plan:
         # What a captured step writes stays where it was when that was captured.
         return (one_visit or self.sums is Tier.HOST) and not self.captured
 
-    @property
+    @cached_property
     def paired_layers(self) -> range:
         """Blocks of which a micro-batch's gradient waits for that of the next one, where that comes next: added to the
         sum together they read and write it half as often."""
@@ -238,10 +296,39 @@ class Plan:
         return self.num_micro_batches if self.order is LoopOrder.LAYERS_OUTER else 1
 
     @property
+    def num_mlp_chunks(self) -> int:
+        """Of a micro-batch."""
+        return -(-self.micro_batch_size * self.seq_len // self.mlp_chunk_tokens) if self.mlp_chunk_tokens else 1
+
+    @property
     def boundary_bytes(self) -> int:
         """Host memory for what enters layers."""
         on_host = (layer.boundary_bytes for layer in self.layers if layer.boundary is Tier.HOST)
         return self.num_live_micro_batches * sum(on_host)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Host memory for what layers keep for their backward."""
+        return self.num_live_micro_batches * sum(layer.kept_bytes for layer in self.layers)
+
+    @property
+    def host_activation_bytes(self) -> int:
+        """Host memory for activations."""
+        return self.boundary_bytes + self.kept_bytes
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether what enters some layer, or what it keeps, does not wait on the device."""
+        return any(layer.boundary is not Tier.HBM or layer.kept is not Tier.HBM for layer in self.layers)
+
+    @cached_property
+    def replayed_layers(self) -> frozenset[int]:
+        """Whose output is computed again for the backward of the layer behind."""
+        return frozenset(i - 1 for i, layer in enumerate(self.layers) if layer.boundary is None)
+
+    def visits(self, lowest_trained: int) -> tuple[Visit, ...]:
+        """Of a step."""
+        return visits(len(self.layers), self.num_micro_batches, self.order, lowest_trained, self.replayed_layers)
 
     @property
     def num_parameters(self) -> int:
@@ -257,8 +344,8 @@ class Plan:
 
     @property
     def save_bytes(self) -> int:
-        """Of one save, without its manifest: 12 bytes per trained parameter, 8 where Muon trains it, the working copy
-        of the others."""
+        """Of one save, without its manifest: 12 bytes per trained parameter (8 with narrow moments), 8 where Muon
+        trains it, the working copy of the others."""
         return self.updated_bytes + (self.frozen_bytes if self.saves_frozen else 0)
 
     @property
@@ -281,6 +368,11 @@ class Plan:
 
     def to_json(self) -> str:
         return TypeAdapter(Plan).dump_json(self, indent=1).decode() + "\n"
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of its file: of all that it decides and predicts, and of the rates that it was made with."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @staticmethod
     def from_json(text: str) -> Plan:

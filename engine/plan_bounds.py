@@ -9,6 +9,7 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_model import CostBasis, Prices, SharedPrices
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan_spill import room_in_slots
 from megatrain_ray.engine.planner import group_of
 from megatrain_ray.engine.simulation import operations
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit
@@ -36,7 +37,8 @@ class Bounds:
     @property
     def compute_s(self) -> float:
         """All that is computed but updates on the device."""
-        return self._plan.num_micro_batches * sum(self._sweep_s)
+        replays_s = sum(self._prices.of_layer("replay", layer) for layer in self._plan.replayed_layers)
+        return self._plan.num_micro_batches * (sum(self._sweep_s) + replays_s)
 
     @property
     def update_s(self) -> float:
@@ -45,23 +47,31 @@ class Bounds:
 
     @property
     def disk_s(self) -> float:
-        """State that spills comes and goes once."""
-        return 2 * sum(self._disk_s(layer) for layer in self._plan.spilled_layers)
+        """State that spills comes and goes once, and so do gradients that wait there."""
+        spilled, stored = self._plan.spilled_layers, self._plan.stored_layers
+        return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)))
 
-    def _disk_s(self, layer: int) -> float:
+    def _state_s(self, layer: int) -> float:
         """Of reading or writing a layer's state."""
-        size = self._basis.layout.layers[layer].trained.size
-        return size * self._plan.precision.state_bytes / self._basis.disk_bytes_per_s
+        return self._disk_s(layer, self._plan.precision.state_bytes)
+
+    def _gradient_s(self, layer: int) -> float:
+        """Of reading or writing its gradient."""
+        return self._disk_s(layer, self._plan.wire_dtype.itemsize)
+
+    def _disk_s(self, layer: int, item_bytes: int) -> float:
+        return self._basis.layout.trained_sizes[layer] * item_bytes / self._basis.disk_bytes_per_s
 
     def _brought_s(self) -> dict[int, float]:
-        """How long after the end of the backward a spilled layer's state can be there: it is read into the slot of the
-        layer that comes so many before it, which is written first."""
-        spilled = self._plan.spilled_layers
-        order = [layer for layer in self._plan.layer_order if layer in spilled]
-        at_once, brought_s, moved_s = self._plan.state_slots, {}, 0.0
-        for before, layer in zip(order, order[at_once:], strict=False):
-            moved_s += self._disk_s(before) + self._disk_s(layer)
-            brought_s[layer] = moved_s
+        """How long after the end of the backward all that a layer has on disk can have been there: it and what comes
+        before it is read then, and state written, but for what slots held at first and hold at last."""
+        spilled, stored, brought_s = self._plan.spilled_layers, frozenset(self._plan.stored_layers), {}
+        moved_s = -2 * room_in_slots(self._plan, self._basis.layout) / self._basis.disk_bytes_per_s
+        for layer in self._plan.layer_order if self._plan.uses_disk else ():
+            moved_s += 2 * self._state_s(layer) if layer in spilled else 0.0
+            moved_s += self._gradient_s(layer) if layer in stored else 0.0
+            if layer in spilled or layer in stored:
+                brought_s[layer] = moved_s
         return brought_s
 
     def _visit_s(self, visit: Visit) -> float:
@@ -93,7 +103,7 @@ class Bounds:
     @property
     def h2d_s(self) -> float:
         """Blocks come for each forward and each backward, but for what the slots hold from one to the next; unfinished
-        sums for every micro-batch after the first; what entered layers where that waits on the host."""
+        sums for every micro-batch after the first; activations that wait on the host."""
         plan, layers = self._plan, self._basis.layout.layers
         item, lowest = plan.precision.working_dtype.itemsize, self._basis.layout.lowest_trained
         streamed = [i for i in plan.host_layers if self._basis.structure.layers[i].kind is LayerKind.BLOCK]
@@ -104,5 +114,5 @@ class Bounds:
         if plan.sums is Tier.HOST:
             summed = sum(layer.trained.size for layer in layers)
             num_bytes += (self._num_sweeps - 1) * summed * plan.accumulation_dtype.itemsize
-        num_bytes += plan.boundary_bytes * self._num_sweeps
+        num_bytes += plan.host_activation_bytes * self._num_sweeps
         return num_bytes / self._basis.profile.both_bytes_per_s

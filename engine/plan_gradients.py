@@ -35,15 +35,17 @@ class GradientPlaces:
         return torch.bfloat16 if self.request.round_gradients else self.sums
 
     def wait_on_device(self, index: int) -> bool:
-        """Whether the layer's complete gradient does. What leaves rounded, and what Muon trains, leaves as soon as it
-        is complete."""
-        return self._leave_late or index in self.candidate.hbm_layers
+        """Whether the layer's complete gradient does."""
+        return index in self.candidate.hbm_layers or index in self._late
 
     @cached_property
-    def _leave_late(self) -> bool:
-        """Gradients of layers on the host, when all are complete."""
-        waits = self.candidate.gradients is Tier.HBM and self.request.clip and self.wire is self.sums
-        return waits and not self.layout.with_muon
+    def _late(self) -> frozenset[int]:
+        """Layers on the host whose gradients leave when all are complete. What leaves rounded, and what Muon trains,
+        leaves as soon as it is complete."""
+        if not self.request.clip or self.wire is not self.sums or self.layout.with_muon:
+            return frozenset()
+        on_host = [i for i in self.layout.updated if i not in self.candidate.hbm_layers]
+        return frozenset(on_host if self.candidate.gradients is Tier.HBM else on_host[: self.candidate.num_waiting])
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatrain_ray.engine.layout import DIRECTION_BYTES
-from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan import NARROW_MOMENTS, ActivationPolicy, ByteCount, Plan, Tier, UpdateOrder
 from megatrain_ray.engine.plan_spill import beyond_disk
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.units import format_bytes, format_count
@@ -28,7 +28,8 @@ def describe(plan: Plan) -> str:
         f"weights   stream from the host, {plan.uploads_per_step} uploads a step through {len(plan.slots)} slots",
         _keeping(plan),
         *_compiled_lines(plan),
-        *_boundary_lines(plan),
+        *_chunk_lines(plan),
+        *_waiting_lines(plan),
         *_capture_lines(plan),
         f"attention {_attention(plan)}",
         f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
@@ -37,6 +38,7 @@ def describe(plan: Plan) -> str:
         f"update    {_optimizers(plan)} in {plan.update_order.value} order, {plan.num_shards} × "
         f"{plan.num_shard_threads} threads",
         *_muon_lines(plan),
+        *([f"moments   {NARROW_MOMENTS}"] if plan.precision.moments == "bf16" else []),
         f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}{_left_out(plan)}",
         f"recover   {plan.recovery.value} when an optimizer shard dies, from the last save otherwise",
         *(_predicted(plan.prediction) if plan.prediction else ()),
@@ -71,9 +73,24 @@ def _predicted(prediction: Prediction) -> Iterator[str]:
     yield f"          {source} {prediction.rates}"
 
 
-def _boundary_lines(plan: Plan) -> list[str]:
-    count = sum(layer.boundary is Tier.HOST for layer in plan.layers)
-    return [f"boundary  activations of {count} layers wait on the host for their backward"] if count else []
+def _waiting_lines(plan: Plan) -> list[str]:
+    on_host = sum(layer.boundary is Tier.HOST for layer in plan.layers)
+    lines = [f"boundary  activations of {on_host} layers wait on the host for their backward"] if on_host else []
+    if replayed := len(plan.replayed_layers):
+        lines.append(f"boundary  activations of {replayed} layers are computed again for their backward")
+    if offloaded := sum(layer.kept is Tier.HOST for layer in plan.layers):
+        num_bytes = format_bytes(plan.kept_bytes)
+        lines.append(f"offload   what {offloaded} layers keep waits on the host for their backward, {num_bytes}")
+    return lines
+
+
+def _chunk_lines(plan: Plan) -> list[str]:
+    if not plan.mlp_chunk_tokens:
+        return []
+    return [
+        f"chunks    MLPs compute {plan.mlp_chunk_tokens} tokens at a time, {plan.num_mlp_chunks} chunks, and again in "
+        "the backward"
+    ]
 
 
 def _capture_lines(plan: Plan) -> list[str]:
@@ -125,13 +142,12 @@ def _optimizers(plan: Plan) -> str:
 
 def _spill_lines(plan: Plan) -> list[str]:
     """Nothing where nothing spills."""
-    if not (spilled := plan.spilled_layers):
+    if not plan.uses_disk:
         return []
-    moved = plan.total_bytes(Tier.NVME)
-    return [
-        f"spill     state of {len(spilled)} layers is on disk: {format_bytes(moved)} read and {format_bytes(moved)} "
-        "written a step"
-    ]
+    counts = {"gradients": len(plan.stored_layers), "state": len(plan.spilled_layers)}
+    what = " and ".join(f"{name} of {count} layers" for name, count in counts.items() if count)
+    moved = format_bytes(plan.total_bytes(Tier.NVME))
+    return [f"spill     on disk: {what}; {moved} read and {moved} written a step"]
 
 
 def _muon_lines(plan: Plan) -> list[str]:

@@ -61,6 +61,9 @@ class Request:
     active_experts: int | None = None  # that a token goes to; None: all
     windows: tuple[int | None, ...] = ()  # tokens that a token of each block attends to; empty: all before it
     compiled: bool = False  # layers that can be are compiled
+    mlp_chunk_tokens: int = (
+        0  # of a micro-batch that an MLP computes at a time; 0: all of them (make_plan alone chooses)
+    )
     captured: bool | None = None  # a step is a graph of the device; None: where that is faster (make_plan alone)
 
 
@@ -75,8 +78,12 @@ class Candidate:
     num_edge_slots: int
     sums: Tier = Tier.HBM
     gradients: Tier = Tier.HOST  # where complete gradients of layers on the host wait for a clipped update
+    num_waiting: int = 0  # layers on the host, from the first on, whose gradients wait on the device all the same
     boundaries: Tier = Tier.HBM  # where what enters blocks waits for their backward
+    segment: int = 1  # of so many layers only what enters the first waits; a backward computes the rest again
     hbm_layers: frozenset[int] = frozenset()  # whose working copies, state and gradients live on the device
     activation_budget: float = 1.0
     num_late: int = 0  # blocks of the forward's end
     late_budget: float = 1.0  # theirs
+    kept: Tier = Tier.HBM  # where what they keep waits for their backward
+    num_staying: int = 0  # of these the last ones keep it on the device all the same

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
+
+import torch
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.muon import work_bytes
-from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Tier
+from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Precision, Tier
 from megatrain_ray.engine.plan_loss import loss_bytes
 from megatrain_ray.engine.plan_spill import slots_bytes, spilled_bytes
 from megatrain_ray.io.words import WORD_BYTES
@@ -18,12 +21,20 @@ from megatrain_ray.units import format_bytes
 
 # Held by a process for each of them: the interpreter, torch and Ray; 0.45 to 0.62 GiB seen with torch 2.13 on Linux.
 PROCESS_BYTES = 640 << 20
+# What a run on a GPU takes of host memory besides: CUDA and its libraries in the GPU worker, which then has 1.6 GB, and
+# the compiler. With Ray's own 1.1 GB 4.6 to 5.2 GB in all were seen of runs with one shard on an H200 (results of
+# 2026-11-22 in benchmarks/).
+BESIDE_GPU_BYTES = 1280 << 20
 # A CUDA context and its libraries: on an H200 NVML had 0.95 GB more than all tensors at their most (7.6b_16x4096 in
 # benchmarks/README.md). hardware.hbm_limit leaves as much for them.
 CONTEXT_BYTES = 1 << 30
 # What a compiled layer's backward holds at most, what was kept and its own boundary included, as a multiple of what the
 # layer keeps with an activation budget of 1: up to 1.64 in a layer alone, 1.51 in a step (benchmarks/README.md).
 COMPILED_BACKWARD = 1.6
+# The same where the MLP is computed in chunks. Then attention's backward holds most: its inputs and output, the
+# gradients of these, what flash attention sums them in, in FP32, and keys and values for every head. A guess from these
+# sizes.
+CHUNKED_BACKWARD = 2.0
 # With this budget or less a backward computes nearly everything again. Then it holds all that the layer would have kept
 # and the gradients of all that at once, but for four tensors of the boundary's size: 2 % more than was measured for
 # layers of Qwen2.5-7B and 14B on an H200.
@@ -41,9 +52,10 @@ def hbm_rows(
     """`plan`: all of it but its rows."""
     live = plan.num_live_micro_batches
     # Not of the head, whose forward and backward are in one visit.
-    of_blocks = [_kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
+    of_blocks = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
-    held = [live * (mine + entering) for mine, entering in zip([*of_blocks, 0], stays, strict=True)]
+    staying = [0 if layer.kept is Tier.HOST else b for b, layer in zip([*of_blocks, 0], plan.layers, strict=True)]
+    held = [live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)]
     of_loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
     work = max(of_loss, backward_bytes(plan, layout, activations))
     rows: dict[str, tuple[int, str]] = {
@@ -55,7 +67,7 @@ def hbm_rows(
         **_resident_rows(plan, layout),
         **_waiting_rows(plan, layout, held),
         "boundary activations": _boundaries(plan, sum(stays)),
-        "kept activations": (live * sum(of_blocks), f"{live} micro-batches × {format_bytes(sum(of_blocks))}"),
+        "kept activations": _kept(plan, staying),
         "attention masks": (
             # While one is made, up to two other tensors of its size exist.
             (live + 2) * activations.masks,
@@ -76,22 +88,48 @@ def hbm_rows(
 
 def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
     """What enters the head, its gradient, and what the head's own forward keeps until the loss has gone through it."""
-    return 2 * max(activations.boundary) + _kept_bytes(activations, len(plan.layers) - 1, plan.layers[-1])
+    return 2 * max(activations.boundary) + kept_bytes(activations, len(plan.layers) - 1, plan.layers[-1])
 
 
 def _boundaries(plan: Plan, staying: int) -> tuple[int, str]:
     """Of layers whose inputs wait on the host there are those of one layer and what its forward or backward makes of
-    them, and one that comes or goes; the work of a backward counts the two of one micro-batch."""
+    them, and one that comes or goes; the work of a backward counts the two of one micro-batch. Of those that are
+    computed again there are those of one segment, and one that is copied there."""
     live = plan.num_live_micro_batches
     passing = max((layer.boundary_bytes for layer in plan.layers if layer.boundary is Tier.HOST), default=0)
-    if not passing:
-        return live * staying, f"{live} micro-batches × {format_bytes(staying)}"
-    staying -= plan.layers[-1].boundary_bytes  # the head's follow the last layer's
-    formula = f"{live} micro-batches × {format_bytes(staying)} + {2 * live + 1} × {format_bytes(passing)} that pass"
-    return live * staying + (2 * live + 1) * passing, formula
+    of_segments = [
+        sum(layer.boundary_bytes for layer in segment)
+        for replayed, segment in groupby(plan.layers, lambda layer: layer.boundary is None)
+        if replayed
+    ]
+    if passing:
+        staying -= plan.layers[-1].boundary_bytes  # the head's follow the last layer's
+    num_bytes, formula = live * staying, f"{live} micro-batches × {format_bytes(staying)}"
+    if passing:
+        num_bytes += (2 * live + 1) * passing
+        formula += f" + {2 * live + 1} × {format_bytes(passing)} that pass"
+    if of_segments:
+        one = max(layer.boundary_bytes for layer in plan.layers if layer.boundary is None)
+        num_bytes += live * max(of_segments) + one
+        formula += f" + {live} × {format_bytes(max(of_segments))} of a segment + {format_bytes(one)}"
+    return num_bytes, formula
 
 
-def _kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> int:
+def _kept(plan: Plan, staying: Sequence[int]) -> tuple[int, str]:
+    """Of layers whose own wait on the host there are those of one micro-batch in one layer, and others that come or go.
+    `staying`: of one micro-batch, by layer. What stays of layers behind all of these is there while none go, and what
+    has gone of them makes room for the first that come."""
+    live, num_passing = plan.num_live_micro_batches, 0
+    num_bytes, formula = live * sum(staying), f"{live} micro-batches × {format_bytes(sum(staying))}"
+    if passing := max(layer.kept_bytes for layer in plan.layers):
+        last = max(i for i, layer in enumerate(plan.layers) if layer.kept_bytes)
+        num_passing = 1 if live * sum(staying[last + 1 :]) >= passing else 2
+        num_bytes += num_passing * passing
+        formula += f" + {num_passing} × {format_bytes(passing)} that pass"
+    return num_bytes, formula
+
+
+def kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> int:
     """Of one micro-batch in one layer."""
     if layer.activations is ActivationPolicy.RECOMPUTE:
         return 0
@@ -107,9 +145,13 @@ def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes
     def of(index: int, layer: LayerPlan) -> int:
         gradients = layout.trained_sizes[index] * item
         of_pair = gradients if index in paired else 0
+        chunk = _chunk_bytes(plan, activations, index, layer, layout.trained_sizes[index])
         if not layer.compiled:
-            return 2 * activations.kept[index] + boundaries + gradients + of_pair
-        graph = _compiled_bytes(activations.kept_at_most(index), boundaries, layer.activation_budget)
+            return 2 * activations.kept[index] + chunk + boundaries + gradients + of_pair
+        whole = activations.kept_at_most(index)
+        graph = _compiled_bytes(whole, boundaries, layer.activation_budget)
+        if chunk:
+            graph = max(graph + chunk, int(CHUNKED_BACKWARD * whole))
         most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients) + of_pair
         return most - activations.kept_within(index, layer.activation_budget)
 
@@ -121,6 +163,16 @@ def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes
         for i, layer in enumerate(plan.layers[:-1])
     }
     return max(of(i, layer) for i, layer in different.values())
+
+
+def _chunk_bytes(plan: Plan, activations: ActivationBytes, index: int, layer: LayerPlan, num_trained: int) -> int:
+    """What a chunk of the MLP's backward holds: what it computes again with its gradients, and sums of the weights'
+    gradients beside those of the chunk. 0 where there are no chunks."""
+    if not (whole := activations.mlp_bytes(index, compiled=layer.compiled)):
+        return 0
+    of_chunk = whole // plan.num_mlp_chunks
+    of_weights = num_trained * (torch.float32.itemsize + plan.precision.working_dtype.itemsize)
+    return int((COMPILED_BACKWARD if layer.compiled else 2) * of_chunk) + of_weights
 
 
 def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> int:
@@ -136,33 +188,45 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     threads = plan.num_shards * plan.num_shard_threads
     units = max(sum(map(num_units, sizes)) for sizes in layout.trained_numels)
     marks = WORD_BYTES * (units + plan.num_shards)
-    processes = OTHER_PROCESSES + plan.num_shards
     rows: dict[str, tuple[int, str]] = {
         "working copy": (working, f"{size} padded elements"),
         "optimizer state": _of_state(plan, layout),
         "gradients in waiting": (plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"),
         "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
-        "processes": (processes * PROCESS_BYTES, f"{processes} × {format_bytes(PROCESS_BYTES)}"),
+        "processes": _of_processes(plan),
     }
-    if plan.spilled_layers:
+    if plan.uses_disk:
         rows |= {
             "state slots": (
                 slots_bytes(plan, layout),
-                f"{plan.num_shards} × {plan.state_slots} layers on their way between disk and updates",
+                f"{plan.num_shards} × {plan.state_slots} parts of layers on their way between disk and updates",
             )
         }
     if plan.boundary_bytes:
         rows |= {"boundary activations": (plan.boundary_bytes, "what enters layers, until their backward")}
+    if plan.kept_bytes:
+        rows |= {"kept activations": (plan.kept_bytes, "what layers keep, until their backward")}
     if plan.num_muon:
         rows |= {"directions in waiting": (plan.direction_slab_bytes, "Muon's, bf16, of four layers at most")}
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
 
 
+def _of_processes(plan: Plan) -> tuple[int, str]:
+    count = OTHER_PROCESSES + plan.num_shards
+    of_gpu = BESIDE_GPU_BYTES if plan.device == "cuda" else 0
+    more = f" + {format_bytes(of_gpu)} for a GPU" if of_gpu else ""
+    return count * PROCESS_BYTES + of_gpu, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
+
+
 def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
+    of_gradients, of_state = spilled_bytes(plan, layout)
+    if stored := plan.stored_layers:
+        formula = f"{plan.wire_dtype.itemsize} bytes an element of {len(stored)} layers, written and read once a step"
+        yield ByteCount(Tier.NVME, "gradients in waiting", of_gradients, formula)
     if spilled := plan.spilled_layers:
         formula = f"{plan.precision.state_bytes} bytes of state of {len(spilled)} layers, read and written once a step"
-        yield ByteCount(Tier.NVME, "optimizer state", spilled_bytes(plan, layout), formula)
+        yield ByteCount(Tier.NVME, "optimizer state", of_state, formula)
 
 
 def _of_muon(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
@@ -179,13 +243,18 @@ def _resident_rows(plan: Plan, layout: ModelLayout) -> dict[str, tuple[int, str]
     layers = [layout.layers[i] for i in sorted(plan.hbm_layers)]
     if not layers:
         return {}
-    size, trained = (sum(sizes) for sizes in zip(*((x.size, x.trained.size) for x in layers), strict=True))
+    trained = sum(x.trained.size for x in layers)
     return {
         "layers in HBM": (
-            size * plan.precision.working_dtype.itemsize + trained * plan.precision.state_bytes,
+            sum(resident_bytes(plan.precision, x) for x in layers),
             f"{len(layers)} layers: working copy, and {plan.precision.state_bytes} bytes of state × {trained}",
         )
     }
+
+
+def resident_bytes(precision: Precision, layer: FlatLayout) -> int:
+    """Working copy and state of a layer that lives on the device."""
+    return layer.size * precision.working_dtype.itemsize + layer.trained.size * precision.state_bytes
 
 
 def _waiting_rows(plan: Plan, layout: ModelLayout, held: Sequence[int]) -> dict[str, tuple[int, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -17,14 +17,19 @@ from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
+from megatrain_ray.engine.plan_chunks import may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.planner import Drafts, draft_plan, missing_bytes, with_uploads
+from megatrain_ray.engine.plan_rows import resident_bytes
+from megatrain_ray.engine.planner import Drafts, missing_bytes, with_uploads
+from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
 
 GRADIENT_BYTES = 4  # of an element that waits, at most
+SEGMENTS = (2, 4, 8)  # layers of which what enters the first waits; more save little more
+FEW_BLOCKS = 32  # with more of them one more on the device, or less, makes a step less than 3 % longer
 TIE = 0.002  # what is faster by less than this is not: the simpler of two plans is taken
 
 
@@ -34,10 +39,7 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     Raises CapacityError with the arithmetic of the plan that misses the fewest bytes, and ConfigError where what is
     asked for cannot be.
     """
-    layout = structure.layout(request.num_fragments)
-    work = work_of(structure, request.active_experts, request.windows)
-    disk = machine.spill.bytes_per_s if machine.spill else math.inf
-    basis = CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, disk)
+    basis = _basis(structure, machine, request)
     if request.captured:
         plan = _fastest_captured(basis, machine, request, activations)
     else:
@@ -47,7 +49,24 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
             with suppress(CapacityError, ConfigError):
                 other = _fastest_captured(basis, machine, request, activations)
                 plan = min(plan, other, key=lambda p: p.prediction.step_s if p.prediction else math.inf)
-    return with_uploads(plan, structure, layout)
+    return with_uploads(plan, structure, basis.layout)
+
+
+def predict_plan(
+    plan: Plan, structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
+) -> Prediction:
+    """Of a plan that was made for this request before, by the machine's rates now. `activations` as of `make_plan`."""
+    of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
+    if plan.mlp_chunk_tokens:
+        of_plan = of_plan.in_chunks() or of_plan
+    return predict(plan, _basis(structure, machine, request), of_plan)
+
+
+def _basis(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
+    layout = structure.layout(request.num_fragments)
+    work = work_of(structure, request.active_experts, request.windows)
+    disk = machine.spill.bytes_per_s if machine.spill else math.inf
+    return CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, disk)
 
 
 def _fastest_captured(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
@@ -76,10 +95,13 @@ def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: 
 def _searches(
     basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: _Found
 ) -> Iterator[_SplitSearch]:
-    """One for each split. `found`: gets what fits."""
+    """One for each split; two where sequences are long, the second with MLPs in chunks. `found`: gets what fits."""
     for split in _splits(request):
         of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
         yield _SplitSearch(basis, machine, split, of_split, found)
+        chunk_tokens = mlp_chunk_tokens(basis.structure, split.micro_batch_size, split.seq_len)
+        if chunk_tokens and (in_chunks := of_split.in_chunks()):
+            yield _SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found)
 
 
 def _smallest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
@@ -135,32 +157,53 @@ class _SplitSearch:
         self._activations = activations
         self._found = found
         # Not those that Muon trains, whose momenta are the shards'.
-        self._able = [i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon]
+        self._able = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
+        self._layer_bytes = [resident_bytes(request.precision, layer) for layer in basis.layout.layers]
         self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in basis.structure.layers)
         self._fixed = self._fixed_count()
         self._candidates = list(candidates(basis.structure, request))
-        self._drafts, self._shared = Drafts(), SharedPrices()
-        self._draft, self._fewest_of = cache(self._make_draft), cache(self._count_fewest)
-        self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, float], float] = {}
+        self._shared = SharedPrices()
+        self._drafts = Drafts(basis.structure, basis.layout, activations, machine, request)
+        self._draft = cache(self._drafts.plan)
+        self._fewest_of = cache(self._count_fewest)
+        self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
 
     def run(self) -> None:
         for candidate in self._candidates:
             if self._waits_needlessly(candidate):
                 continue
-            filling = self._filling(candidate)
-            if not self._found.may_be_beaten_in(self._least_compute_s(filling)):
-                continue
-            for plan in filling.plans(self._may_win):
-                prediction = predict(plan, self._basis, self._activations, self._shared)
-                self._found.add(replace(plan, prediction=prediction))
+            for able in self._orders:
+                filling = self._filling(candidate, able)
+                if not self._found.may_be_beaten_in(self._least_compute_s(filling)):
+                    break
+                for plan in filling.plans(self._may_win):
+                    prediction = predict(plan, self._basis, self._activations, self._shared)
+                    self._found.add(replace(plan, prediction=prediction))
 
     def smallest(self) -> Iterator[Plan]:
         """Of every candidate the plan that takes least."""
-        return (self._filling(candidate).smallest() for candidate in self._candidates)
+        return (self._filling(candidate, self._able).smallest() for candidate in self._candidates)
 
-    def _filling(self, candidate: Candidate) -> Filling:
-        fewest, is_fixed = self._fewest(candidate), self._fixed is not None
-        return Filling(self._draft, candidate, self._able, self._num_blocks, fewest, fixed=is_fixed)
+    @property
+    def _orders(self) -> Iterable[tuple[int, ...]]:
+        """In which layers come to live on the device: that of a forward, whose first updates are waited for first; with
+        the ends last, in whose place there may be room for a block, which would be uploaded twice; and the smallest
+        first, where there is none."""
+        if self._has_many_blocks or self._fixed is not None:
+            return (self._able,)
+        ends = 0, len(self._layer_bytes) - 1
+        ends_last = tuple(sorted(self._able, key=lambda i: i in ends))
+        smallest_first = tuple(sorted(self._able, key=lambda i: self._layer_bytes[i]))
+        return dict.fromkeys((self._able, ends_last, smallest_first))
+
+    @property
+    def _has_many_blocks(self) -> bool:
+        return self._num_blocks > FEW_BLOCKS
+
+    def _filling(self, candidate: Candidate, able: tuple[int, ...]) -> Filling:
+        fewest, is_fixed = self._fewest(candidate, able), self._fixed is not None
+        drafts, sizes = self._drafts, self._layer_bytes
+        return Filling(self._draft, drafts.on_device, candidate, able, sizes, self._num_blocks, fewest, fixed=is_fixed)
 
     def _fixed_count(self) -> int | None:
         """How many layers must live on the device. Raises ConfigError where that many cannot."""
@@ -176,32 +219,31 @@ class _SplitSearch:
         return count
 
     def _waits_needlessly(self, candidate: Candidate) -> bool:
-        """Whether gradients wait on the device, from where they would leave late, and the host has room for them."""
-        if candidate.gradients is not Tier.HBM or not self._found.plans:
+        """Whether gradients wait on the device, from where they would leave late, and the host has room for them. Where
+        blocks are few it may be faster all the same: the regions that gradients leave from, sums of whole blocks, are
+        not needed then."""
+        if candidate.gradients is not Tier.HBM or not self._found.plans or not self._has_many_blocks:
             return False
         on_host = replace(candidate, gradients=Tier.HOST)
-        return not self._fewest(on_host) and not self._draft(on_host).spilled_layers
+        return not self._fewest(on_host, self._able) and not self._draft(on_host).uses_disk
 
-    def _fewest(self, candidate: Candidate) -> int:
+    def _fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
         """Layers that must live on the device. Slots and what is kept there make no difference to the host, so one
         candidate stands for all that differ in nothing else."""
         order, sums, gradients, boundaries = candidate.order, candidate.sums, candidate.gradients, candidate.boundaries
         alike = replace(self._candidates[0], order=order, sums=sums, gradients=gradients, boundaries=boundaries)
-        return self._fewest_of(alike)
+        return self._fewest_of(alike, able)
 
-    def _count_fewest(self, candidate: Candidate) -> int:
-        return fewest_layers(self._draft, candidate, self._able) if self._fixed is None else self._fixed
-
-    def _make_draft(self, candidate: Candidate) -> Plan:
-        structure, layout = self._basis.structure, self._basis.layout
-        return draft_plan(structure, layout, self._activations, self._machine, self._request, candidate, self._drafts)
+    def _count_fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
+        return fewest_layers(self._draft, candidate, able) if self._fixed is None else self._fixed
 
     def _least_compute_s(self, filling: Filling) -> float:
         """With as much kept as can be. Slots and tiers make no difference to it."""
         candidate = filling.candidate
-        key = candidate.order, candidate.activations, candidate.activation_budget
+        budgets = candidate.activation_budget, candidate.late_budget
+        key = candidate.order, candidate.activations, budgets, candidate.segment
         if key not in self._compute_s:
-            self._compute_s[key] = self._bounds(self._draft(filling.most_kept)).compute_s
+            self._compute_s[key] = self._bounds(self._drafts.without_rows(filling.most_kept)).compute_s
         return self._compute_s[key]
 
     def _may_win(self, plan: Plan) -> bool:
@@ -219,7 +261,8 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     """The simpler before what is to be tried only where it helps: activations are kept before they are recomputed,
     weights streamed once a step before once for each micro-batch, and sums wait on the device before they wait on the
     host, which costs 8 bytes per parameter over PCIe for every micro-batch. Complete gradients wait on the host where
-    it has room for them. What enters blocks leaves the device where it would fill it: with many tokens at a time."""
+    it has room for them. What enters blocks leaves the device where it would fill it, with many tokens at a time, or is
+    computed again, which costs up to a forward more."""
     num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in structure.layers)
     several = request.num_micro_batches > 1
     orders = [LoopOrder.MICRO_BATCHES_OUTER]
@@ -241,6 +284,22 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
         yield Candidate(orders[-1], policy, *num_slots, sums=Tier.HOST, activation_budget=budget)
     for (policy, budget), num_slots in itertools.product(policies[1:], (slots[0], slots[-1])):
         yield Candidate(orders[0], policy, *num_slots, boundaries=Tier.HOST, activation_budget=budget)
+    policy, budget = policies[-1]
+    for wait, order, segment in itertools.product(waits, orders, SEGMENTS):
+        yield Candidate(order, policy, *slots[0], gradients=wait, segment=segment, activation_budget=budget)
+    if may_chunk(request.seq_len):
+        yield from _offloading(request, Candidate(orders[-1], *policies[-1][:1], *slots[-1]))
+
+
+def _offloading(request: Request, alike: Candidate) -> Iterator[Candidate]:
+    """Blocks whose kept activations wait on the host: of long sequences, which take long to compute for what they keep.
+    The others keep nothing, or what the next smaller budget lets them. `alike`: but for that."""
+    pairs = [(late, less) for late, less in itertools.pairwise(ACTIVATION_BUDGETS)]
+    pairs += [(late, ACTIVATION_BUDGETS[-1]) for late, less in pairs[:-1]]
+    if not request.compiled:
+        alike, pairs = replace(alike, activations=ActivationPolicy.KEEP), [(1.0, 0.0)]
+    for (late, less), boundaries in itertools.product(pairs, (Tier.HBM, Tier.HOST)):
+        yield replace(alike, boundaries=boundaries, activation_budget=less, late_budget=late, kept=Tier.HOST)
 
 
 def _splits(request: Request) -> Iterator[Request]:

@@ -1,58 +1,106 @@
-"""Which layers' optimizer state is on disk: as few as host memory needs. Pure."""
+"""What of layers is on disk, gradients that wait for their update and optimizer state: as little as host memory needs.
+Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.plan import Plan, Tier
-from megatrain_ray.engine.spill_layout import BLOCK_BYTES, SLOT_WORDS
+from megatrain_ray.engine.plan import LayerPlan, Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan_gradients import in_flight
+from megatrain_ray.engine.spill_layout import BLOCK_BYTES, SLACK_ELEMENTS, SLOT_WORDS, parts_per_gradient
 from megatrain_ray.io.blob_store import ALIGN_BYTES, aligned
 from megatrain_ray.io.words import WORD_BYTES
 
-# Of the layers on their way between disk and updates: one is read, one updated, one written.
-STATE_SLOTS = 3
+# Of a layer's state on disk; 80 MiB with bf16.
+EXTENT_ELEMENTS = 1 << 23
+# Of extents on their way between disk and updates: some are read, one is updated, some are written. What slots take
+# must spill, so there are few.
+STATE_SLOTS = 8
+LAYERS_AT_ONCE = 3  # at most, where layers are small: one is read, one updated, one written
+
+
+class OnDisk(NamedTuple):
+    """Layers of which something is on disk."""
+
+    gradients: frozenset[int] = frozenset()
+    state: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class SpillOrder:
-    """The layers of a plan that can spill, those that spill first before the others. `gained`: by how many bytes of
-    host memory it takes less with none, one, two, … of them on disk."""
+    """What of a plan can spill, what spills first before the rest: gradients of these layers, then their state.
+    `gained`: by how many bytes of host memory it takes less with none, one, two, … of all that on disk."""
 
-    layers: tuple[int, ...]
+    gradients: tuple[int, ...]
+    state: tuple[int, ...]
     gained: tuple[int, ...]
 
     @staticmethod
     def of(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> SpillOrder:
-        """Blocks from the last on: the next forward comes to them last, so there is most time until their update must
-        be done. Then the ends, which may be many times as large, and slots with them. Not what Muon trains something
-        of: the GPU worker reads its momenta."""
-        able = [i for i in plan.host_layers if layout.layers[i].trained.size and not layout.layers[i].num_muon]
-        order = sorted(able, key=lambda i: (structure.layers[i].kind is not LayerKind.BLOCK, -i))
-        sizes = [layout.layers[i].trained.size for i in order]
-        freed = accumulate(size * plan.precision.state_bytes - _sums_bytes(plan, size) for size in sizes)
-        slots = (_slots_bytes(plan, largest) for largest in accumulate(sizes, max))
-        return SpillOrder(tuple(order), (0, *(a - b for a, b in zip(freed, slots, strict=True))))
+        """A byte of either costs two that move a step. A gradient's are written in the backward, when nothing else
+        wants the disk; state comes and goes with the updates alone, which the next forward waits for.
 
-    def first(self, missing: int) -> frozenset[int]:
-        """As few as make up for so many bytes; as many as free the most, which may be none, where none are enough."""
+        Blocks from the last on: the next forward comes to them last, so there is most time until their update must
+        be done. Then the ends, which may be many times as large, and slots with them. Not what Muon trains something
+        of: the GPU worker reads its momenta. `plan`: in which nothing spills yet."""
+        able = [i for i in plan.host_layers if layout.trained_sizes[i] and not layout.layers[i].num_muon]
+        order = tuple(sorted(able, key=lambda i: (structure.layers[i].kind is not LayerKind.BLOCK, -i)))
+        waits_in_slab = plan.update_order is UpdateOrder.FORWARD and plan.sums is Tier.HBM
+        waiting = tuple(i for i in order if waits_in_slab and plan.layers[i].gradients is Tier.HOST)
+        spilling = _Spilling(replace(plan, extent_elements=EXTENT_ELEMENTS))
+        of_gradients, of_state = ([layout.trained_sizes[i] for i in layers] for layers in (waiting, order))
+        gained = spilling.gained(of_gradients, of_state, _late_bytes(plan, layout))
+        return SpillOrder(waiting, order, tuple(gained))
+
+    def first(self, missing: int) -> OnDisk:
+        """As little as makes up for so many bytes; what frees the most, which may be nothing, where it is not
+        enough."""
         enough = (count for count, num_bytes in enumerate(self.gained) if num_bytes >= missing)
-        return frozenset(self.layers[: next(enough, self.gained.index(max(self.gained)))])
+        count = next(enough, self.gained.index(max(self.gained)))
+        of_state = max(0, count - len(self.gradients))
+        return OnDisk(frozenset(self.gradients[:count]), frozenset(self.state[:of_state]))
+
+
+def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout) -> Plan:
+    """The plan with something of some layers on disk. `layers`: its layers then."""
+    plan = replace(plan, layers=layers, extent_elements=EXTENT_ELEMENTS)
+    sizes, item = _Sizes.of(plan, layout), plan.wire_dtype.itemsize
+    slab_bytes = plan.slab_bytes
+    if sizes.gradients:
+        waiting = [size * item for size in sizes.gradients]
+        slab_bytes += max(0, in_flight(waiting) - _late_bytes(plan, layout)) - sum(waiting)
+    return replace(plan, slab_bytes=slab_bytes, state_slots=_Spilling(plan).num_slots(sizes.largest))
+
+
+def _late_bytes(plan: Plan, layout: ModelLayout) -> int:
+    """Of the slab, for gradients that wait on the device until all are complete: those on disk have passed by then."""
+    return in_flight([layout.trained_sizes[i] * plan.wire_dtype.itemsize for i in plan.departing_layers])
 
 
 def slots_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """Host memory that spilled state passes through, of all shards together and at most."""
-    sizes = _spilled_sizes(plan, layout)
-    return _slots_bytes(plan, max(sizes)) + sum(_sums_bytes(plan, size) for size in sizes) if sizes else 0
+    """Host memory that what spills passes through, of all shards together and at most."""
+    spilling, sizes = _Spilling(plan), _Sizes.of(plan, layout)
+    return spilling.slots_bytes(sizes.largest, plan.state_slots) + spilling.sums_bytes(sizes)
 
 
-def spilled_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """On disk, of all shards together and at most."""
-    sizes = _spilled_sizes(plan, layout)
-    return sum(sizes) * plan.precision.state_bytes + len(sizes) * _filled_up(plan)
+def room_in_slots(plan: Plan, layout: ModelLayout) -> int:
+    """Bytes of state, or of gradients, that all slots together have room for."""
+    largest = _Sizes.of(plan, layout).largest
+    of_state = min(plan.extent_elements * plan.num_shards, largest.state) * plan.precision.state_bytes
+    in_extent = plan.extent_elements * parts_per_gradient(plan.precision, plan.wire_dtype)
+    of_gradient = min(in_extent * plan.num_shards, largest.gradient) * plan.wire_dtype.itemsize
+    return plan.state_slots * max(of_state, of_gradient)
+
+
+def spilled_bytes(plan: Plan, layout: ModelLayout) -> tuple[int, int]:
+    """On disk, of gradients and of state, of all shards together and at most."""
+    spilling, sizes = _Spilling(plan), _Sizes.of(plan, layout)
+    return sum(map(spilling.gradient_bytes, sizes.gradients)), sum(map(spilling.state_bytes, sizes.state))
 
 
 def beyond_disk(plan: Plan) -> int:
@@ -61,25 +109,103 @@ def beyond_disk(plan: Plan) -> int:
     return max(0, plan.total_bytes(Tier.NVME) - (0 if limit is None else limit))
 
 
-def _spilled_sizes(plan: Plan, layout: ModelLayout) -> Sequence[int]:
-    """Elements of each spilled layer's trained part."""
-    return [layout.layers[i].trained.size for i in plan.spilled_layers]
+class _Largest(NamedTuple):
+    """Elements of the largest layer whose gradient, and whose state, spills; 0 where there is none."""
+
+    gradient: int = 0
+    state: int = 0
 
 
-def _slots_bytes(plan: Plan, largest: int) -> int:
-    """Without checksums. `largest`: elements of the largest layer."""
-    of_shard = min(largest, -(-largest // plan.num_shards) + plan.shard_cut_elements)
-    slot_bytes = sum(aligned(of_shard * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
-    # Slots and the end of the table are aligned.
-    return plan.num_shards * (STATE_SLOTS * (slot_bytes + SLOT_WORDS * WORD_BYTES) + 2 * ALIGN_BYTES)
+class _Sizes(NamedTuple):
+    """Elements of what is trained of every layer whose gradient, and whose state, spills."""
+
+    gradients: Sequence[int]
+    state: Sequence[int]
+
+    @staticmethod
+    def of(plan: Plan, layout: ModelLayout) -> _Sizes:
+        gradients, state = ([layout.trained_sizes[i] for i in of] for of in (plan.stored_layers, plan.spilled_layers))
+        return _Sizes(gradients, state)
+
+    @property
+    def largest(self) -> _Largest:
+        return _Largest(max(self.gradients, default=0), max(self.state, default=0))
 
 
-def _sums_bytes(plan: Plan, size: int) -> int:
-    """Of the checksums of the blocks of a layer of so many elements."""
-    blocks = (size * plan.precision.state_bytes + _filled_up(plan)) // BLOCK_BYTES + plan.num_shards
-    return WORD_BYTES * blocks
+@dataclass(frozen=True)
+class _Spilling:
+    """Bytes of what passes between disk and memory, of all shards together and at most. `plan`: with its extents."""
 
+    plan: Plan
 
-def _filled_up(plan: Plan) -> int:
-    """Bytes of a layer on disk, at most, that only make every kind of every shard begin at a page."""
-    return plan.num_shards * len(plan.precision.state_kinds) * ALIGN_BYTES
+    def gained(self, gradients: Sequence[int], state: Sequence[int], late_bytes: int) -> Iterator[int]:
+        """By how much host memory is less with none, one, two, … of these gradients on disk, and then of this state:
+        elements of each. `late_bytes`: of the slab, that gradients may pass through."""
+        freed, sums, waiting, largest = 0, 0, list[int](), _Largest()
+        yield 0
+        for size in gradients:
+            insort(waiting, size * self.plan.wire_dtype.itemsize)
+            freed = sum(waiting) - max(0, in_flight(waiting) - late_bytes)
+            sums += self._sums(self.gradient_bytes(size), self._gradients_of_shard(size))
+            largest = largest._replace(gradient=max(size, largest.gradient))
+            yield freed - sums - self.slots_bytes(largest, self.num_slots(largest))
+        for size in state:
+            freed += size * self.plan.precision.state_bytes
+            sums += self._sums(self.state_bytes(size), self._extents_of_shard(size))
+            largest = largest._replace(state=max(size, largest.state))
+            yield freed - sums - self.slots_bytes(largest, self.num_slots(largest))
+
+    def num_slots(self, largest: _Largest) -> int:
+        """Of each shard."""
+        of_layer = max(self._of_shard(largest.state), self._of_shard(largest.gradient) // self._together)
+        return min(STATE_SLOTS, max(LAYERS_AT_ONCE, LAYERS_AT_ONCE * of_layer // self.plan.extent_elements))
+
+    def slots_bytes(self, largest: _Largest, num_slots: int) -> int:
+        """Without checksums."""
+        plan = self.plan
+        size = min(self._of_shard(largest.state), plan.extent_elements)
+        of_state = sum(aligned(size * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
+        size = min(self._of_shard(largest.gradient), plan.extent_elements * self._together)
+        slot_bytes = max(of_state, aligned(size * plan.wire_dtype.itemsize))
+        # Slots and the end of the table are aligned.
+        return plan.num_shards * (num_slots * (slot_bytes + SLOT_WORDS * WORD_BYTES) + 2 * ALIGN_BYTES)
+
+    def sums_bytes(self, sizes: _Sizes) -> int:
+        """Of the checksums of all blocks."""
+        of_gradients = (self._sums(self.gradient_bytes(x), self._gradients_of_shard(x)) for x in sizes.gradients)
+        return sum(of_gradients) + sum(self._sums(self.state_bytes(x), self._extents_of_shard(x)) for x in sizes.state)
+
+    def gradient_bytes(self, size: int) -> int:
+        """On disk, of the gradient of so many elements: what fills every extent up to whole pages included."""
+        return size * self.plan.wire_dtype.itemsize + self._filled_up(self._gradients_of_shard(size))
+
+    def state_bytes(self, size: int) -> int:
+        """The same of the state, of which every kind is filled up."""
+        precision = self.plan.precision
+        return size * precision.state_bytes + self._filled_up(self._extents_of_shard(size) * len(precision.state_kinds))
+
+    def _filled_up(self, num_of_shard: int) -> int:
+        return self.plan.num_shards * num_of_shard * ALIGN_BYTES
+
+    def _sums(self, num_bytes: int, extents_of_shard: int) -> int:
+        """Of the checksums of so many bytes on disk: the last block of an extent is smaller."""
+        return WORD_BYTES * (num_bytes // BLOCK_BYTES + self.plan.num_shards * extents_of_shard)
+
+    def _extents_of_shard(self, size: int) -> int:
+        """With the state of a layer of so many elements, at most."""
+        of_shard = self._of_shard(size)
+        if of_shard <= self.plan.extent_elements:
+            return 1
+        return 1 + of_shard // (self.plan.extent_elements - SLACK_ELEMENTS)
+
+    def _gradients_of_shard(self, size: int) -> int:
+        """The same with its gradient."""
+        return -(-self._extents_of_shard(size) // self._together)
+
+    @property
+    def _together(self) -> int:
+        return parts_per_gradient(self.plan.precision, self.plan.wire_dtype)
+
+    def _of_shard(self, size: int) -> int:
+        """Elements of a shard's part of a layer of so many, at most."""
+        return min(size, -(-size // self.plan.num_shards) + self.plan.shard_cut_elements)

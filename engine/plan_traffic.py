@@ -8,7 +8,6 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, Tier, UpdateOrder
 from megatrain_ray.engine.planner import residency_of
-from megatrain_ray.engine.visits import visits
 from megatrain_ray.trace import Stage
 
 
@@ -29,17 +28,18 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
     sums = _suspensions(plan) * updated * plan.accumulation_dtype.itemsize
     spilled = plan.precision.state_bytes * sum(layout.layers[i].trained.size for i in plan.spilled_layers)
-    boundaries = plan.boundary_bytes * plan.num_micro_batches // plan.num_live_micro_batches
+    stored = plan.wire_dtype.itemsize * sum(layout.layers[i].trained.size for i in plan.stored_layers)
+    activations = plan.host_activation_bytes * plan.num_micro_batches // plan.num_live_micro_batches
     return {
-        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + boundaries + of_muon,
-        Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + boundaries + sum(layout.direction_bytes),
-        Stage.DISK.value: 2 * spilled,
+        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + activations + of_muon,
+        Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + activations + sum(layout.direction_bytes),
+        Stage.DISK.value: 2 * (spilled + stored),
     }
 
 
 def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> int:
     """Of working copies."""
-    of_step = visits(len(plan.layers), plan.num_micro_batches, plan.order, layout.lowest_trained)
+    of_step = plan.visits(layout.lowest_trained)
     loads = residency_of(of_step, structure, layout, plan).loads
     elements = sum(layout.layers[load.fragment.layer].fragments[load.fragment.index].size for load in loads)
     return elements * plan.precision.working_dtype.itemsize

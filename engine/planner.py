@@ -24,10 +24,10 @@ from megatrain_ray.engine.plan import (
 from megatrain_ray.engine.plan_gradients import GradientPlaces, in_flight
 from megatrain_ray.engine.plan_loss import chunk_tokens
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_rows import backward_bytes, beside_loss, hbm_rows, host_rows, nvme_rows
-from megatrain_ray.engine.plan_spill import STATE_SLOTS, SpillOrder, beyond_disk
+from megatrain_ray.engine.plan_rows import backward_bytes, beside_loss, hbm_rows, host_rows, kept_bytes, nvme_rows
+from megatrain_ray.engine.plan_spill import OnDisk, SpillOrder, beyond_disk, with_spilled
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
-from megatrain_ray.engine.visits import LoopOrder, Visit, visits
+from megatrain_ray.engine.visits import LoopOrder, Visit
 
 
 def build_plan(
@@ -39,35 +39,56 @@ def build_plan(
 ) -> Plan:
     """The plan of one candidate, whether it fits or not."""
     layout = structure.layout(request.num_fragments)
-    return with_uploads(draft_plan(structure, layout, activations, machine, request, candidate), structure, layout)
+    draft = Drafts(structure, layout, activations, machine, request).plan(candidate)
+    return with_uploads(draft, structure, layout)
 
 
-def draft_plan(
-    structure: ModelStructure,
-    layout: ModelLayout,
-    activations: ActivationBytes,
-    machine: Machine,
-    request: Request,
-    candidate: Candidate,
-    drafts: Drafts | None = None,
-) -> Plan:
-    """The same, but that uploads are not counted: to simulate the slots takes most of the time. `drafts`: of what is
-    the same but for the candidate."""
-    return _Builder(structure, layout, activations, machine, request, candidate, drafts or Drafts()).plan()
+NOTHING = OnDisk()
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Parts of plans that many candidates of one request share."""
+    """Plans of candidates of one request, fitting or not, but that uploads are not counted: to simulate the slots takes
+    most of the time. What many of them share is made once."""
 
+    structure: ModelStructure
+    layout: ModelLayout
+    activations: ActivationBytes
+    machine: Machine
+    request: Request
+    of_device: dict[Candidate, Plan] = field(default_factory=dict)
     frames: dict[Candidate, Plan] = field(default_factory=dict)
-    layers: dict[Candidate, dict[tuple[int, bool, bool, bool], LayerPlan]] = field(default_factory=dict)
+    host_rows: dict[Candidate, tuple[ByteCount, ...]] = field(default_factory=dict)
+    layers: dict[tuple[Candidate, OnDisk], tuple[LayerPlan, ...]] = field(default_factory=dict)  # and what spills
+    layer: dict[Candidate, dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
     chunks: dict[Candidate, int] = field(default_factory=dict)
-    spill_orders: dict[frozenset[int], SpillOrder] = field(default_factory=dict)  # by layers on the device
+    # By layers on the device, and by where gradients and sums wait.
+    spill_orders: dict[tuple[frozenset[int], Tier, int, Tier], SpillOrder] = field(default_factory=dict)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        return self._builder(candidate).plan()
+
+    def on_device(self, candidate: Candidate) -> Plan:
+        """The same without what the host decides about: with rows of device memory alone, and nothing spills."""
+        if candidate not in self.of_device:
+            self.of_device[candidate] = self._builder(candidate).on_device()
+        return self.of_device[candidate]
+
+    def without_rows(self, candidate: Candidate) -> Plan:
+        """The same without its arithmetic."""
+        return self._builder(candidate).without_rows()
+
+    def _builder(self, candidate: Candidate) -> _Builder:
+        return _Builder(self.structure, self.layout, self.activations, self.machine, self.request, candidate, self)
+
+
+def without_late(candidate: Candidate) -> Candidate:
+    """Whose blocks all keep alike."""
+    return replace(candidate, num_late=0, late_budget=1.0, kept=Tier.HBM, num_staying=0)
 
 
 def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
-    of_step = visits(len(layout.layers), plan.num_micro_batches, plan.order, layout.lowest_trained)
+    of_step = plan.visits(layout.lowest_trained)
     return replace(plan, uploads_per_step=len(residency_of(of_step, structure, layout, plan).loads))
 
 
@@ -117,12 +138,6 @@ def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[Fra
     return tuple(fragment for fragment in fragments if fragment.layer not in hbm_layers)
 
 
-def _blocks_together(structure: ModelStructure, layout: ModelLayout, layer: int, hbm_layers: Set[int]) -> int:
-    """Blocks that must be in slots at once for a visit to the layer: itself and those it shares weights with."""
-    needed = (i for i in layout.sources[layer] if i not in hbm_layers)
-    return sum(structure.layers[i].kind is LayerKind.BLOCK for i in needed)
-
-
 @dataclass(frozen=True)
 class _Builder:
     """Fills in a plan for one candidate."""
@@ -136,23 +151,44 @@ class _Builder:
     drafts: Drafts
 
     def plan(self) -> Plan:
-        """What is kept for a backward decides about layers and device memory alone."""
-        c = self.candidate
-        where = replace(c, activations=ActivationPolicy.KEEP, activation_budget=1.0, num_late=0, late_budget=1.0)
-        if where not in self.drafts.frames:
-            self.drafts.frames[where] = self._frame()
-        frame = self.drafts.frames[where]
-        plan = replace(frame, layers=self._layers(), loss_chunk_tokens=self._chunk_tokens(frame))
-        hbm = hbm_rows(plan, self.structure, self.layout, self.activations, z_loss=self.request.z_loss)
-        plan = self._spilling(replace(plan, rows=(*hbm, *frame.rows)))
+        plan = self.drafts.on_device(self.candidate)
+        plan = self._spilling(replace(plan, rows=(*plan.rows, *self._host_rows(plan))))
         return self._with_copies(plan) if self.request.saves else plan
 
+    def without_rows(self) -> Plan:
+        frame = self._frame()
+        return replace(frame, layers=self._layers(), loss_chunk_tokens=self._chunk_tokens(frame))
+
+    def on_device(self) -> Plan:
+        """Without what the host decides about: its rows, and what spills."""
+        plan = self.without_rows()
+        hbm = hbm_rows(plan, self.structure, self.layout, self.activations, z_loss=self.request.z_loss)
+        return replace(plan, rows=tuple(hbm))
+
+    @cached_property
+    def _where(self) -> Candidate:
+        """What is kept for a backward decides about layers and device memory alone, unless it waits on the host."""
+        return replace(without_late(self.candidate), activations=ActivationPolicy.KEEP, activation_budget=1.0)
+
+    def _host_rows(self, plan: Plan) -> tuple[ByteCount, ...]:
+        """Where nothing spills. Slots make no difference."""
+        if plan.kept_bytes:
+            return tuple(host_rows(plan, self.layout))
+        alike = replace(self._where, num_block_slots=0, num_edge_slots=0)
+        if alike not in self.drafts.host_rows:
+            self.drafts.host_rows[alike] = tuple(host_rows(plan, self.layout))
+        return self.drafts.host_rows[alike]
+
     def _frame(self) -> Plan:
-        """All but the rows of device memory."""
+        if self._where not in self.drafts.frames:
+            self.drafts.frames[self._where] = self._make_frame()
+        return self.drafts.frames[self._where]
+
+    def _make_frame(self) -> Plan:
+        """All but layers, rows, and what follows from what is kept."""
         r, c, m = self.request, self.candidate, self.machine
         num_shards = m.shards(r.num_shards)
-        slots = self._slots()
-        plan = Plan(
+        return Plan(
             version=1,
             device=m.device,
             precision=r.precision,
@@ -162,8 +198,8 @@ class _Builder:
             seq_len=r.seq_len,
             attention=r.attention,
             packed_attention=r.packed_attention,
-            layers=self._layers(),
-            slots=slots,
+            layers=(),
+            slots=self._slots(),
             gradient_slot_bytes=self._gradients.slot_bytes,
             leaving_slot_bytes=self._gradients.leaving_slot_bytes,
             momentum_slot_bytes=self._gradients.muon_slot_bytes(torch.float32.itemsize),
@@ -174,7 +210,7 @@ class _Builder:
             slab_bytes=self._gradients.slab_bytes,
             direction_slab_bytes=in_flight(self.layout.direction_bytes),
             update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
-            loss_chunk_tokens=0,  # what is kept decides about it
+            loss_chunk_tokens=0,
             compiled_loss=r.compiled,
             chunks_add_to_sums=r.num_micro_batches > 1 and bool(self.structure.loss_parameters),
             num_shards=num_shards,
@@ -186,33 +222,35 @@ class _Builder:
             saves_frozen=r.saves_frozen,
             save_copy_bytes=0,
             device_copy_bytes=0,
+            extent_elements=0,
             state_slots=0,
             hbm_limit_bytes=m.hbm_bytes,
             ram_limit_bytes=m.ram_bytes,
             spill_limit_bytes=m.spill.limit_bytes if m.spill else None,
             rows=(),
             captured=bool(r.captured),
+            mlp_chunk_tokens=r.mlp_chunk_tokens,
         )
-        return replace(plan, rows=tuple(host_rows(plan, self.layout)))
 
     def _spilling(self, plan: Plan) -> Plan:
-        """With state on disk where the host has too little memory. `plan`: in which nothing is there."""
+        """With gradients and state on disk where the host has too little memory. `plan`: in which nothing is there."""
         missing = -spare_ram(plan)
         if self.machine.spill is None or missing <= 0:
             return plan
-        orders, on_device = self.drafts.spill_orders, self.candidate.hbm_layers
-        if on_device not in orders:
-            orders[on_device] = SpillOrder.of(plan, self.structure, self.layout)
-        spilled = orders[on_device].first(missing)
-        if not spilled:
+        orders, c = self.drafts.spill_orders, self.candidate
+        key = c.hbm_layers, c.gradients, c.num_waiting, c.sums
+        if key not in orders:
+            orders[key] = SpillOrder.of(plan, self.structure, self.layout)
+        on_disk = orders[key].first(missing)
+        if not any(on_disk):
             return plan
-        plan = replace(plan, layers=self._layers(spilled), state_slots=STATE_SLOTS)
+        plan = with_spilled(plan, self._layers(on_disk), self.layout)
         of_device = (row for row in plan.rows if row.tier is Tier.HBM)
         return replace(plan, rows=(*of_device, *host_rows(plan, self.layout), *nvme_rows(plan, self.layout)))
 
     def _chunk_tokens(self, frame: Plan) -> int:
         """However many layers keep more: that never makes the loss slower."""
-        alike = replace(self.candidate, hbm_layers=frozenset(), num_late=0, late_budget=1.0)
+        alike = replace(without_late(self.candidate), hbm_layers=frozenset(), num_waiting=0)
         if alike not in self.drafts.chunks:
             plan = replace(frame, layers=replace(self, candidate=alike)._layers())
             beside = beside_loss(plan, self.activations)
@@ -234,80 +272,100 @@ class _Builder:
     def _gradients(self) -> GradientPlaces:
         return GradientPlaces(self.structure, self.layout, self.request, self.candidate)
 
-    def _layers(self, spilled: Set[int] = frozenset()) -> tuple[LayerPlan, ...]:
-        c, order = self.candidate, LoopOrder.MICRO_BATCHES_OUTER
-        alike = replace(c, order=order, num_block_slots=0, num_edge_slots=0, hbm_layers=frozenset(), num_late=0)
-        known = self.drafts.layers.setdefault(alike, {})
-        first_late = self._first_late
-        keys = [(i, i in c.hbm_layers, i >= first_late, i in spilled) for i in range(len(self.layout.layers))]
-        return tuple(known.get(key) or known.setdefault(key, self._layer(key[0], spills=key[3])) for key in keys)
+    def _layers(self, on_disk: OnDisk = NOTHING) -> tuple[LayerPlan, ...]:
+        order = LoopOrder.MICRO_BATCHES_OUTER
+        alike = replace(self.candidate, order=order, num_block_slots=0, num_edge_slots=0, sums=Tier.HBM)
+        if (alike, on_disk) not in self.drafts.layers:
+            self.drafts.layers[alike, on_disk] = self._make_layers(alike, on_disk)
+        return self.drafts.layers[alike, on_disk]
 
-    def _layer(self, index: int, *, spills: bool) -> LayerPlan:
-        layer, compiled = self.layout.layers[index], self._is_compiled(index)
+    def _make_layers(self, alike: Candidate, on_disk: OnDisk) -> tuple[LayerPlan, ...]:
+        on_device, first_late, (stored, spilled) = self.candidate.hbm_layers, self._first_late, on_disk
+        known = self.drafts.layer.setdefault(replace(alike, hbm_layers=frozenset(), num_late=0, num_staying=0), {})
+        layers, offloaded = range(len(self.layout.layers)), self._offloaded
+        keys = [(i, i in on_device, i >= first_late, i in offloaded, i in stored, i in spilled) for i in layers]
+        return tuple([known.get(key) or known.setdefault(key, self._layer(key[0], on_disk)) for key in keys])
+
+    def _layer(self, index: int, on_disk: OnDisk) -> LayerPlan:
+        layer, budget = self.layout.layers[index], self._budget(index)
+        compiled = self.request.compiled and self.activations.has_budget(index, budget)
         tier = Tier.HBM if index in self.candidate.hbm_layers else Tier.HOST
         waits = Tier.HBM if self._gradients.wait_on_device(index) else Tier.HOST
-        return LayerPlan(
+        plan = LayerPlan(
             name=layer.name,
             num_parameters=layer.logical_size,
             num_trained=layer.num_trained,
             num_muon=layer.num_muon,
             num_fragments=len(layer.fragments),
             weights=tier,
-            state=Tier.NVME if spills else tier,
-            gradients=waits,
-            boundary=Tier.HOST if self._leaves(index) else Tier.HBM,
+            state=Tier.NVME if index in on_disk.state else tier,
+            gradients=Tier.NVME if index in on_disk.gradients else waits,
+            boundary=self._boundary(index),
             boundary_bytes=self.activations.boundary[index],
-            activations=self._policy(index),
+            activations=ActivationPolicy.KEEP if compiled else self._policy(index),
             compiled=compiled,
-            activation_budget=self._budget(index) if compiled else 1.0,
+            activation_budget=budget if compiled else 1.0,
             updated_by=("gpu" if tier is Tier.HBM else "cpu") if layer.num_trained else "nobody",
         )
+        kept = kept_bytes(self.activations, index, plan) if index in self._offloaded else 0
+        return replace(plan, kept=Tier.HOST, kept_bytes=kept) if kept else plan
 
-    def _leaves(self, index: int) -> bool:
-        """Whether what enters the layer waits on the host. Where nothing is trained before it no gradient goes back,
-        and what enters stays what it is."""
-        private, behind_trained = self.activations.private, index > self.layout.lowest_trained
-        return self.candidate.boundaries is Tier.HOST and behind_trained and bool(private and private[index])
+    def _boundary(self, index: int) -> Tier | None:
+        """Where what enters the layer waits. Where nothing is trained before it no gradient goes back, and what enters
+        stays what it is."""
+        a, lowest = self.activations, self.layout.lowest_trained
+        in_segment = (index - max(1, lowest)) % self.candidate.segment  # behind the embedding
+        if index > lowest and in_segment and a.replayable and a.replayable[index]:
+            return None
+        leaves = self.candidate.boundaries is Tier.HOST and index > lowest and a.private and a.private[index]
+        return Tier.HOST if leaves else Tier.HBM
 
     def _policy(self, layer: int) -> ActivationPolicy:
-        """The embedding keeps only indices, the head's loss runs at once, a compiled layer has its budget: for these
-        there is nothing to recompute."""
-        is_block = self.structure.layers[layer].kind is LayerKind.BLOCK
-        return self.candidate.activations if is_block and not self._is_compiled(layer) else ActivationPolicy.KEEP
-
-    def _is_compiled(self, layer: int) -> bool:
-        """Where it can have the candidate's budget."""
-        return self.request.compiled and self.activations.has_budget(layer, self._budget(layer))
+        """Of a layer that is not compiled, which has its budget. The embedding keeps only indices, the head's loss runs
+        at once: for these there is nothing to recompute."""
+        return self.candidate.activations if self._is_block(layer) else ActivationPolicy.KEEP
 
     def _budget(self, layer: int) -> float:
         """Blocks of the forward's end have the larger one: what they keep goes first, and gradients take its place."""
         return self.candidate.late_budget if layer >= self._first_late else self.candidate.activation_budget
 
-    @property
+    @cached_property
     def _first_late(self) -> int:
         return len(self.layout.layers) - 1 - self.candidate.num_late
 
+    @property
+    def _offloaded(self) -> range:
+        """Layers whose kept activations wait on the host, those with a backward."""
+        if self.candidate.kept is Tier.HBM:
+            return range(0)
+        first = max(self._first_late, self.layout.lowest_trained)
+        return range(first, len(self.layout.layers) - 1 - self.candidate.num_staying)
+
     def _slots(self) -> tuple[SlotSpec, ...]:
         item = self.request.precision.working_dtype.itemsize
-        kinds = [spec.kind for spec in self.structure.layers]
         largest: dict[int, int] = {}
-        resident = self.candidate.hbm_layers
-        num_streamed = sum(kind is LayerKind.BLOCK and i not in resident for i, kind in enumerate(kinds))
-        for i, (layer, kind) in enumerate(zip(self.layout.layers, kinds, strict=True)):
-            for f, span in enumerate(layer.fragments if kind is LayerKind.BLOCK and i not in resident else ()):
+        resident, last = self.candidate.hbm_layers, len(self.layout.layers) - 1
+        streamed = [x for i, x in enumerate(self.layout.layers) if i not in resident and self._is_block(i)]
+        for layer in streamed:
+            for f, span in enumerate(layer.fragments):
                 largest[f] = max(largest.get(f, 0), span.size * item)
-        together = max(_blocks_together(self.structure, self.layout, i, resident) for i in range(len(kinds)))
-        blocks = [
-            SlotSpec(group_of(LayerKind.BLOCK, f), num_bytes)
-            for _ in range(min(self.candidate.num_block_slots, num_streamed) + together - 1)
-            for f, num_bytes in largest.items()
-        ]
-        ends = {0, len(kinds) - 1} - resident
-        edges = [self.layout.layers[i].size * item for i in sorted(ends)]
+        shared = [i for i, sources in enumerate(self.layout.sources) if len(sources) > 1]
+        together = max([min(1, len(streamed)), *(self._blocks_together(i) for i in shared)])
+        of_one = [SlotSpec(group_of(LayerKind.BLOCK, f), num_bytes) for f, num_bytes in largest.items()]
+        blocks = of_one * (min(self.candidate.num_block_slots, len(streamed)) + together - 1)
+        edges = [self.layout.layers[i].size * item for i in sorted({0, last} - resident)]
         tied = any(s.tied_to for s in self.layout.layers[-1].segments)
         if self.candidate.num_edge_slots == 1 and not tied:
             edges = [max(edges)] if edges else []
         return (*blocks, *(SlotSpec("edge", num_bytes) for num_bytes in edges))
+
+    def _blocks_together(self, layer: int) -> int:
+        """Blocks that must be in slots at once for a visit to the layer: itself and those it shares weights with."""
+        resident = self.candidate.hbm_layers
+        return sum(self._is_block(i) for i in self.layout.sources[layer] if i not in resident)
+
+    def _is_block(self, layer: int) -> bool:
+        return self.structure.layers[layer].kind is LayerKind.BLOCK
 
 
 def _name(dtype: torch.dtype) -> str:

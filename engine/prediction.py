@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatrain_ray.engine.hardware_profile import HardwareProfile
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -12,6 +14,7 @@ class Prediction:
 
     `compute_s` by operation (forward, recompute, loss, backward, update, orthogonalize), `exposed_s` by cause as in
     metrics.jsonl: together `step_s`. `busy_s`: of each stage, whatever hides it; the bottleneck is the busiest one.
+    `profile`: the rates that all of it was made of; of a plan of an earlier version None.
     """
 
     rates: str
@@ -24,3 +27,4 @@ class Prediction:
     bottleneck: str  # compute, h2d, d2h, optimizer or disk
     h2d_bytes: int
     d2h_bytes: int
+    profile: HardwareProfile | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelStructure
 from megatrain_ray.engine.trial import Call, Trial
 
 
@@ -21,6 +21,19 @@ def private_inputs(model: nn.Module, trial: Trial, structure: ModelStructure) ->
     shared = storages_of(model.parameters()) | storages_of(_returned(trial, structure.base))
     blocks = [trial.first(layer.modules[0]) if layer.kind is LayerKind.BLOCK else None for layer in structure.layers]
     return tuple(block is not None and _is_private(trial, block, shared) for block in blocks)
+
+
+def is_made_by(trial: Trial, before: LayerSpec, layer: LayerSpec) -> bool:
+    """Whether all that needs a gradient of what enters a block is as the block before made it, none of it in memory
+    that entered that."""
+    if before.kind is not LayerKind.BLOCK or layer.kind is not LayerKind.BLOCK:
+        return False
+    first, second = trial.first(before.modules[0]), trial.first(layer.modules[0])
+    if first is None or second is None:
+        return False
+    entering = storages_of(tensor for tensor in second.inputs if tensor.requires_grad)
+    made = first.left.keys() - storages_of(first.inputs)
+    return entering <= made and all(first.left[storage] == second.entered[storage] for storage in entering)
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -56,6 +56,12 @@ class Recorder:
         return hook
 
 
+def is_recorded(model: nn.Module, base: str, path: str) -> bool:
+    """Whether an output of the module at this path, or of one inside of it, is wanted."""
+    inner = list(model.get_submodule(path).named_modules(prefix=path))
+    return any(_matches(want, module, name) for want in _wanted(model, base) for name, module in inner)
+
+
 def _wanted(model: nn.Module, base: str) -> Iterator[Wanted]:
     for module in model.get_submodule(base).modules():
         specs = getattr(module, "_can_record_outputs", None)

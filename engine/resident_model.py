@@ -52,7 +52,7 @@ class ResidentModel:
         self._skeleton.attention.set(plan.attention)
         self._residents = Residents(layout, dtype, memory)
         layers = _resident_plan(plan, 1).layers
-        self._modules = BoundModules(structure, layout, self._skeleton, self._residents, layers)
+        self._modules = BoundModules(structure, layout, self._skeleton, self._residents, layers, plan.mlp_chunk_tokens)
         self._chunk_sums: ChunkSums = partial(chunk_sums, self._skeleton.logits)
         if plan.compiled_loss:
             self._chunk_sums = CompiledCall("chunks of the loss", self._chunk_sums)
@@ -77,7 +77,7 @@ class ResidentModel:
             modules=self._modules,
             step_loss=step_loss,
             store=store,
-            boundaries=None,
+            activations=None,
             orthogonalizer=None,
             transfer=lambda transfer: None,
             device_shard=None,
@@ -159,7 +159,12 @@ def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:
         plan,
         layers=tuple(
             replace(
-                layer, activations=ActivationPolicy.KEEP, activation_budget=1.0, weights=Tier.HOST, boundary=Tier.HBM
+                layer,
+                activations=ActivationPolicy.KEEP,
+                activation_budget=1.0,
+                weights=Tier.HOST,
+                boundary=Tier.HBM,
+                kept=Tier.HBM,
             )
             for layer in plan.layers
         ),

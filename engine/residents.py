@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -81,9 +82,14 @@ class Residents:
         flat = self._region(fragment).data.view(self._dtype)
         return flat[start : start + segment.numel].view(segment.shape).detach().requires_grad_(segment.group.trained)
 
-    def saving(self, fragments: Iterable[FragmentId]) -> AbstractContextManager[None]:
+    def saving(
+        self, fragments: Iterable[FragmentId], kept: list[torch.Tensor] | None = None
+    ) -> AbstractContextManager[None]:
         """Graphs built in this context save weights by identity, where some of these fragments, which are all that they
-        read, may move. The hooks cost a call for each tensor that is saved."""
+        read, may move. The hooks cost a call for each tensor that is saved. `kept`: gets all else that is saved, as
+        tensors that nobody but the graph has."""
+        if kept is not None:
+            return torch.autograd.graph.saved_tensors_hooks(partial(self._pack_own, kept), self._unpack)
         if self._living.issuperset(fragments):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -113,6 +119,13 @@ class Residents:
             if start <= address < stop:
                 return SavedWeight(*self._place_of(address), tensor.dtype, tensor.size(), tensor.stride())
         return tensor
+
+    def _pack_own(self, kept: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
+        saved = self._pack(tensor)
+        if isinstance(saved, SavedWeight) or isinstance(tensor, FakeTensor):
+            return saved
+        kept.append(saved.data)  # another tensor of the same memory: that itself may be somebody else's too
+        return kept[-1]
 
     def _place_of(self, address: int) -> tuple[FragmentId, int]:
         """The fragment that holds it, and the byte in that."""

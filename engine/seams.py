@@ -29,11 +29,12 @@ class HostWeights(NamedTuple):
 @dataclass(frozen=True)
 class Lease:
     """A temporary hold on a part of the slab, for one layer's gradient or its directions: `region` is 1-D uint8 of the
-    slab."""
+    slab. `free_at_s`: from when on it was empty, on the virtual clock."""
 
     layer: int
     start_bytes: int
     region: torch.Tensor
+    free_at_s: float = 0.0
 
 
 class ParamSource(Protocol):

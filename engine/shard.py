@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatrain_ray.engine.adamw import Hyper, Rates
-from megatrain_ray.engine.journal import Journal, Transaction
+from megatrain_ray.engine.flat_layout import Span
+from megatrain_ray.engine.journal import Journal, Part, Transaction
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
@@ -38,6 +41,16 @@ class UpdateHeader:
         return Rates(torch.tensor(float(self.adam_step)), self.lr, self.scale)
 
 
+class Gradient(NamedTuple):
+    """Of all that is trained of a layer, or of a part that begins at element `start` of it. `values`: 1-D, padded, bf16
+    or fp32; None where it was stored. `directions`: bf16, at the same coordinates, where Muon trains something of the
+    layer. Both are only read."""
+
+    values: Tensor | None
+    directions: Tensor | None = None
+    start: int = 0
+
+
 class AdamShard(ShardState):
     """In host memory, updated by the CPU. One caller at a time."""
 
@@ -56,19 +69,26 @@ class AdamShard(ShardState):
         saves_frozen: bool = True,
         kernels: tuple[Build, ...] = NATIVE,
     ) -> None:
-        """The state as ShardState has it: `residual` int16 for bf16, else None; `m` and `v` fp32. `journal`: at least
-        Journal.num_bytes, zeroed, or what a shard that died left. `kernels`: candidates, the best first.
+        """The state as ShardState has it: `residual` int16 for bf16, else None; `m` and `v` fp32, or bf16 where `hyper`
+        has a seed for them. `journal`: at least Journal.num_bytes, zeroed, or what a shard that died left. `kernels`:
+        candidates, the best first.
 
-        Raises MegatrainError for a tensor of another type or size, a journal made for less, or Muon's matrices without
-        its constants.
+        Raises MegatrainError for a tensor of another type or size, a journal made for less, Muon's matrices without
+        its constants, or narrow moments without a seed.
         """
         own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
         super().__init__(layout, precision, working=working, own=own, saves_frozen=saves_frozen)
         if layout.model.with_muon and hyper.muon is None:
             raise MegatrainError(f"optimizer shard {layout.index}: Muon trains some of the model and has no constants")
+        if (precision.moment_dtype is torch.bfloat16) != (hyper.moments_seed is not None):
+            raise MegatrainError(
+                f"optimizer shard {layout.index}: moments are {precision.moments} and the seed of their rounding is "
+                f"{hyper.moments_seed}"
+            )
         self.hyper = hyper
         self._journal = Journal(journal, layout, precision, num_threads)
         self._kernel = open_kernel(num_threads, hyper, kernels)
+        self.update_s = 0.0  # that the kernel has worked, waits for a disk not included
 
     def restorable(self) -> Iterator[list[Piece]]:
         """All pieces, to be filled from a save: some at a time, before the next are asked for."""
@@ -83,25 +103,42 @@ class AdamShard(ShardState):
     def kernel_name(self) -> str:
         return self._kernel.name
 
+    def store(self, layer: int, gradient: Tensor) -> None:
+        """Takes the gradient of all that is trained of a layer (1-D, padded) until its update, which has none then. It
+        may be called again with the same one, by a shard that follows one that died."""
+        raise MegatrainError(f"optimizer shard {self.layout.index} has no disk for the gradient of layer {layer}")
+
     def update(
-        self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int, directions: Tensor | None = None
+        self, layer: int, gradient: Tensor | None, header: UpdateHeader, serial: int, directions: Tensor | None = None
     ) -> None:
         """One update of this shard's part of a layer: what of transaction `serial` is not done yet.
 
-        `gradient`: of all that is trained of the layer, 1-D, padded, bf16 or fp32. It is only read. `serial`: positive,
-        larger than that of every update before; that of a torn one to finish it, with the same gradient and header.
-        `directions`: bf16, at the same coordinates, where Muon trains something of the layer; only read.
+        `gradient`: of all that is trained of the layer, 1-D, padded, bf16 or fp32. It is only read. None: the one that
+        was stored. `serial`: positive, larger than that of every update before; that of a torn one to finish it, with
+        the same gradient and header. `directions`: bf16, at the same coordinates, where Muon trains something of the
+        layer; only read.
         Raises MegatrainError for a gradient or directions of another size or type.
         """
-        self._check_incoming(layer, "gradient", gradient, (torch.bfloat16, torch.float32))
+        self._check_gradient(layer, gradient)
         if self.layout.model.layers[layer].num_muon:
             self._check_incoming(layer, "directions", directions, (torch.bfloat16,))
-        if header.skip:
-            return
-        transaction = Transaction(self._journal, serial)
-        num_bytes = self._traffic(layer, gradient) if self.spans.on else 0
+        if not header.skip:
+            self._update(layer, Gradient(gradient, directions), header, serial)
+
+    def _update(
+        self, layer: int, gradient: Gradient, header: UpdateHeader, serial: int, within: Span | None = None
+    ) -> None:
+        """Of what is in memory: the layer, or a span of it."""
+        assert gradient.values is not None
+        parts, transaction = self.parts(layer, self.hyper, within, gradient.start), Transaction(self._journal, serial)
+        num_bytes = self._traffic(parts, gradient.values) if self.spans.on else 0
+        start_s = time.perf_counter()
         with self.spans.span(Row.UPDATES, "update", layer, num_bytes=num_bytes):
-            self._kernel.update(self.parts(layer, self.hyper), gradient, header.rates, transaction, directions)
+            self._kernel.update(parts, gradient.values, header.rates, transaction, gradient.directions)
+        self.update_s += time.perf_counter() - start_s
+
+    def _check_gradient(self, layer: int, gradient: Tensor | None) -> None:
+        self._check_incoming(layer, "gradient", gradient, (torch.bfloat16, torch.float32))
 
     def _check_incoming(self, layer: int, name: str, got: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
         size = self.layout.model.layers[layer].trained.size
@@ -113,14 +150,18 @@ class AdamShard(ShardState):
                 f"{expected}, got {found}"
             )
 
-    def _traffic(self, layer: int, gradient: Tensor) -> int:
+    def _traffic(self, parts: Sequence[Part], gradient: Tensor) -> int:
         """Bytes that an update moves at least: state read and written, the gradient read."""
-        state = sum(map(sum, self._sizes(layer).values()))
-        return 2 * state + self.layout.spans[layer].size * gradient.itemsize
+        state = sum(tensor.nbytes for part in parts for tensor in part.state if tensor is not None)
+        return 2 * state + sum(part.length for part in parts) * gradient.itemsize
 
     def roll_back(self, layer: int, serial: int) -> None:
         """Undoes what a shard that died in transaction `serial` left half written; `update` then does the rest."""
-        self._journal.roll_back(self.parts(layer, self.hyper), serial)
+        self._roll_back(layer, serial)
+
+    def _roll_back(self, layer: int, serial: int, within: Span | None = None) -> None:
+        """Of what is in memory: the layer, or a span of it."""
+        self._journal.roll_back(self.parts(layer, self.hyper, within), serial)
 
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._kernel.copy(pairs)

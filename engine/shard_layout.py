@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, Span, starts_of
+from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, Span, round_up, starts_of
 from megatrain_ray.engine.layout import ModelLayout
 
 
@@ -51,9 +51,14 @@ class ShardLayout:
         return self.model.size_among(self.layers)
 
     @cached_property
+    def filled(self) -> frozenset[int]:
+        """The layers that have first values of their own: where memory is aliased, none whose place another one has."""
+        return self.model.first_among(self.layers)
+
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """First element of each layer's part in this shard's state, of those that do not spill."""
-        return starts_of(self._in_memory(self.spans))
+        return starts_of(self._in_memory(self.spans), self._aliased_size)
 
     @cached_property
     def v_spans(self) -> tuple[Span, ...]:
@@ -66,11 +71,24 @@ class ShardLayout:
     @cached_property
     def v_starts(self) -> tuple[int, ...]:
         """First element of each layer's part among the shard's second moments, of those that do not spill."""
-        return starts_of(self._in_memory(self.v_spans))
+        return starts_of(self._in_memory(self.v_spans), self._aliased_size)
 
     def _in_memory(self, spans: Sequence[Span]) -> list[int]:
         """Their sizes in the shard's state."""
         return [0 if i in self.spilled else span.size for i, span in enumerate(spans)]
+
+    def _held(self, spans: Sequence[Span]) -> int:
+        """What they take together."""
+        size = sum(self._in_memory(spans))
+        return size if self._aliased_size is None else min(size, self._aliased_size)
+
+    @cached_property
+    def _aliased_size(self) -> int | None:
+        """The shard's part of the layout's; at least the largest layer's."""
+        if self.model.aliased_size is None:
+            return None
+        share = round_up(self.model.aliased_size // self.num_shards, CUT_ELEMENTS)
+        return max(share, *(span.size for span in self.spans))
 
     def span_of(self, layer: int, kind: str) -> Span:
         """What the shard has of a layer's state of one kind, in padded coordinates of the layer."""
@@ -78,11 +96,11 @@ class ShardLayout:
 
     @property
     def size(self) -> int:
-        return sum(self._in_memory(self.spans))
+        return self._held(self.spans)
 
     def size_of(self, kind: str) -> int:
         """Padded elements of one kind of the shard's state."""
-        return sum(self._in_memory(self.v_spans)) if kind == "v" else self.size
+        return self._held(self.v_spans) if kind == "v" else self.size
 
     def num_bytes(self, kinds: Iterable[tuple[str, torch.dtype]]) -> int:
         """Of the shard's state of these kinds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ IDLE_S = 1.0  # a shard looks at the stop word at least this often, should whoev
 
 
 class ShardLoop:
-    """Per update, layer after layer in `order`: wait for header and gradient, update, publish the generation."""
+    """Per update, layer after layer in `order`: wait for header and gradient, update, publish the generation. Gradients
+    of the layers in `stored` are taken out of the slab as they come, before the first layer."""
 
     def __init__(
         self,
@@ -30,18 +31,24 @@ class ShardLoop:
         order: Sequence[int],
         gate: SaveGate,
         traced: range = range(0),
+        ended: Callable[[int], None] = lambda update: None,
+        stored: Sequence[int] = (),
     ) -> None:
-        """`order`: the layers of which something is trained. `slab`: 1-D uint8, shared, gradients of `gradient_dtype`
+        """`order`: the layers of which something is trained. `stored`: some of them, in the order of a backward; all
+        their updates are committed after it. `slab`: 1-D uint8, shared, gradients of `gradient_dtype`
         at byte offsets. What the words say that the shard has done is not done again; a layer that a killed one left
-        torn is rolled back first. `traced`: updates of which the shard's spans are recorded."""
+        torn is rolled back first. `traced`: updates of which the shard's spans are recorded. `ended`: called when
+        an update of all layers is done, on the loop's thread."""
         self._shard = shard
         self._index = shard.layout.index
         self._words = words
         self._slab = slab
         self._gradient_dtype = gradient_dtype
         self._order = order
+        self._stored = stored
         self._gate = gate
         self._traced = traced
+        self._ended = ended
         self._error: BaseException | None = None
         # A daemon: a process whose parent forgot to stop it must still be able to exit.
         self._thread = threading.Thread(target=self._run, name=f"shard {self._index}", daemon=True)
@@ -82,23 +89,38 @@ class ShardLoop:
     def _serve(self, update: int) -> bool:
         """One update of every layer that has not had it; False when told to stop."""
         self._shard.spans.on = update in self._traced
+        if not self._store(update):
+            return False
         for layer in self._order:
             if self._words.shard_generation(self._index, layer) >= update:
                 continue
-            if not self._wait_landed(layer, update):
+            if not self._await(self._words.wait_landed, layer, update):
                 return False
             self._gate.enter(layer, update)
             self._words.begin(self._index, layer, update)
             header = self._words.header(update)
-            gradient, directions = self._gradient(layer), self._directions(layer)
+            gradient = None if layer in self._stored else self._gradient(layer)
+            directions = self._directions(layer)
             self._shard.update(layer, gradient, header, self._serial(layer, update), directions)
             self._words.finish(self._index, layer, update)
+        self._ended(update)
         return True
 
-    def _wait_landed(self, layer: int, update: int) -> bool:
+    def _store(self, update: int) -> bool:
+        """Takes what is to be stored of an update's gradients, but what was; False when told to stop."""
+        for layer in self._stored:
+            if self._words.shard_stored(self._index, layer) >= update:
+                continue
+            if not self._await(self._words.wait_gradient, layer, update):
+                return False
+            self._shard.store(layer, self._gradient(layer))
+            self._words.store_gradient(self._index, layer, update)
+        return True
+
+    def _await(self, landed: Callable[[int, int, float], bool], layer: int, update: int) -> bool:
         """False when told to stop."""
         with self._shard.spans.span(Row.UPDATES, "wait gradient", layer, waits=True):
-            while not self._words.wait_landed(layer, update, IDLE_S):
+            while not landed(layer, update, IDLE_S):
                 if self._words.stopped:
                     return False
         return True

@@ -15,11 +15,11 @@ from torch import Tensor
 from megatrain_ray.engine.adamw import AdamState, Hyper, Scratch, Weighting
 from megatrain_ray.engine.block_pool import BlockPool, Job
 from megatrain_ray.engine.flat_layout import Run, Segment, Span, round_up
-from megatrain_ray.engine.journal import Part
+from megatrain_ray.engine.journal import UNIT_ELEMENTS, Part, num_units
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.engine.working_copy import to_working
+from megatrain_ray.engine.working_copy import split_into, to_working
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.pieces import Buffer, Piece
 from megatrain_ray.spans import SpanLog
@@ -54,13 +54,15 @@ class ShardState(ABC):
         self.spans = SpanLog()
 
     def load(self, source: WeightSource, num_threads: int = 1) -> None:
-        """Fills working copy and residual from a source, at most 4 MiB at a time, and zeroes m and v. `num_threads`:
-        parameters at a time.
+        """Fills working copy and residual of `layout.filled` from a source, at most 4 MiB at a time, and zeroes m and
+        v. `num_threads`: parameters at a time.
 
         Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
         """
-        trained = [self._trained(source, i) for i in range(len(self.layout.spans)) if i not in self.layout.spilled]
+        trained = [self._trained(source, i) for i in sorted(self.layout.filled - self.layout.spilled)]
         fill([*itertools.chain(*trained), *self._frozen(source)], num_threads)
+        if self.layout.model.aliased_size is not None and "residual" in self._own:
+            self._own["residual"].zero_()  # one weight's may make a NaN of another, which it can meet there
 
     def load_frozen(self, source: WeightSource, num_threads: int = 1) -> None:
         """The same of what is frozen, which is the working copy alone."""
@@ -70,7 +72,7 @@ class ShardState(ABC):
         return [(run, partial(self._load, source, layer, run)) for run in self._runs(layer)]
 
     def _frozen(self, source: WeightSource) -> list[tuple[Run, Job]]:
-        runs = ((layer, run) for layer in range(len(self.layout.spans)) for run in self._frozen_runs(layer))
+        runs = ((layer, run) for layer in sorted(self.layout.filled) for run in self._frozen_runs(layer))
         return [(run, partial(self._load_frozen, source, layer, run)) for layer, run in runs]
 
     def _load(self, source: WeightSource, layer: int, run: Run, _: Scratch) -> None:
@@ -78,9 +80,7 @@ class ShardState(ABC):
         state.m.zero_()
         if state.v is not None:
             state.v.zero_()
-        scratch = torch.empty(min(run.length, LOAD_ELEMENTS), dtype=torch.int32)
-        for span in _blocks(run):
-            state.cut(span).store(_read(source, run, span), scratch)
+        load_master(source, run, state.working, state.residual)
 
     def _load_frozen(self, source: WeightSource, layer: int, run: Run, _: Scratch) -> None:
         working = self._working_of(layer, run)
@@ -97,10 +97,11 @@ class ShardState(ABC):
         yield from self._pieces_of(layer, self._buffers(layer))
         yield from self._frozen_pieces(layer)
 
-    def _pieces_of(self, layer: int, buffers: Mapping[str, list[Buffer]]) -> Iterator[Piece]:
-        return (
-            self._piece(layer, kind, self.layout.span_of(layer, kind), of_kind) for kind, of_kind in buffers.items()
-        )
+    def _pieces_of(
+        self, layer: int, buffers: Mapping[str, Sequence[Buffer]], within: Span | None = None
+    ) -> Iterator[Piece]:
+        for kind, of_kind in buffers.items():
+            yield self._piece(layer, kind, within or self.layout.span_of(layer, kind), [*of_kind])
 
     def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
         frozen = [self._buffer(self._working_of(layer, run).view(torch.uint8)) for run in self._frozen_runs(layer)]
@@ -118,27 +119,28 @@ class ShardState(ABC):
     def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
         """The pieces of a layer, what an update changes over `memory` (1-D uint8, at least `copy_bytes`) with what the
         state holds now; what is frozen is not copied."""
-        pieces: list[Piece] = []
-        pairs: list[tuple[Tensor, Tensor]] = []
+        copies: dict[str, list[Tensor]] = {}
         start = 0
-        for kind, tensors in self._kinds(layer).items():
-            copies = []
-            for tensor in tensors:
-                copies.append(memory[start : start + tensor.nbytes])
-                start += round_up(tensor.nbytes, COPY_ALIGN)
-            pairs += zip(copies, tensors, strict=True)
-            span = self.layout.span_of(layer, kind)
-            pieces.append(self._piece(layer, kind, span, [copy.numpy().data for copy in copies]))
-        self._copy(layer, pairs)
-        return [*pieces, *self._frozen_pieces(layer)]
+        for kind, sizes in self._sizes(layer).items():
+            for size in sizes:
+                copies.setdefault(kind, []).append(memory[start : start + size])
+                start += round_up(size, COPY_ALIGN)
+        self._copy_state(layer, copies)
+        buffers = {kind: [copy.numpy().data for copy in of_kind] for kind, of_kind in copies.items()}
+        return [*self._pieces_of(layer, buffers), *self._frozen_pieces(layer)]
+
+    def _copy_state(self, layer: int, copies: Mapping[str, Sequence[Tensor]]) -> None:
+        """Fills copies (uint8, 1-D) of each kind of state, run after run."""
+        tensors = self._kinds(layer)
+        self._copy(layer, [pair for kind in copies for pair in zip(copies[kind], tensors[kind], strict=True)])
 
     @abstractmethod
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies each second tensor (uint8, 1-D) over the first, which is on the host."""
 
-    def _buffers(self, layer: int) -> dict[str, list[Buffer]]:
+    def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
         """Of the pieces of what is trained of a layer, by kind, run after run."""
-        return {kind: [*map(self._buffer, tensors)] for kind, tensors in self._kinds(layer).items()}
+        return {kind: [*map(self._buffer, tensors)] for kind, tensors in self._kinds(layer, within).items()}
 
     def _buffer(self, tensor: Tensor) -> Buffer:
         """Of a piece: state (1-D uint8) where it is."""
@@ -149,17 +151,25 @@ class ShardState(ABC):
         the part is written."""
         return part
 
-    def parts(self, layer: int, hyper: Hyper) -> list[Part]:
-        """What an update of the layer works on."""
-        parts, unit = [], 0
-        for run in self._runs(layer):
-            part = Part(self._state(layer, run), run.padded, _weighting(run.segment, hyper), unit)
-            parts.append(part)
-            unit = part.units.stop
+    def parts(self, layer: int, hyper: Hyper, within: Span | None = None, gradient_start: int = 0) -> list[Part]:
+        """What an update works on: of the layer, or of a span of it (padded) that begins and ends with units.
+        `gradient_start`: the first element of the layer that the gradient has."""
+        firsts, unit = {}, 0
+        for run in self.layout.model.layers[layer].runs(self.layout.spans[layer]):
+            firsts[run.segment.name] = run.padded, unit
+            unit += num_units(run.length)
+        parts = []
+        for run in self._runs(layer, within):
+            start, unit = firsts[run.segment.name]
+            unit += (run.padded - start) // UNIT_ELEMENTS
+            weighting, name = _weighting(run.segment, hyper), run.segment.name
+            in_gradient = run.padded - gradient_start
+            parts.append(Part(self._state(layer, run), in_gradient, weighting, unit, name, run.in_segment))
         return parts
 
-    def _runs(self, layer: int) -> Iterator[Run]:
-        return self.layout.model.layers[layer].runs(self.layout.spans[layer])
+    def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
+        """What the shard has of the layer's parameters; or what is in a span of that."""
+        return self.layout.model.layers[layer].runs(within or self.layout.spans[layer])
 
     def _frozen_runs(self, layer: int) -> Iterator[Run]:
         return self.layout.model.layers[layer].runs(self.layout.frozen_spans[layer])
@@ -169,26 +179,28 @@ class ShardState(ABC):
         return self._working[start : start + run.length]
 
     def _state(self, layer: int, run: Run) -> AdamState:
-        first = run.padded - self.layout.spans[layer].start  # what has a second moment comes first
-        own = {kind: tensor[first : first + run.length] for kind, tensor in self._own_of(layer).items()}
+        tensors, start = self._own_around(layer, run)
+        first = run.padded - start  # what has a second moment comes first
+        own = {kind: tensor[first : first + run.length] for kind, tensor in tensors.items()}
         v = None if run.segment.muon else own["v"]
         return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], v)
 
-    def _own_of(self, layer: int) -> Mapping[str, Tensor]:
-        """The layer's part of each kind of the shard's own state."""
+    def _own_around(self, layer: int, run: Run) -> tuple[Mapping[str, Tensor], int]:
+        """Each kind of the shard's own state of a part of the layer with the run in it, and where that part begins."""
         starts = {kind: self.layout.v_starts if kind == "v" else self.layout.starts for kind in self._own}
-        return {
+        tensors = {
             kind: tensor[starts[kind][layer] :][: self.layout.span_of(layer, kind).size]
             for kind, tensor in self._own.items()
         }
+        return tensors, self.layout.spans[layer].start
 
     @property
     def _working_kind(self) -> str:
         return "working" if "residual" in self._own else "master"
 
-    def _kinds(self, layer: int) -> dict[str, list[Tensor]]:
+    def _kinds(self, layer: int, within: Span | None = None) -> dict[str, list[Tensor]]:
         """The bytes of each kind of state of what is trained, run after run."""
-        states = [self._state(layer, run) for run in self._runs(layer)]
+        states = [self._state(layer, run) for run in self._runs(layer, within)]
         named = {self._working_kind: [state.working for state in states]}
         named |= {kind: [t for state in states if (t := getattr(state, kind)) is not None] for kind in self._own}
         return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items() if tensors}
@@ -225,6 +237,17 @@ def fill(jobs: Iterable[tuple[Run, Job]], num_threads: int) -> None:
     """Fills runs of parameters. The longest first: one thread must not be left with it at the end."""
     with closing(BlockPool(num_threads)) as pool:
         pool.run([job for _, job in sorted(jobs, key=lambda pair: -pair[0].length)])
+
+
+def load_master(source: WeightSource, run: Run, working: Tensor, residual: Tensor | None) -> None:
+    """Fills a run's working copy and residual from a source."""
+    scratch = torch.empty(min(run.length, LOAD_ELEMENTS), dtype=torch.int32)
+    for span in _blocks(run):
+        master, at = _read(source, run, span), slice(*span)
+        if residual is None:
+            working[at].copy_(master)
+        else:
+            split_into(master, working[at], residual[at], scratch[: span.size])
 
 
 def _blocks(run: Run) -> Iterator[Span]:

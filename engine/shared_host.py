@@ -14,7 +14,7 @@ from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import HostWeights, Lease
 from megatrain_ray.engine.shard import UpdateHeader
-from megatrain_ray.engine.slab import SlabPool
+from megatrain_ray.engine.slab import SlabPool, held_slab_bytes
 from megatrain_ray.errors import DeadlineError, MegatrainError
 
 WATCH_SLICE_S = 0.5  # how long the watcher sleeps at most before it looks whether it should stop
@@ -44,10 +44,11 @@ class SharedHost:
         self._words = words
         self._deadline_s = plan.update_deadline_s
         self._momenta = momenta
-        self._slab = SlabPool(
-            slab[: plan.slab_bytes], layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab), self._check
-        )
-        self._directions = SlabPool(slab[plan.slab_bytes :], layout.direction_bytes, self._check, start=plan.slab_bytes)
+        held, sizes = held_slab_bytes(plan, layout), layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
+        passing, aliased = plan.passing_layers, held < plan.slab_bytes
+        self._slab = SlabPool(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
+        self._stored = frozenset(plan.stored_layers)
+        self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()
         self._closed = False
@@ -136,7 +137,8 @@ class SharedHost:
         while not self._closed:
             seen = await loop.run_in_executor(self._executor, self._words.wait_generation_bell, seen, WATCH_SLICE_S)
             for layer, update in list(self._held.items()):
-                if self._words.generation(layer) >= update:
+                done = self._words.stored if layer in self._stored else self._words.generation
+                if done(layer) >= update:
                     del self._held[layer]
                     await self._slab.release(layer)
                     if self._layout.layers[layer].num_muon:

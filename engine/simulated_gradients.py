@@ -10,17 +10,23 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
 from megatrain_ray.engine.simulated_clocks import Clocks, Ring
 from megatrain_ray.engine.simulated_directions import SimulatedDirections
-from megatrain_ray.engine.visits import Phase, Visit
+from megatrain_ray.engine.simulated_slab import SimulatedSlab
+from megatrain_ray.engine.simulated_spill import SimulatedSpill
+from megatrain_ray.engine.visits import WITH_GRADIENT, Visit
 from megatrain_ray.trace import Op, Stage
 
 
 class SimulatedGradients:
     """Of one step after the other. A sum is opened, added to and completed; then it leaves, or waits on the device."""
 
-    def __init__(self, plan: Plan, layout: ModelLayout, clocks: Clocks) -> None:
+    def __init__(self, plan: Plan, layout: ModelLayout, clocks: Clocks, spill: SimulatedSpill) -> None:
+        """`spill`: where gradients go that wait on disk."""
         self._plan = plan
         self._layout = layout
         self._clocks = clocks
+        self._spill = spill
+        self._slab = SimulatedSlab(plan, layout)
+        self._stored = frozenset(plan.stored_layers)
         self._waiting = plan.waiting_layers
         updated = tuple(reversed(layout.updated))
         leaving = tuple(layer for layer in updated if layer not in self._waiting)
@@ -44,7 +50,7 @@ class SimulatedGradients:
 
     def has_one(self, visit: Visit) -> bool:
         """Whether the visit adds to a gradient."""
-        return visit.phase is not Phase.FORWARD and self._layout.layers[visit.layer].trained.size > 0
+        return visit.phase in WITH_GRADIENT and self._layout.layers[visit.layer].trained.size > 0
 
     def expect(self, visit: Visit) -> None:
         """Asks for the sum that a coming visit will add to."""
@@ -90,12 +96,13 @@ class SimulatedGradients:
 
     def leave_late(self, layer: int, after_s: float) -> float:
         """When a gradient that waited on the device is on the host."""
-        op = Op("offload", layer, num_bytes=self.wire_bytes(layer))
-        return self._clocks.run(Stage.D2H, op, after_s)
+        op = Op("offload", layer, num_bytes=self._bytes(layer, self._plan.wire_dtype))
+        return self._clocks.run(Stage.D2H, op, after_s, self._slab.take(layer))
 
-    def wire_bytes(self, layer: int) -> int:
-        """Of a complete gradient."""
-        return self._bytes(layer, self._plan.wire_dtype)
+    def updated(self, layer: int, at_s: float) -> None:
+        """Its update is over: nobody reads its gradient any more."""
+        if layer in self._waiting:
+            self._slab.leave(layer, at_s)
 
     def _stays(self, layer: int) -> bool:
         """Whether the layer's gradient is on the device from its first contribution to its update."""
@@ -121,7 +128,10 @@ class SimulatedGradients:
         """The gradient leaves for the host."""
         self._open.discard(layer)
         op = Op("offload", layer, num_bytes=self._bytes(layer, dtype))
-        self._stored_s[layer] = self._clocks.run(Stage.D2H, op, self._clocks.computed_s)
+        room_s = self._slab.take(layer) if layer in self._stored else 0.0
+        self._stored_s[layer] = self._clocks.run(Stage.D2H, op, self._clocks.computed_s, room_s)
+        if layer in self._stored:
+            self._slab.leave(layer, self._spill.store(layer, self._stored_s[layer]))
         return self._stored_s[layer]
 
     def _fetch(self, layer: int, dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""Optimizer state that comes from disk and goes back, on the clocks of a simulated step: what SpillRing does."""
+"""What comes from disk and goes back, on the clocks of a simulated step: what SpillRing does."""
 
 from __future__ import annotations
 
@@ -6,39 +6,71 @@ from collections.abc import Callable
 
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan_spill import room_in_slots
 from megatrain_ray.trace import Op, Stage
 
 Run = Callable[..., float]  # Clocks.run: when an operation of a stage ends that begins after some times
 
 
 class SimulatedSpill:
-    """Slots that spilled layers take in turn. The disk does one thing after the other, as fast as all of it."""
+    """Slots that parts of spilled layers take in turn: their gradients in the backward, both in the update. The disk
+    does one thing after the other, as fast as all of it."""
 
     def __init__(self, plan: Plan, layout: ModelLayout, run: Run) -> None:
         self._run = run
-        spilled = plan.spilled_layers
-        self._order = [layer for layer in plan.layer_order if layer in spilled]
-        self._num_bytes = {i: layout.layers[i].trained.size * plan.precision.state_bytes for i in self._order}
-        self._there_s: dict[int, float] = {}  # when the layers that slots hold had been read
-        self._num_slots = min(plan.state_slots, len(self._order))
+        sizes = layout.trained_sizes
+        self._gradient_bytes = {i: sizes[i] * plan.wire_dtype.itemsize for i in plan.stored_layers}
+        self._state_bytes = {i: sizes[i] * plan.precision.state_bytes for i in plan.spilled_layers}
+        on_disk = self._gradient_bytes.keys() | self._state_bytes.keys()
+        self._order = [layer for layer in plan.layer_order if layer in on_disk]
+        self._read_bytes = {i: self._gradient_bytes.get(i, 0) + self._state_bytes.get(i, 0) for i in self._order}
+        self._room = room_in_slots(plan, layout)
+        self._ahead: dict[int, tuple[int, float]] = {}  # bytes of layers that are read ahead, and until when
+        self._stored_s = 0.0  # when the last gradient that was stored is on disk
 
-    def bring(self, layer: int) -> float:
-        """When the layer is in memory; 0 for one that always is."""
-        if layer not in self._num_bytes:
+    def store(self, layer: int, landed_s: float) -> float:
+        """When a layer's gradient is out of the slab: what slots have no room for is on disk."""
+        num_bytes = self._gradient_bytes[layer]
+        out_s = max(landed_s, self._stored_s)
+        if num_bytes > self._room:
+            out_s = self._move("store", layer, num_bytes - self._room, out_s)
+        self._stored_s = self._move("store", layer, min(num_bytes, self._room), out_s)
+        return out_s
+
+    def bring(self, layer: int, wanted_s: float) -> float:
+        """When the last of the layer is in memory; 0 for one that always is. What of its state slots have no room for
+        is written before that. `wanted_s`: when its update may begin."""
+        if layer not in self._read_bytes:
             return 0.0
-        if not self._there_s:  # the first update: nothing was read before
-            for first in self._order[: self._num_slots]:
-                self._read(first, 0.0)
-        return self._there_s[layer]
+        if not self._ahead:  # the first update, or gradients had the slots: nothing was read before
+            self._read_ahead(0, wanted_s if self._gradient_bytes else 0.0)
+        num_bytes = self._read_bytes[layer]
+        ahead, there_s = self._ahead.pop(layer, (0, 0.0))
+        if ahead < num_bytes:
+            there_s = self._move("read", layer, num_bytes - ahead, max(wanted_s, there_s))
+        if (of_state := self._state_bytes.get(layer, 0)) > self._room:
+            there_s = self._move("write", layer, of_state - self._room, there_s)
+        return there_s
 
     def leave(self, layer: int, updated_s: float) -> None:
-        """After its update it is written, and the slot takes the layer that comes after those in the others."""
-        if layer not in self._num_bytes:
+        """After its update its state is written, and what comes next is read ahead."""
+        if layer not in self._read_bytes:
             return
-        del self._there_s[layer]
-        written_s = self._run(Stage.DISK, Op("write", layer, num_bytes=self._num_bytes[layer]), updated_s)
-        coming = (self._order.index(layer) + self._num_slots) % len(self._order)
-        self._read(self._order[coming], written_s)
+        if of_state := self._state_bytes.get(layer):
+            updated_s = self._move("write", layer, min(of_state, self._room), updated_s)
+        self._read_ahead(self._order.index(layer) + 1, updated_s)
 
-    def _read(self, layer: int, after_s: float) -> None:
-        self._there_s[layer] = self._run(Stage.DISK, Op("read", layer, num_bytes=self._num_bytes[layer]), after_s)
+    def _read_ahead(self, at: int, after_s: float) -> None:
+        """What updates visit from a place in their order on, as far as slots have room for it: of the next update
+        nothing where its gradients are to come."""
+        room = self._room - sum(num_bytes for num_bytes, _ in self._ahead.values())
+        for layer in self._order[at:] + (self._order[:at] if not self._gradient_bytes else []):
+            ahead, there_s = self._ahead.get(layer, (0, 0.0))
+            num_bytes = min(room, self._read_bytes[layer] - ahead)
+            if num_bytes:
+                there_s = self._move("read", layer, num_bytes, after_s)
+                self._ahead[layer] = ahead + num_bytes, there_s
+                room -= num_bytes
+
+    def _move(self, name: str, layer: int, num_bytes: int, after_s: float) -> float:
+        return self._run(Stage.DISK, Op(name, layer, num_bytes=num_bytes), after_s)

@@ -2,22 +2,22 @@
 
 What the streamer, the gradient slots, the offloader and the shards wait for is said here once more, in a few lines
 each; tests/test_simulation.py holds the two together. Visits, loads and updates are here; gradients
-(simulated_gradients.py), Muon's directions (simulated_directions.py), boundary activations (simulated_boundaries.py)
+(simulated_gradients.py), Muon's directions (simulated_directions.py), activations (simulated_activations.py)
 and state that spills (simulated_spill.py) move on the same clocks. Not simulated: the room in the slab. Without
 clipping it can hold a backward up that the next forward would otherwise wait for, and a step takes as long.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatrain_ray.engine.activation_moves import RETURNING
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, UpdateOrder
 from megatrain_ray.engine.residency import FragmentId, Residency
-from megatrain_ray.engine.simulated_boundaries import SimulatedBoundaries
+from megatrain_ray.engine.simulated_activations import SimulatedActivations
 from megatrain_ray.engine.simulated_clocks import Clocks
 from megatrain_ray.engine.simulated_gradients import SimulatedGradients
 from megatrain_ray.engine.simulated_spill import SimulatedSpill
@@ -54,9 +54,9 @@ class Simulation:
         self._visits = visits
         self._residency = residency
         self._clocks = Clocks(cost)
-        self._boundaries = SimulatedBoundaries(plan, visits, self._clocks)
-        self._gradients = SimulatedGradients(plan, layout, self._clocks)
+        self._activations = SimulatedActivations(plan, visits, self._clocks)
         self._spill = SimulatedSpill(plan, layout, self._clocks.run)
+        self._gradients = SimulatedGradients(plan, layout, self._clocks, self._spill)
         self._on_device = plan.hbm_layers
         self._by_gpu = {i for i, layer in enumerate(plan.layers) if layer.updated_by == "gpu"}
         self._waiting = plan.waiting_layers
@@ -76,7 +76,7 @@ class Simulation:
 
     def _begin(self) -> None:
         """A step begins when the one before has computed and its gradients have landed."""
-        for part in (self._clocks, self._boundaries, self._gradients):
+        for part in (self._clocks, self._activations, self._gradients):
             part.begin()
         self._start_s = self._clocks.computed_s
         self._released_s: list[float] = []  # when each visit had ended
@@ -125,14 +125,14 @@ class Simulation:
 
     def _compute(self, visit: Visit, count: int) -> None:
         """Micro-batches one after the other: but for what comes and goes with each nothing waits between them."""
-        moves = self._boundaries.moves(visit.layer)
+        moves = self._activations.moves(visit)
         for _ in range(count if moves else min(count, 1)):
-            if moves and visit.phase is Phase.BACKWARD:
-                self._boundaries.bring_back()
+            if moves and visit.phase in RETURNING:
+                self._activations.bring_back()
             for name in operations(visit.phase, self._plan.layers[visit.layer].activations):
                 self._clocks.run(Stage.COMPUTE, Op(name, visit.layer), count=1 if moves else count)
             if moves and visit.phase is Phase.FORWARD:
-                self._boundaries.leave(visit.layer)
+                self._activations.leave(visit.layer)
 
     def _complete(self, visit: Visit) -> None:
         self._gradients.complete(visit)
@@ -153,24 +153,15 @@ class Simulation:
             for layer in self._layout.with_muon:
                 self._gradients.recall(layer, self._momentum_s(layer))
         self._moved_s = self._clocks.end_s[Stage.D2H]
-        staged: deque[int] = deque()  # layers whose gradients are in the slab, beside the next forward
         for layer in self._plan.layer_order:
             waited = layer in self._waiting
-            landed_s = self._leave_late(layer, staged, committed_s) if waited else self._gradients.landed_s[layer]
+            landed_s = self._gradients.leave_late(layer, committed_s) if waited else self._gradients.landed_s[layer]
             op = Op("update", layer)
-            there_s = self._spill.bring(layer)
+            there_s = self._spill.bring(layer, max(committed_s, landed_s))
             updated_s = self._clocks.run(Stage.OPTIMIZER, op, committed_s, landed_s, there_s)
             self._generation_s[layer] = updated_s
+            self._gradients.updated(layer, updated_s)
             self._spill.leave(layer, updated_s)
-
-    def _leave_late(self, layer: int, staged: deque[int], committed_s: float) -> float:
-        """A gradient that waited on the device leaves when the slab has room. Counted as the step's that made it."""
-        sizes = {i: self._gradients.wire_bytes(i) for i in (*staged, layer)}
-        room_s = committed_s
-        while sum(sizes[i] for i in (*staged, layer)) > self._plan.slab_bytes:
-            room_s = self._generation_s[staged.popleft()]
-        staged.append(layer)
-        return self._gradients.leave_late(layer, room_s)
 
 
 def operations(phase: Phase, policy: ActivationPolicy) -> tuple[str, ...]:
@@ -178,6 +169,8 @@ def operations(phase: Phase, policy: ActivationPolicy) -> tuple[str, ...]:
     match phase:
         case Phase.FORWARD:
             return ("forward",)
+        case Phase.REPLAY:
+            return ("replay",)
         case Phase.HEAD:
             return ("forward", "loss", "backward")
     return ("recompute", "backward") if policy is ActivationPolicy.RECOMPUTE else ("backward",)

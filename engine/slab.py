@@ -3,38 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 
 from megatrain_ray.engine.flat_layout import starts_of
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import Lease
 from megatrain_ray.errors import CapacityError
 
 
-class SlabPool:
-    """Leases of a slab that holds what waits of every layer, each at its own place; or of a smaller one, each in the
-    first gap that is large enough.
+def held_slab_bytes(plan: Plan, layout: ModelLayout) -> int:
+    """What the gradients' slab takes: as planned, but less where it holds all layers and memory is aliased."""
+    needed = sum(layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab))
+    if layout.aliased_size is None or plan.slab_bytes < needed:
+        return plan.slab_bytes
+    return min(plan.slab_bytes, layout.aliased_size * plan.slab_itemsize)
 
-    Event loop only. A lease is released when every shard has its update. Where clipped gradients wait here for the
-    scale, the slab must hold all of them.
+
+class SlabPool:
+    """Leases of a slab: of layers that stay, each at its own place; behind these of layers that pass, each in the first
+    gap that is large enough, or at its own place where there is one for each.
+
+    Event loop only. A lease is released when every shard has its update, or the gradient. Where clipped gradients wait
+    here for the scale, the slab must hold all of them: they stay.
     """
 
     def __init__(
-        self, slab: torch.Tensor, sizes: Sequence[int], check: Callable[[], None] = lambda: None, start: int = 0
+        self,
+        slab: torch.Tensor,
+        sizes: Sequence[int],
+        check: Callable[[], None] = lambda: None,
+        start: int = 0,
+        *,
+        passing: Set[int] | None = None,
+        aliased: bool = False,
     ) -> None:
         """`slab`: 1-D uint8. `sizes`: bytes of each layer. `check` raises when waiting has become vain. `start`: where
-        leases count from.
+        leases count from. `passing`: layers that pass; None: all. `aliased`: layers have places as in a slab for all
+        of them, the same ones in turn.
 
-        Raises CapacityError when the largest layer does not fit.
+        Raises CapacityError when those that stay do not fit, and with them the largest that passes.
         """
         self._check = check
         self._slab = slab
         self._first = start
         self._sizes = sizes
-        if slab.nbytes < max(sizes):
-            raise CapacityError(f"the slab has {slab.nbytes} bytes, the largest layer needs {max(sizes)}")
-        self._places = starts_of(sizes) if slab.nbytes >= sum(sizes) else None
+        layers = range(len(sizes))
+        has_all = aliased or slab.nbytes >= sum(sizes)
+        passes = frozenset() if has_all else frozenset(layers) if passing is None else passing
+        staying = [0 if layer in passes else sizes[layer] for layer in layers]
+        starts = starts_of(staying, slab.nbytes if aliased else None)
+        self._places = {layer: starts[layer] for layer in layers if layer not in passes}
+        self._stop = sum(staying)
+        needed = max(sizes) if has_all else self._stop + max((sizes[layer] for layer in passes), default=0)
+        if slab.nbytes < needed:
+            raise CapacityError(f"the slab has {slab.nbytes} bytes, what stays and the largest layer need {needed}")
         self._held: dict[int, int] = {}  # where each lease starts
         self._changed = asyncio.Condition()
 
@@ -61,11 +86,13 @@ class SlabPool:
         self._check()
         if layer in self._held:
             return None
-        return self._places[layer] if self._places else self._gap(self._sizes[layer])
+        place = self._places.get(layer)
+        return self._gap(self._sizes[layer]) if place is None else place
 
     def _gap(self, size: int) -> int | None:
-        end = 0
-        for start, held in sorted((start, layer) for layer, start in self._held.items()):
+        end = self._stop
+        passing = (item for item in self._held.items() if item[0] not in self._places)
+        for start, held in sorted((start, layer) for layer, start in passing):
             if start - end >= size:
                 return end
             end = start + self._sizes[held]

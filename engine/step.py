@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from megatrain_ray.engine.activation_moves import Stop
+from megatrain_ray.engine.activation_store import ActivationStore
 from megatrain_ray.engine.bound_modules import BoundModules
-from megatrain_ray.engine.boundaries import BoundaryStore
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.device_shard import DeviceShard, UpdateGate
 from megatrain_ray.engine.dropout_seed import dropout_seed
@@ -25,13 +27,13 @@ from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Transfer
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
-from megatrain_ray.engine.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.step_seams import GradientTaker, LayerSource
-from megatrain_ray.engine.visits import Phase, Visit
+from megatrain_ray.engine.visits import WITH_GRADIENT, Phase, Visit
 from megatrain_ray.trace import Op
 
 
@@ -89,13 +91,13 @@ class StepRunner:
         modules: BoundModules,
         step_loss: StepLoss,
         store: GradientTaker,
-        boundaries: BoundaryStore | None,
+        activations: ActivationStore | None,
         orthogonalizer: Orthogonalizer | None,
         transfer: Callable[[Transfer], None],
         device_shard: DeviceShard | None,
         gate: UpdateGate | None,
     ) -> None:
-        """`boundaries`: where what enters layers waits on the host. `orthogonalizer`: where Muon trains something.
+        """`activations`: where some of them do not wait on the device. `orthogonalizer`: where Muon trains something.
         `device_shard`: where layers live on the device; `gate`: where these are saved."""
         self._plan = plan
         self._structure = structure
@@ -105,7 +107,7 @@ class StepRunner:
         self._streamer = streamer
         self._residents = residents
         self._store = store
-        self._boundaries = boundaries
+        self._activations = activations
         self._orthogonalizer = orthogonalizer
         self._transfer = transfer
         self._modules = modules
@@ -123,8 +125,8 @@ class StepRunner:
     def submit(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateHeader | None) -> Submitted:
         """As `run`, but for the wait: nothing of what the step brings is on the host yet."""
         self._store.begin()
-        if self._boundaries:
-            self._boundaries.begin(visits)
+        if self._activations:
+            self._activations.begin(visits)
         if self._orthogonalizer:
             self._orthogonalizer.begin()
         state = _StepState(
@@ -203,7 +205,7 @@ class StepRunner:
                 self._transfer(self._store.fetch(visit.layer))
 
     def _has_gradient(self, visit: Visit) -> bool:
-        return visit.phase is not Phase.FORWARD and self._layout.layers[visit.layer].trained.size > 0
+        return visit.phase in WITH_GRADIENT and self._layout.layers[visit.layer].trained.size > 0
 
     def _targets(self, step: StepInput) -> list[torch.Tensor]:
         """On the device before the first layer."""
@@ -214,9 +216,11 @@ class StepRunner:
         if visit.phase is Phase.FORWARD and visit.layer == 0:
             self._seed(state.step, j, 0, 1)
             forward_pass.start()
-        if visit.phase is not Phase.BACKWARD:
+        if visit.phase is Phase.REPLAY:
+            self._replay(visit.layer, j, state)
+        elif visit.phase is not Phase.BACKWARD:
             self._forward(visit.layer, j, state)
-        if visit.phase is Phase.FORWARD:
+        if visit.phase not in WITH_GRADIENT:
             return
         gradients = self._loss(j, state) if visit.phase is Phase.HEAD else {}
         gradients |= self._backward(visit.layer, j, state)
@@ -230,20 +234,43 @@ class StepRunner:
     def _forward(self, layer: int, j: int, state: _StepState) -> None:
         """Runs every call of the layer that the micro-batch's forward makes."""
         forward_pass = state.passes[j]
-        keep = self._plan.layers[layer].activations is ActivationPolicy.KEEP
+        entered: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
         while (call := forward_pass.pending) is not None and self._layer_of(call) == layer:
             with (
                 self._modules.bound(call.path) as (function, parameters),
                 self._device.compute(Op("forward", layer, j)),
             ):
                 self._seed(state.step, j, layer, 0)
-                saving = self._modules.saving(call.path) if keep and self._modules.keeps(call.path) else None
-                outcome = call.forward(function, parameters, saving)
+                outcome = call.forward(function, parameters, self._saving(call, layer, kept))
             self._seed(state.step, j, layer, 1)
             with self._device.timed(Op("between layers", layer, j)):
                 forward_pass.resume(outcome)
-            if self._boundaries:
-                self._boundaries.leave(layer, j, [port.tensor for port in call.ports])
+            entered += [port.tensor for port in call.ports]
+        if self._activations:
+            self._activations.leave(layer, j, entered, kept)
+
+    def _replay(self, layer: int, j: int, state: _StepState) -> None:
+        """What its calls returned is there again."""
+        if self._activations:
+            self._activations.bring_back(Stop(Phase.REPLAY, layer, j))
+        for call in [call for call in state.passes[j].calls if self._layer_of(call) == layer]:
+            with (
+                self._modules.bound(call.path) as (function, parameters),
+                self._device.compute(Op("replay", layer, j)),
+            ):
+                self._seed(state.step, j, layer, 0)
+                call.replay(function, parameters, self._saving(call, layer))
+
+    def _saving(
+        self, call: LayerCall, layer: int, kept: list[torch.Tensor] | None = None
+    ) -> AbstractContextManager[None] | None:
+        """Of a forward of the call; None where it keeps no graph. `kept`: gets what is saved for its backward, where
+        that is to wait elsewhere."""
+        plan = self._plan.layers[layer]
+        if plan.activations is not ActivationPolicy.KEEP or not self._modules.keeps(call.path):
+            return None
+        return self._modules.saving(call.path, kept=None if plan.kept is Tier.HBM else kept)
 
     def _loss(self, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Of one micro-batch; returns gradients of the head."""
@@ -257,8 +284,8 @@ class StepRunner:
     def _backward(self, layer: int, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
         """Backward of the layer's calls, last one first; gradients by parameter name."""
         forward_pass = state.passes[j]
-        if self._boundaries:
-            self._boundaries.bring_back(layer, j)
+        if self._activations:
+            self._activations.bring_back(Stop(Phase.BACKWARD, layer, j))
         gradients: dict[str, torch.Tensor | None] = {}
         while forward_pass.calls and self._layer_of(call := forward_pass.calls[-1]) == layer:
             forward_pass.settle(call)
@@ -272,8 +299,6 @@ class StepRunner:
             for segment, gradient in zip(self._modules.segments[call.path], of_parameters, strict=True):
                 name = segment.tied_to or segment.name
                 gradients[name] = _add(gradients.get(name), gradient)
-        if self._boundaries:
-            self._boundaries.forget(layer, j)
         return gradients
 
     def _keep_tied(

@@ -13,6 +13,7 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes, activation_by
 from megatrain_ray.engine.attention import Attention, imagined_masks
 from megatrain_ray.engine.compile_trial import try_compiling
 from megatrain_ray.engine.flat_layout import ParameterSpec
+from megatrain_ray.engine.mlp_choice import find_mlp
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure
 from megatrain_ray.engine.muon_choice import with_muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
@@ -32,9 +33,11 @@ def discover(
     attention: Attention = Attention.SDPA,
     packed: bool = False,
     compiled: bool = False,
+    chunked: bool = False,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two where something is frozen. `packed`: of
-    several documents in a row. `compiled`: tells of compiled layers, too.
+    several documents in a row. `compiled`: tells of compiled layers, too; `chunked`: of layers whose MLPs are computed
+    in chunks.
 
     Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run,
     and for `rules` that do not fit the model.
@@ -55,11 +58,25 @@ def discover(
                 for name, parameter in model.named_parameters():
                     parameter.requires_grad_(groups[name].trained)
                 trial = _run_trial(model, batch, attention, packed=packed)
-                kept = activation_bytes_of(model, trial, structure, attention, batch).kept
-                activations = activations.above(structure.lowest_trained, kept)
+                less = activation_bytes_of(model, trial, structure, attention, batch)
+                activations = activations.above(structure.lowest_trained, less)
         if compiled:
             activations = replace(activations, compiled=try_compiling(model, structure, trial))
-        return structure, activations
+        if not chunked:
+            return structure, replace(activations, chunked=None)
+        return structure, _with_chunks(activations, model, structure, trial) if compiled else activations
+
+
+def _with_chunks(
+    activations: ActivationBytes, model: nn.Module, structure: ModelStructure, trial: Trial
+) -> ActivationBytes:
+    """With what compiled layers keep whose MLPs are computed in chunks. Those that cannot be compiled whole are not."""
+    if activations.chunked is None:
+        return activations
+    whole = activations.compiled
+    pairs = zip(whole, try_compiling(model, structure, trial, chunked=True), strict=True)
+    compiled = tuple(chunks if of_whole and of_whole.budgets else of_whole for of_whole, chunks in pairs)
+    return replace(activations, chunked=replace(activations.chunked, compiled=compiled))
 
 
 def _run_trial(model: nn.Module, batch: tuple[int, int], attention: Attention, *, packed: bool) -> Trial:
@@ -97,7 +114,7 @@ class _Finder:
         owners: dict[int, str] = {}
         layers = (
             self._spec("embedding", LayerKind.EMBEDDING, before, owners),
-            *(self._spec(f"layers.{i}", LayerKind.BLOCK, [block.path], owners) for i, block in enumerate(blocks)),
+            *(self._block_spec(i, block, base, owners) for i, block in enumerate(blocks)),
             self._spec("head", LayerKind.HEAD, head, owners),
         )
         check_parameters(self._model, self._trial, layers)
@@ -185,6 +202,10 @@ class _Finder:
         before = [call.path for call in calls if call.start < blocks[0].start]
         head = [call.path for call in calls if call.start > blocks[-1].stop]
         return before, head, [call.path for call in calls if call.start > base.stop]
+
+    def _block_spec(self, index: int, block: Call, base: Call, owners: dict[int, str]) -> LayerSpec:
+        spec = self._spec(f"layers.{index}", LayerKind.BLOCK, [block.path], owners)
+        return replace(spec, mlp=find_mlp(self._model, self._trial, base.path, block.path))
 
     def _spec(self, name: str, kind: LayerKind, modules: Sequence[str], owners: dict[int, str]) -> LayerSpec:
         """`owners`: parameters seen so far, by identity; a second appearance is tied to the first."""

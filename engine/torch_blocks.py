@@ -52,8 +52,9 @@ class TorchBlocks:
         blocks = transaction.journal.unmarked_blocks(part, transaction.serial) if transaction else blocks_of(part.units)
         own = slice(part.gradient_start, part.gradient_start + part.length)
         moved = directions[own] if directions is not None and part.by_muon else None
+        counter = part.counter(self._hyper, rates)
         for units in blocks:
-            yield partial(self._update_block, part, units, gradient[own], rates, transaction, moved)
+            yield partial(self._update_block, part, units, gradient[own], rates, transaction, moved, counter)
 
     def _update_block(
         self,
@@ -63,6 +64,7 @@ class TorchBlocks:
         rates: Rates,
         transaction: Transaction | None,
         directions: Tensor | None,
+        counter: int,
         scratch: Scratch,
     ) -> None:
         # Cut here, by the thread that works on it: the caller alone would keep the others waiting.
@@ -72,7 +74,7 @@ class TorchBlocks:
             transaction.journal.save(scratch.thread, units, state, transaction.serial)
         own = gradient[slice(*elements)]
         if directions is None:
-            adamw_block(state, own, self._hyper, rates, part.weighting, scratch)
+            adamw_block(state, own, self._hyper, rates, part.weighting, scratch, counter + elements.start)
         else:
             assert self._hyper.muon is not None  # or there were no directions
             muon_block(state, own, directions[slice(*elements)], self._hyper.muon, rates, part.weighting, scratch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,8 @@ class Arguments:
 @dataclass
 class Call:
     """One call of a module. `start`, `stop`: positions in time. `saved`: the range of `Trial.saved` made meanwhile.
-    `arguments`: what it was given."""
+    `arguments`: what it was given. `entered`, `left`: versions of what it was given and of what it returned, by
+    storage; an operation in place makes the next one."""
 
     path: str
     start: int
@@ -41,7 +42,10 @@ class Call:
     stop: int = -1
     saved: tuple[int, int] = (0, 0)
     output: Any = None  # of fake tensors
+    entered: Mapping[int, int] = field(default_factory=dict)
+    left: Mapping[int, int] = field(default_factory=dict)
     attention: float = 0.0  # attention_width of what runs inside, times the batch
+    draws: bool = False  # whether random numbers are drawn inside
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Trial:
         inputs = [t for t in tree_leaves(arguments.contents) if isinstance(t, torch.Tensor)]
         for tensor in inputs:  # whether it reads them or not: a step treats them alike
             self.touch(tensor)
-        call = Call(path, self._clock, arguments, inputs, saved=(len(self.saved), 0))
+        call = Call(path, self._clock, arguments, inputs, saved=(len(self.saved), 0), entered=_versions(inputs))
         self.calls.append(call)
         self._open.append(call)
 
@@ -73,6 +77,7 @@ class Trial:
         call.output = output
         call.stop = self._clock
         call.saved = (call.saved[0], len(self.saved))
+        call.left = _versions(tree_leaves(output))
 
     def read(self, parameter: str) -> None:
         self.reads.setdefault(parameter, set()).add(self._open[-1].path if self._open else "")
@@ -80,6 +85,10 @@ class Trial:
     def attend(self, width: float) -> None:
         for call in self._open:
             call.attention += width
+
+    def draw(self) -> None:
+        for call in self._open:
+            call.draws = True
 
     def touch(self, tensor: torch.Tensor) -> None:
         self.touched[tensor.untyped_storage()._cdata] = self._clock
@@ -113,6 +122,12 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
     return trial
 
 
+def _versions(values: Iterable[object]) -> dict[int, int]:
+    """Not of what was made in inference mode, which has none."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor) and not value.is_inference())
+    return {tensor.untyped_storage()._cdata: tensor._version for tensor in tensors}
+
+
 def _entering(trial: Trial, path: str) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trial.enter(path, Arguments(args, kwargs))
@@ -141,6 +156,8 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._trial.touch(value)
         if width := attention_width(func, tuple(args), self._seq_len):
             self._trial.attend(width)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._trial.draw()
         return func(*args, **kwargs or {})
 
 

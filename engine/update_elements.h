@@ -1,4 +1,5 @@
-/* What an update does to the elements of one parameter, in one pass: AdamW's arithmetic and Muon's.
+/* What an update does to the elements of one parameter, in one pass: AdamW's arithmetic and Muon's. Moments in bf16 are
+ * widened before and rounded behind it; what moves the parameter is not rounded.
  *
  * Bit-equal to torch's fused AdamW and to torch.optim.Muon, with FMA: the order of operations below is the contract,
  * and nothing here may be contracted or reassociated by the compiler.
@@ -11,6 +12,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "stochastic_rounding.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define RESTRICT __restrict
 
@@ -18,16 +21,17 @@ typedef struct {
     const void *gradient; /* bf16 or fp32 */
     void *working;        /* bf16, or the fp32 master where there is no residual */
     int16_t *residual;
-    float *m, *v;         /* v: NULL of what Muon trains */
+    void *m, *v;          /* bf16 or fp32; v: NULL of what Muon trains, whose m is fp32 */
     const uint16_t *direction; /* bf16; NULL of what AdamW trains */
     int64_t length, first_unit;
+    int64_t counter; /* of the first element: what its random bits are made of, modulo 2^32 */
     double decay, step_size; /* rounded to FP32 before use, as those below */
 } Part;
 
 typedef struct {
     double scale, m_weight, v_keep, v_weight, root, eps;
     double muon_weight; /* of the gradient in Muon's momentum */
-    int64_t bf16_gradient;
+    int64_t bf16_gradient, bf16_moments;
     int64_t vector; /* elements of torch's vectors: what a parameter has beyond a multiple of it is rounded otherwise */
 } Rates;
 
@@ -43,8 +47,9 @@ INLINE uint32_t as_bits(float value) {
     return bits;
 }
 
-INLINE float gradient_at(const uint16_t *gradient16, const float *gradient32, int64_t i, int bf16) {
-    return bf16 ? as_float((uint32_t)gradient16[i] << 16) : gradient32[i];
+/* Of a gradient or a moment: bf16 or fp32. */
+INLINE float value_at(const uint16_t *values16, const float *values32, int64_t i, int bf16) {
+    return bf16 ? as_float((uint32_t)values16[i] << 16) : values32[i];
 }
 
 INLINE float master_at(const uint16_t *working, const int16_t *residual, const float *master, int64_t i, int split) {
@@ -62,6 +67,13 @@ INLINE void store(float next, uint16_t *working, int16_t *residual, float *maste
     }
 }
 
+INLINE void store_moment(float next, uint16_t *moment16, float *moment32, int64_t i, uint32_t random, int narrow) {
+    if (narrow)
+        moment16[i] = rounded(next, as_bits(next), random);
+    else
+        moment32[i] = next;
+}
+
 /* torch's lerp takes the nearer end as its base; heavy: that is `to`. Where that weighs nothing, its tail makes zeros
  * of another sign. */
 INLINE float lerp(float from, float to, float weight, int tail, int heavy) {
@@ -71,28 +83,34 @@ INLINE float lerp(float from, float to, float weight, int tail, int heavy) {
                   : __builtin_fmaf(weight - 1.0f, way, to);
 }
 
-/* Elements [start, stop) of a part. `split`, `bf16`, `tail` and `heavy` are constants wherever this is inlined. */
+/* Elements [start, stop) of a part. `split`, `bf16`, `tail`, `heavy` and `narrow` are constants where this is inlined
+ * for a body. */
 INLINE void elements(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16, int tail,
-                     int heavy) {
+                     int heavy, int narrow) {
     const uint16_t *RESTRICT gradient16 = (const uint16_t *)part->gradient;
     const float *RESTRICT gradient32 = (const float *)part->gradient;
     uint16_t *RESTRICT working = (uint16_t *)part->working;
     float *RESTRICT master = (float *)part->working;
     int16_t *RESTRICT residual = part->residual;
-    float *RESTRICT ms = part->m;
-    float *RESTRICT vs = part->v;
+    uint16_t *RESTRICT ms16 = (uint16_t *)part->m;
+    float *RESTRICT ms = (float *)part->m;
+    uint16_t *RESTRICT vs16 = (uint16_t *)part->v;
+    float *RESTRICT vs = (float *)part->v;
+    const uint32_t counter = (uint32_t)part->counter;
     const float scale = (float)rates->scale, m_weight = (float)rates->m_weight, v_keep = (float)rates->v_keep,
                 v_weight = (float)rates->v_weight, decay = (float)part->decay, step_size = (float)part->step_size,
                 root = (float)rates->root, eps = (float)rates->eps;
     for (int64_t i = start; i < stop; i++) {
-        const float g = gradient_at(gradient16, gradient32, i, bf16) * scale;
+        const float g = value_at(gradient16, gradient32, i, bf16) * scale;
         const float p = master_at(working, residual, master, i, split);
-        const float m = lerp(ms[i], g, m_weight, tail, heavy);
-        const float v = tail ? __builtin_fmaf(vs[i], v_keep, v_weight * g * g)
-                             : __builtin_fmaf(v_weight * g, g, vs[i] * v_keep);
+        const float old_v = value_at(vs16, vs, i, narrow);
+        const float m = lerp(value_at(ms16, ms, i, narrow), g, m_weight, tail, heavy);
+        const float v = tail ? __builtin_fmaf(old_v, v_keep, v_weight * g * g)
+                             : __builtin_fmaf(v_weight * g, g, old_v * v_keep);
         const float next = p * decay + step_size * m / (sqrtf(v) / root + eps);
-        ms[i] = m;
-        vs[i] = v;
+        const uint32_t random = narrow ? random_bits(counter + (uint32_t)i) : 0;
+        store_moment(m, ms16, ms, i, random >> 16, narrow);
+        store_moment(v, vs16, vs, i, random & 0xFFFFu, narrow);
         store(next, working, residual, master, i, split);
     }
 }
@@ -107,11 +125,11 @@ INLINE void muon_elements(const Part *part, const Rates *rates, int64_t start, i
     uint16_t *RESTRICT working = (uint16_t *)part->working;
     float *RESTRICT master = (float *)part->working;
     int16_t *RESTRICT residual = part->residual;
-    float *RESTRICT ms = part->m;
+    float *RESTRICT ms = (float *)part->m;
     const float scale = (float)rates->scale, weight = (float)rates->muon_weight, decay = (float)part->decay,
                 step_size = (float)part->step_size;
     for (int64_t i = start; i < stop; i++) {
-        const float g = gradient_at(gradient16, gradient32, i, bf16) * scale;
+        const float g = value_at(gradient16, gradient32, i, bf16) * scale;
         const float p = master_at(working, residual, master, i, split);
         const float next = __builtin_fmaf(step_size, as_float((uint32_t)direction[i] << 16), p * decay);
         ms[i] = lerp(ms[i], g, weight, 0, heavy);
@@ -119,23 +137,28 @@ INLINE void muon_elements(const Part *part, const Rates *rates, int64_t start, i
     }
 }
 
-INLINE void body_and_tail(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16,
-                          int heavy) {
-    const int64_t body = part->length - part->length % rates->vector;
-    const int64_t cut = stop < body ? stop : body > start ? body : start;
-    elements(part, rates, start, cut, split, bf16, 0, heavy);
-    elements(part, rates, cut, stop, split, bf16, 1, heavy);
+INLINE void any_body(const Part *part, const Rates *rates, int64_t start, int64_t stop, int heavy, int narrow) {
+    if (part->residual && rates->bf16_gradient)
+        elements(part, rates, start, stop, 1, 1, 0, heavy, narrow);
+    else if (part->residual)
+        elements(part, rates, start, stop, 1, 0, 0, heavy, narrow);
+    else if (rates->bf16_gradient)
+        elements(part, rates, start, stop, 0, 1, 0, heavy, narrow);
+    else
+        elements(part, rates, start, stop, 0, 0, 0, heavy, narrow);
 }
 
+/* A tail is a few elements: what is constant in a body is not worth the compiler's time there. */
 INLINE void any_kind(const Part *part, const Rates *rates, int64_t start, int64_t stop, int heavy) {
-    if (part->residual && rates->bf16_gradient)
-        body_and_tail(part, rates, start, stop, 1, 1, heavy);
-    else if (part->residual)
-        body_and_tail(part, rates, start, stop, 1, 0, heavy);
-    else if (rates->bf16_gradient)
-        body_and_tail(part, rates, start, stop, 0, 1, heavy);
+    const int64_t body = part->length - part->length % rates->vector;
+    const int64_t cut = stop < body ? stop : body > start ? body : start;
+    if (rates->bf16_moments)
+        any_body(part, rates, start, cut, heavy, 1);
     else
-        body_and_tail(part, rates, start, stop, 0, 0, heavy);
+        any_body(part, rates, start, cut, heavy, 0);
+    if (cut < stop)
+        elements(part, rates, cut, stop, part->residual != NULL, rates->bf16_gradient != 0, 1, heavy,
+                 rates->bf16_moments != 0);
 }
 
 INLINE void any_kind_of_muon(const Part *part, const Rates *rates, int64_t start, int64_t stop, int heavy) {

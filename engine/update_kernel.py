@@ -54,8 +54,8 @@ class UpdateKernel(Protocol):
     ) -> None:
         """Updates the units that are not marked; without a transaction all of them, and a kill tears some.
 
-        `parts`: their units ascend. `gradient`: the layer's, 1-D, padded, bf16 or fp32; only read, as are `directions`:
-        bf16, of the same size, where Muon trains one of the parts.
+        `parts`: their units ascend, from any on and without a gap. `gradient`: the layer's, 1-D, padded, bf16 or fp32;
+        only read, as are `directions`: bf16, of the same size, where Muon trains one of the parts.
         """
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -99,20 +99,22 @@ def _update(part: Part, gradient: Tensor, directions: Tensor, hyper: Hyper, rate
     if part.by_muon and hyper.muon:
         muon_block(part.state, gradient[own], directions[own], hyper.muon, rates, part.weighting, scratch)
     else:
-        adamw_block(part.state, gradient[own], hyper, rates, part.weighting, scratch)
+        counter = part.counter(hyper, rates)
+        adamw_block(part.state, gradient[own], hyper, rates, part.weighting, scratch, counter)
 
 
 def _parts(is_split: bool, hyper: Hyper) -> Iterator[Part]:
     """One parameter of each size, with numbers that are always the same; every second one decays, every third one has
     another learning rate. With Muon there is one of each size more, which that trains."""
-    master, m, v = _values(1, 1.0), _values(2, 1e-3), _values(3, 1e-5).abs_()
+    dtype = torch.float32 if hyper.moments_seed is None else torch.bfloat16
+    master, m, v = _values(1, 1.0), _values(2, 1e-3).to(dtype), _values(3, 1e-5).abs_().to(dtype)
     working, residual = split(master) if is_split else (master, None)
     whole, start, unit = AdamState(working, residual, m, v), 0, 0
     for index, size in enumerate(SIZES * (2 if hyper.muon else 1)):
         lr_ratio = 1.7 if index >= len(SIZES) else 1.0
         weighting = Weighting(0.3 if index % 3 == 2 else 1.0, hyper.weight_decay * (index % 2), lr_ratio)
         state = whole.cut(Span(start, start + size))
-        yield Part(state if index < len(SIZES) else state._replace(v=None), start, weighting, unit)
+        yield Part(state if index < len(SIZES) else state._replace(v=None), start, weighting, unit, f"of {size}", start)
         start, unit = start + size, unit + num_units(size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -18,7 +18,11 @@ class LoopOrder(Enum):
 class Phase(Enum):
     FORWARD = "forward"
     HEAD = "head"  # the last layer: its forward and the loss, and in a step its backward
+    REPLAY = "replay"  # the forward once more, for what enters the layer behind it
     BACKWARD = "backward"
+
+
+WITH_GRADIENT = (Phase.HEAD, Phase.BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,21 @@ class Visit:
     last: bool
 
 
-def visits(num_layers: int, num_micro_batches: int, order: LoopOrder, lowest_trained: int = 0) -> tuple[Visit, ...]:
-    """All visits of a step. Layer 0 is the embedding, `num_layers - 1` the head. Backward ends at `lowest_trained`."""
+def visits(
+    num_layers: int,
+    num_micro_batches: int,
+    order: LoopOrder,
+    lowest_trained: int = 0,
+    replayed: Set[int] = frozenset(),
+) -> tuple[Visit, ...]:
+    """All visits of a step. Layer 0 is the embedding, `num_layers - 1` the head. Backward ends at `lowest_trained`.
+    `replayed`: layers that run forward once more before the backward of the layer behind, whose input is not kept."""
     everything = tuple(range(num_micro_batches))
     rounds = [everything] if order is LoopOrder.LAYERS_OUTER else [(j,) for j in everything]
     steps = (
-        (phase, layer, micro_batches, micro_batches[-1] == num_micro_batches - 1 and phase is not Phase.FORWARD)
+        (phase, layer, micro_batches, micro_batches[-1] == num_micro_batches - 1 and phase in WITH_GRADIENT)
         for micro_batches in rounds
-        for phase, layer in _sweep(num_layers, lowest_trained)
+        for phase, layer in _sweep(num_layers, lowest_trained, replayed)
     )
     return tuple(Visit(i, *step) for i, step in enumerate(steps))
 
@@ -50,8 +61,15 @@ def forward_visits(num_layers: int, num_micro_batches: int, order: LoopOrder) ->
     return tuple(replace(visit, index=i, last=False) for i, visit in enumerate(forward))
 
 
-def _sweep(num_layers: int, lowest_trained: int) -> Iterator[tuple[Phase, int]]:
+def _sweep(num_layers: int, lowest_trained: int, replayed: Set[int]) -> Iterator[tuple[Phase, int]]:
     head = num_layers - 1
     yield from ((Phase.FORWARD, layer) for layer in range(head))
     yield Phase.HEAD, head
-    yield from ((Phase.BACKWARD, layer) for layer in reversed(range(lowest_trained, head)))
+    last = head - 1
+    while last >= lowest_trained:
+        first = last  # of a segment: what enters it was kept
+        while first - 1 in replayed:
+            first -= 1
+        yield from ((Phase.REPLAY, layer) for layer in range(first, last))
+        yield from ((Phase.BACKWARD, layer) for layer in reversed(range(first, last + 1)))
+        last = first - 1

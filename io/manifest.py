@@ -108,8 +108,9 @@ class SaveTiming:
 class Manifest:
     """`step`: completed updates, of which AdamW counted `optimizer_step` and `num_skipped` changed nothing.
 
-    `itemsize`: bytes of an element by kind. `data`, `model`, `generation_config` and `config` are plain JSON: the data
-    position, the model's configuration, its generation_config.json if it came with one, the run's configuration.
+    `itemsize`: bytes of an element by kind. `moments`: type of `m` and `v`. `data`, `model`, `generation_config` and
+    `config` are plain JSON: the data position, the model's configuration, its generation_config.json if it came with
+    one, the run's configuration.
     """
 
     version: Literal[1]
@@ -125,6 +126,7 @@ class Manifest:
     parts: tuple[PartManifest, ...]
     generation_config: dict[str, Any] | None = None
     timing: SaveTiming | None = None
+    moments: str = "fp32"
 
     def to_json(self) -> bytes:
         """The bytes of the file."""

@@ -11,6 +11,7 @@ from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.slab import held_slab_bytes
 from megatrain_ray.engine.spill_layout import SpillLayout
 from megatrain_ray.io.blob_store import aligned
 from megatrain_ray.io.spill_file import SpillFile
@@ -35,9 +36,10 @@ def spill_file(shard: int) -> str:
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     """Bytes of every arena of a run: three that all map, and two for each shard that only this one does, but for its
     momenta, which the GPU worker reads where Muon trains."""
+    slab_bytes = held_slab_bytes(plan, layout) + plan.direction_slab_bytes
     sizes = {
         WORKING: max(1, layout.size_among(plan.host_layers)) * plan.precision.working_dtype.itemsize,
-        SLAB: max(1, plan.slab_bytes + plan.direction_slab_bytes),  # none where everything lives on the device
+        SLAB: max(1, slab_bytes),  # none where everything lives on the device
         WORDS: 8 * HostWords.num_words(len(layout.layers), len(plan.updated_layers)),
     }
     for k in range(plan.num_shards):
@@ -57,7 +59,15 @@ def shard_layout(plan: Plan, layout: ModelLayout, index: int) -> ShardLayout:
 
 def spill_layout(plan: Plan, part: ShardLayout) -> SpillLayout:
     """Of what the shard has on disk."""
-    return SpillLayout.of(part, plan.precision, plan.layer_order, plan.state_slots)
+    return SpillLayout.of(
+        part,
+        plan.precision,
+        plan.layer_order,
+        plan.state_slots,
+        plan.extent_elements,
+        frozenset(plan.stored_layers),
+        plan.wire_dtype,
+    )
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:

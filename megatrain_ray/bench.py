@@ -10,20 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.aliasing import NOTE, HostMemory, with_aliases
 from megatrain_ray.bench_config import BenchOptions
 from megatrain_ray.busy_share import busy_share
+from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
+from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.in_process import run_in_process
 from megatrain_ray.interrupts import Interrupts
+from megatrain_ray.logs import say
+from megatrain_ray.model_source import ModelSource
 from megatrain_ray.own_process import in_own_process
 from megatrain_ray.planning import Prepared
+from megatrain_ray.prediction_check import Comparison
 from megatrain_ray.process_memory import DeviceMemory, device_memory, pss_of_run
 from megatrain_ray.resident_ceiling import Ceiling, measure_ceiling
 from megatrain_ray.session import Job
 from megatrain_ray.startup import Startup
 from megatrain_ray.trace_file import find_traces, read_trace
 from megatrain_ray.trainer import Trainer, TrainSummary
+from megatrain_ray.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,14 @@ class Observed:
 @dataclass(frozen=True)
 class Measured:
     """`rows`, `in_process`: of all steps, warm-up first and the traced one last; the latter, like `ceiling`, None where
-    it was not asked for. `busy_share`: of the compute stage, from the trace."""
+    it was not asked for. `busy_share`: of the compute stage, from the trace. `comparison`: of the plan with its run;
+    None where there were too few steps."""
 
     config: TrainConfig
     observed: Observed
     rows: Sequence[Mapping[str, Any]]
     busy_share: float
+    comparison: Comparison | None
     ceiling: Ceiling | None
     in_process: Sequence[Mapping[str, Any]] | None
 
@@ -56,9 +66,11 @@ def measure(config: TrainConfig, options: BenchOptions) -> Measured:
     Raises what a training does.
     """
     with redirect_stdout(sys.stderr), Interrupts():
-        observed, summary = _train(config)
+        observed, summary = _train(config, options.alias_bytes)
+        _check_updates(summary)
         (trace,) = find_traces(summary.run_dir)
         busy = busy_share(read_trace(trace))
+        compared = read_comparisons(summary.run_dir)
         startup = Startup()
         ceiling = in_process = None
         if options.with_ceiling:
@@ -68,13 +80,39 @@ def measure(config: TrainConfig, options: BenchOptions) -> Measured:
             with startup.phase("making the same steps in one process"):
                 arguments = observed.prepared, observed.tokens
                 in_process = in_own_process("the process without Ray", run_in_process, *arguments)
-    return Measured(observed.prepared.config, observed, summary.rows, busy, ceiling, in_process)
+    comparison = compared[-1] if compared else None
+    return Measured(observed.prepared.config, observed, summary.rows, busy, comparison, ceiling, in_process)
 
 
-def _train(config: TrainConfig) -> tuple[Observed, TrainSummary]:
+class _AliasingTrainer(Trainer):
+    """Of runs whose layers share host memory."""
+
+    def __init__(self, config: TrainConfig, num_bytes: int) -> None:
+        super().__init__(config)
+        self._num_bytes = num_bytes
+
+    def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> Prepared:
+        prepared = with_aliases(super()._prepare(config, machine, source), self._num_bytes)
+        memory = HostMemory.of(prepared)
+        held, planned = format_bytes(memory.held_bytes), format_bytes(memory.planned_bytes)
+        say(f"{NOTE}; host memory takes {held} where the plan has {planned}")
+        return prepared
+
+
+def _train(config: TrainConfig, alias_bytes: int | None) -> tuple[Observed, TrainSummary]:
     seen: list[Observed] = []
-    summary = Trainer(config).fit(lambda job, crew: seen.append(_observe(job, crew)))
+    trainer = Trainer(config) if alias_bytes is None else _AliasingTrainer(config, alias_bytes)
+    summary = trainer.fit(lambda job, crew: seen.append(_observe(job, crew)))
     return seen[-1], summary
+
+
+def _check_updates(summary: TrainSummary) -> None:
+    """Raises MegatrainError where updates were skipped: such steps are faster than any that trains."""
+    if skipped := [row["step"] for row in summary.rows if row["skipped"]]:
+        raise MegatrainError(
+            f"the updates of steps {skipped} were skipped, since gradients were not finite: their speed would be that "
+            "of steps without updates; lower train.lr, or start from other weights"
+        )
 
 
 def _observe(job: Job, crew: Crew) -> Observed:

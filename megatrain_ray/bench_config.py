@@ -24,13 +24,14 @@ SETTINGS = (
 @dataclass(frozen=True)
 class BenchOptions:
     """`warmup`: steps before the measured ones; after these one more is traced. `commit`: of the code, where it is not
-    run from a checkout."""
+    run from a checkout. `alias_bytes`: host memory that layers take in turn (aliasing.py); None: each has its own."""
 
     warmup: int
     steps: int
     compare_in_process: bool = False
     with_ceiling: bool = True
     commit: str | None = None
+    alias_bytes: int | None = None
 
     @property
     def measured(self) -> slice:

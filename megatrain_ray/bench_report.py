@@ -14,11 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatrain_ray.aliasing import NOTE, HostMemory
 from megatrain_ray.bench import Measured
 from megatrain_ray.bench_config import BenchOptions
+from megatrain_ray.comparisons import comparison_tree
 from megatrain_ray.config_file import config_to_dict
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import NARROW_MOMENTS, Plan, Tier
 from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
+from megatrain_ray.planning import Prepared
 from megatrain_ray.summary import waits
 from megatrain_ray.surroundings import commit, hardware, versions
 from megatrain_ray.units import format_bytes, format_count
@@ -46,9 +49,12 @@ def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
         },
         "busy_share": measured.busy_share,
         "prediction": plan.pop("prediction", None),
+        "plan_sha256": prepared.plan.sha256,
+        "comparison": measured.comparison and comparison_tree(measured.comparison),
         "ceiling": _ceiling(measured, tflops),
         "in_process": _in_process(measured, options, step_s["median"]),
         "memory": _memory(measured),
+        "aliased": _aliased(prepared),
         "state_share": state_share(prepared.plan),
         "optimizer": _optimizer(measured),
         "bytes_per_parameter": _moved(measured),
@@ -120,6 +126,11 @@ def _memory(measured: Measured) -> dict[str, Any]:
     }
 
 
+def _aliased(prepared: Prepared) -> dict[str, Any] | None:
+    """None where each layer has host memory of its own."""
+    return {"note": NOTE, **asdict(HostMemory.of(prepared))} if prepared.is_aliased else None
+
+
 def _optimizer(measured: Measured) -> dict[str, Any]:
     plan = measured.observed.prepared.plan
     return {
@@ -145,7 +156,10 @@ def _plan(plan: Plan) -> dict[str, Any]:
         **sizes,
         "hbm_layers": len(plan.hbm_layers),
         "spilled_layers": len(plan.spilled_layers),
+        "stored_layers": len(plan.stored_layers),
         "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
+        "kept_on_host": sum(layer.kept is Tier.HOST for layer in plan.layers),
+        "boundaries_computed_again": len(plan.replayed_layers),
         "activations": dict(Counter(layer["activations"] for layer in layers)),
         "activation_budgets": dict(Counter(str(layer.activation_budget) for layer in plan.layers if layer.compiled)),
         **tree,
@@ -161,6 +175,9 @@ def print_table(report: Mapping[str, Any]) -> None:
 
 def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     step_s = report["step_s"]
+    if aliased := report["aliased"]:
+        held, planned = format_bytes(aliased["held_bytes"]), format_bytes(aliased["planned_bytes"])
+        yield "NOTE", f"{aliased['note']}; host memory takes {held} where the plan has {planned}"
     yield (
         "step",
         f"{step_s['median']:.4g} s median of {report['steps']}, {step_s['min']:.4g} to {step_s['max']:.4g} "
@@ -183,6 +200,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "state", f"{shares}; a step moves {moved['h2d']:.3g} bytes per parameter in and {moved['d2h']:.3g} out"
     threads = f"{optimizer['num_shards']} × {optimizer['num_shard_threads']} threads"
     yield "AdamW", f"{', '.join(optimizer['kernels'])}, {threads}"
+    if report["config"]["train"]["moments"] == "bf16":
+        yield "moments", NARROW_MOMENTS
     yield "plan", _plan_line(report["plan"])
 
 

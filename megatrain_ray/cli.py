@@ -18,6 +18,7 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import load_config
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 from megatrain_ray.logs import is_unread, show, silence
+from megatrain_ray.units import parse_size
 
 UNREAD = 128 + signal.SIGPIPE  # as of a program that the signal ends
 
@@ -83,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--merge", action="store_true", help="of a run with lora: the model with its adapters added in")
     inspect = commands.add_parser("inspect", help="configuration, saves, last rows, checksums")
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    refit = commands.add_parser("refit", help="a hardware profile with the rates that a finished run measured")
+    refit.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    refit.add_argument("out", type=Path, metavar="FILE", help="new file, for hardware.profile")
     doctor = commands.add_parser("doctor", help="what of this machine would stop a run or slow it down")
     doctor.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="where runs will be")
     doctor.add_argument("--measure", action="store_true", help="measure the rates that plans are made with, once more")
@@ -106,6 +110,13 @@ def _price(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number from 0 on, got {text!r}")
 
 
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="all that was measured, and nothing else on standard output"
@@ -115,6 +126,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare-in-process", action="store_true", help="the same steps once more without Ray")
     parser.add_argument("--no-ceiling", action="store_true", help="do not measure the resident ceiling")
     parser.add_argument("--commit", metavar="HASH", help="of the code, where it is no git checkout")
+    parser.add_argument(
+        "--alias-host-memory",
+        type=_size,
+        metavar="SIZE",
+        help="of RAM, as in 32GiB, that layers take in turn: for plans of machines with more; losses mean nothing",
+    )
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +164,7 @@ def _run(options: argparse.Namespace) -> int:
         "bench": lambda: _bench(options),
         "export": lambda: _export(options.run_dir, options.out_dir, options.dtype, merge=options.merge),
         "inspect": lambda: _inspect(options.run_dir),
+        "refit": lambda: _refit(options.run_dir, options.out),
         "doctor": lambda: _doctor(options.folder, measure=options.measure),
         "tokenizer": lambda: _train_tokenizer(options),
         "convert-config": lambda: _convert(options),
@@ -167,7 +185,7 @@ def _train(config: TrainConfig) -> int:
         return 0
     loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
     show(f"done: step {summary.step}{loss} ({summary.run_dir})")
-    for line in summarize(summary.rows, summary.run_dir, summary.evaluations):
+    for line in summarize(summary.rows, summary.run_dir, summary.evaluations, config.train.moments):
         show(f"  {line}")
     return 0
 
@@ -202,6 +220,7 @@ def _bench(options: argparse.Namespace) -> int:
         compare_in_process=options.compare_in_process,
         with_ceiling=not options.no_ceiling,
         commit=options.commit,
+        alias_bytes=options.alias_host_memory,
     )
     with tempfile.TemporaryDirectory(prefix="megatrain-bench-") as folder:
         config = bench_config(options.config, options.overrides, settings, Path(folder) / "run")
@@ -240,15 +259,25 @@ def _inspect(run_dir: Path) -> int:
     return 0 if good else MegatrainError.exit_code
 
 
+def _refit(run_dir: Path, out: Path) -> int:
+    from megatrain_ray.refitting import describe_refit, refit
+
+    for line in describe_refit(refit(run_dir, out), out):
+        print(line)
+    return 0
+
+
 def _doctor(folder: Path, *, measure: bool) -> int:
     from megatrain_ray.doctor import State, examine
     from megatrain_ray.machine import probe_machine
     from megatrain_ray.profiles import measure_here
+    from megatrain_ray.spill_space import forget_rates
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder: name the one where runs will be")
     if measure:
         measure_here(probe_machine("auto", None, None).device)
+        forget_rates()
     states = set()
     for finding in examine(folder):
         print(finding, flush=True)

@@ -171,9 +171,12 @@ class OptimizationConfig(Group):
     label_smoothing: Rate = 0.0
     """This share of a target's probability is spread over the vocabulary, as torch's CrossEntropyLoss does."""
     seed: Seed = 0
-    """Of dropout."""
+    """Of dropout, and of what moments in bf16 are rounded with."""
     precision: Literal["bf16", "fp32", "tf32"] = "bf16"
     """Number format of the compute; masters are FP32 always."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """bf16: AdamW's moments take half the room, rounded stochastically, which is not what plain PyTorch computes; not
+    with Muon."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16: sums over micro-batches are rounded once before they leave the device."""
     deterministic: bool = False
@@ -228,8 +231,9 @@ class HardwareConfig(Group):
 
 class SpillConfig(Group):
     path: Text | None = None
-    """Folder, made when missing, for optimizer state of layers that host memory has no room for; it should be on a
-    local NVMe drive. Nothing of it stays on the disk after a run, however that ended. null: all state is in memory."""
+    """Folder, made when missing, for gradients that wait and optimizer state of layers that host memory has no room
+    for; it should be on a local NVMe drive. Nothing of it stays on the disk after a run, however that ended. null: all
+    is in memory."""
     limit: Size | None = None
     """Bytes of that disk that the plan may use; null: what is free there but for 1 GiB."""
 

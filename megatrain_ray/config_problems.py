@@ -77,6 +77,8 @@ def _missing_paths(config: TrainConfig) -> Iterator[str]:
 
 def _muon_disagreements(train: OptimizationConfig) -> Iterator[str]:
     if train.optimizer == "muon":
+        if train.moments != "fp32":
+            yield f"train.moments: {train.moments} goes with AdamW alone, and train.optimizer is muon; set fp32"
         return
     for number, group in enumerate(train.groups):
         if group.optimizer == "muon":

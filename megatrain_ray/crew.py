@@ -233,6 +233,10 @@ class Crew:
         shards = {post.name: post.actor.spans.remote(last) for post in self._shards}
         return {"GPU worker": self.gpu.spans.remote(last), **shards, "data": self.data.spans.remote()}
 
+    def work(self) -> list[Any]:
+        """Calls of the optimizer shards: what each has done (ShardWork)."""
+        return [post.actor.work.remote() for post in self._shards]
+
     def position(self, step: int) -> dict[str, Any]:
         """Where the data stood after a step."""
         position: dict[str, Any] = answer("the data process did not say its position", self.data.position.remote(step))

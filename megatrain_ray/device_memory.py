@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.units import format_bytes
@@ -28,6 +29,21 @@ def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
             "the plan counts too little for this model: lower train.micro_batch_size or data.seq_len. "
             f"{_first_sentences(error)}"
         ) from error
+
+
+def check_free(plan: Plan, device: Device) -> None:
+    """Once the device is open, its context there. Raises CapacityError where other processes have taken what the plan
+    counts with, which may be long after it was made."""
+    free = device.free_bytes()
+    context = sum(row.num_bytes for row in plan.rows if row.tier is Tier.HBM and row.name == "context")
+    counted = plan.total_bytes(Tier.HBM) - context
+    if free is None or counted <= free:
+        return
+    raise CapacityError(
+        f"the plan counts {format_bytes(counted)} of device memory beside the context, and {format_bytes(free)} are "
+        "free: other processes hold memory of this GPU (nvidia-smi shows them); end them, or let another plan be made "
+        f"for what they leave: hardware.hbm_limit={free + context}"
+    )
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

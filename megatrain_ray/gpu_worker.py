@@ -14,7 +14,7 @@ import torch
 from megatrain_ray.arenas import SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
-from megatrain_ray.device_memory import memory_explained
+from megatrain_ray.device_memory import check_free, memory_explained
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.compiled_call import keep_compiled_graphs
 from megatrain_ray.engine.deadlines import DEADLINE_S
@@ -27,6 +27,7 @@ from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shared_host import SharedHost
+from megatrain_ray.engine.slab import held_slab_bytes
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.arena import ArenaHandle
@@ -89,6 +90,7 @@ class GpuWorker:
         self._device_layers: DeviceLayers | None = None
         with memory_explained(plan, "opening the device"):
             self._device = make_device(plan, deterministic=prepared.config.train.deterministic)
+            check_free(plan, self._device)
             if plan.hbm_layers:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._words)
         arenas = (handle for handle in self._holder.handles.values() if not handle.path)  # not on disk
@@ -142,7 +144,7 @@ class GpuWorker:
         the host is read, so shards may still load them."""
         plan, structure, layout = self._prepared.plan, self._prepared.structure, self._layout
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
-        slab = slab[: plan.slab_bytes + plan.direction_slab_bytes]
+        slab = slab[: held_slab_bytes(plan, layout) + plan.direction_slab_bytes]
         if plan.compiled_loss:
             keep_compiled_graphs()
         device = self._device

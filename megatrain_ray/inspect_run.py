@@ -9,9 +9,12 @@ from typing import Any
 
 from megatrain_ray.busy_share import busy_share
 from megatrain_ray.charts import draw
+from megatrain_ray.comparison_table import comparison_table
+from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.config_file import dump_config
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.save import list_saves, list_set_aside, load_manifest, save_folder, verify
+from megatrain_ray.prediction_check import Comparison
 from megatrain_ray.progress import describe_evaluation
 from megatrain_ray.run_dir import RunFiles
 from megatrain_ray.step_split import describe_split
@@ -43,6 +46,11 @@ def inspect_run(path: Path) -> tuple[str, bool]:
         "saves": saves or ["none"],
         "last rows": [_row(row) for row in rows[-NUM_ROWS:]] or ["none"],
         **({"mean step": [describe_split(rows[-NUM_ROWS:])]} if _tell_split(rows[-NUM_ROWS:]) else {}),
+        **(
+            {"plan and measurement": _compared(files, compared[-1])}
+            if (compared := read_comparisons(files.path))
+            else {}
+        ),
         **({"traces": list(map(_trace, traces))} if (traces := find_traces(files.path)) else {}),
         **({"last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:]]} if evaluations else {}),
         "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
@@ -91,11 +99,17 @@ def _verdict(step: int, problems: list[str]) -> list[str]:
 def _row(row: dict[str, Any]) -> str:
     if not row.keys() >= SHOWN:
         return f"step {row['step']:<8} incomplete row: {sorted(SHOWN - row.keys())} missing"
-    skipped = "  skipped" if row["skipped"] else ""
+    notes = "  skipped" if row["skipped"] else ""
+    notes += "  host memory aliased: the loss means nothing" if row.get("aliased") else ""
     return (
         f"step {row['step']:<8} loss {_number(row['loss'])}  grad_norm {_number(row['grad_norm'])}  "
-        f"lr {row['lr']:.3g}  {format_count(row['tokens_per_s'])} tokens/s{skipped}"
+        f"lr {row['lr']:.3g}  {format_count(row['tokens_per_s'])} tokens/s{notes}"
     )
+
+
+def _compared(files: RunFiles, newest: Comparison) -> list[str]:
+    has_plan = files.read_plan(newest.plan_sha256) is not None
+    return list(comparison_table(newest, has_plan=has_plan))
 
 
 def _tell_split(rows: list[dict[str, Any]]) -> bool:

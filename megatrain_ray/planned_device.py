@@ -9,7 +9,7 @@ import torch
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
 from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.plan import Plan
 
 # With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -19,7 +19,7 @@ MAPPED_BYTES = 1 << 20
 def make_device(plan: Plan, *, deterministic: bool) -> Device:
     """With the plan's numerics, threads and limit of memory. Changes settings of the whole process."""
     if plan.device == "cuda":
-        tf32 = plan.precision is Precision.TF32
+        tf32 = plan.precision.compute == "tf32"
         return CudaDevice(deterministic=deterministic, tf32=tf32, memory_bytes=plan.hbm_limit_bytes)
     if deterministic:
         torch.use_deterministic_algorithms(True)

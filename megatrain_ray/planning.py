@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,14 +16,17 @@ from megatrain_ray.config import OptimizationConfig, TrainConfig
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.attention import Attention, flex_problem
+from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile
 from megatrain_ray.engine.lora import LoraRules
 from megatrain_ray.engine.model import ModelStructure, build_empty
 from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import Plan, Precision
-from megatrain_ray.engine.plan_request import Machine, Request
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.plan_chunks import may_chunk
+from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
+from megatrain_ray.engine.plan_search import make_plan, predict_plan
+from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.flop_count import active_experts, windows
@@ -45,6 +48,11 @@ class Prepared:
     source: ModelSource
     structure: ModelStructure
     plan: Plan
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether layers share host memory, in a benchmark (aliasing.py): what is computed means nothing."""
+        return self.structure.aliased_size is not None
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,23 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
     return Prepared(split, source, question.structure, plan)
 
 
+def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Prediction]:
+    """What a run's plan is predicted to take by any rates, wherever the run was. `config`: the run's, resolved.
+
+    Raises ConfigError for a model that is not there any more.
+    """
+    machine = Machine(plan.device, plan.num_compute_threads, 1, plan.ram_limit_bytes, plan.hbm_limit_bytes)
+    question = _question(config, _source_of(config), machine)
+
+    def predict(profile: HardwareProfile) -> Prediction:
+        disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
+        spill = None if plan.spill_limit_bytes is None else SpillSpace(plan.spill_limit_bytes, disk)
+        by_profile = replace(machine, profile=profile, spill=spill)
+        return predict_plan(plan, question.structure, question.activations, by_profile, question.request)
+
+    return predict
+
+
 def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
     hardware = config.hardware
     machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit, imagined=imagined)
@@ -95,7 +120,7 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
 def _question(config: TrainConfig, source: ModelSource, machine: Machine) -> Question:
     hardware = config.hardware
     micro_batch_size, num_micro_batches = config.split()
-    precision = Precision(config.train.precision)
+    precision = Precision.of(config.train.precision, config.train.moments)
     compiled = compiles(config, machine.device)
     structure, activations, attention, packed_attention = _discover(config, source, machine.device, compiled=compiled)
     _log_uncompiled(structure, activations)
@@ -174,7 +199,8 @@ def check_length(config: TrainConfig, positions: int | None) -> None:
 def hyper_of(prepared: Prepared) -> Hyper:
     """The constants of every updater of the run."""
     train = prepared.config.train
-    return Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train))
+    seed = train.seed if train.moments == "bf16" else None
+    return Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train), seed)
 
 
 def compiles(config: TrainConfig, device: str) -> bool:
@@ -201,7 +227,8 @@ def _discover(
     """Of steps with rows of one document, and of several where there may be such: masks cost the more the longer a row
     is, so flex attention takes the place of those it can."""
     shape = Precision(config.train.precision).working_dtype, config.split()[0], config.data.seq_len
-    find, packed = partial(_find, source, shape, _rules(config)), config.data.packing
+    chunked, packed = may_chunk(config.data.seq_len), config.data.packing
+    find = partial(_find, source, shape, _rules(config), chunked=chunked)
     sdpa, flex = Attention.SDPA, Attention.FLEX
     if not _may_use_flex(config, source, device):
         return *find(packed=packed, compiled=compiled), sdpa, sdpa
@@ -222,17 +249,18 @@ def _find(
     attention: Attention = Attention.SDPA,
     packed: bool = False,
     compiled: bool = False,
+    chunked: bool = False,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """As `discover`, with what compiled layers keep from the cache where it is there."""
-    how: dict[str, Any] = {"attention": attention, "packed": packed}
+    how: dict[str, Any] = {"attention": attention, "packed": packed, "chunked": chunked}
     if not compiled:
         return discover(source.factory, *shape, rules, **how)
     cache = TrialCache(source, {"shape": shape, "rules": rules, **how})
     known = cache.read()
     structure, activations = discover(source.factory, *shape, rules, **how, compiled=known is None)
     if known is not None:
-        return structure, replace(activations, compiled=known)
-    cache.write(activations.compiled)
+        return structure, activations.with_trials(known)
+    cache.write(activations.trials)
     return structure, activations
 
 

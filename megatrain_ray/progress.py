@@ -111,7 +111,8 @@ def describe_evaluation(row: Mapping[str, Any]) -> str:
 
 def _summary(row: Mapping[str, Any]) -> str:
     skipped = f"  skipped: the gradient of {row['bad_parameter']} is not finite" if row["skipped"] else ""
-    return f"loss {row['loss']:.4f}  {format_count(row['tokens_per_s'])} tokens/s{skipped}"
+    loss = "no loss: host memory is aliased" if row.get("aliased") else f"loss {row['loss']:.4f}"
+    return f"{loss}  {format_count(row['tokens_per_s'])} tokens/s{skipped}"
 
 
 def _bar(stream: TextIO) -> RichProgress:

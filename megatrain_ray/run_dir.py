@@ -1,7 +1,9 @@
 """A run directory: what a run is (config.yaml, plan.json), how it went (metrics.jsonl), and its saves and logs.
 
 config.yaml    resolved configuration; there is a run where this file is
-plan.json      written before step 1
+plan.json      of the newest start, written before its first step
+plans/         other plans of earlier starts, by their hash
+measured.json  what plans predicted beside what was measured (comparisons.py)
 model.json     the model's configuration and shapes, which a resume must have too
 processes.json while the run is up, and after a death
 metrics.jsonl  a row an update, in order of steps
@@ -16,6 +18,7 @@ lock           held while the run is in use
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -25,9 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from megatrain_ray.atomic_file import temporary_of, write_atomically
+from megatrain_ray.comparisons import MEASURED_NAME
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import dump_config, load_config, resume_diff
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat_template import TEMPLATE_NAME, load_chat_template
 from megatrain_ray.io.disk_errors import UnreadableError, explained
@@ -53,6 +60,21 @@ class RunFiles:
     @property
     def plan_file(self) -> Path:
         return self.path / "plan.json"
+
+    def read_plan(self, sha256: str | None = None) -> Plan | None:
+        """The newest start's, or that of any start by its hash. None where there is none that this version reads."""
+        try:
+            file = self.plan_file if sha256 is None else self._plan_file_of(sha256)
+            return Plan.from_json(_text(file)) if file else None
+        except (OSError, ValidationError):
+            return None
+
+    def _plan_file_of(self, sha256: str) -> Path | None:
+        candidates = (self.plan_file, self._earlier_plan(sha256))
+        return next((file for file in candidates if file.exists() and _sha256(file) == sha256), None)
+
+    def _earlier_plan(self, sha256: str) -> Path:
+        return self.path / "plans" / f"{sha256[:12]}.json"
 
     @property
     def metrics_file(self) -> Path:
@@ -137,6 +159,7 @@ class RunDir(RunFiles):
             self.evaluations_file,
             self.path / MODEL_NAME,
             self.path / PROCESSES_NAME,
+            self.path / MEASURED_NAME,
         )
         left = [file for file in map(temporary_of, files) if file.exists()]
         left += self.path.glob("trace_steps_*.new")
@@ -148,9 +171,20 @@ class RunDir(RunFiles):
         """Makes the folder hold a run that goes on after `step` updates. Each file changes atomically, config last."""
         self.saves.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
+        self._keep_plan(plan_json)
         self._cut(step)
         write_atomically(self.plan_file, plan_json)
         write_atomically(self.config_file, dump_config(self.config))
+
+    def _keep_plan(self, plan_json: str) -> None:
+        """That of an earlier start stays beside a different new one: rows and measurements of that start are its."""
+        if not (self.plan_file.exists() and self.has_begun):
+            return
+        earlier = _text(self.plan_file)
+        if earlier != plan_json:
+            file = self._earlier_plan(_sha256(self.plan_file))
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, earlier)
 
     def keep_tokenizer(self) -> None:
         """Copies the tokenizer's files into the folder, with the chat template that is used; once the run has begun
@@ -198,6 +232,15 @@ class RunDir(RunFiles):
             if file.exists():
                 kept = [json.dumps(row) + "\n" for row in _read_rows(file) if row["step"] <= last]
                 write_atomically(file, "".join(kept))
+
+
+def _text(file: Path) -> str:
+    """Of a damaged file as well: nothing that a run needs is in a plan of an earlier start."""
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _check_resume(path: Path, earlier: TrainConfig, config: TrainConfig) -> None:

@@ -17,7 +17,7 @@ from megatrain_ray.controller import STEPS_AHEAD
 from megatrain_ray.crew import Crew
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.flat_layout import FlatLayout
-from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.io.free_space import check_room
@@ -153,14 +153,14 @@ def _manifest(
 ) -> Manifest:
     """`checksums`: of each layer's frozen part, where the save leaves it out; else none."""
     precision = prepared.plan.precision
-    working = "working" if precision is Precision.BF16 else "master"
+    working = "working" if precision.is_split else "master"
     layout = prepared.structure.layout(prepared.plan.num_fragments)
     return Manifest(
         version=FORMAT_VERSION,
         step=progress.step,
         optimizer_step=progress.adam_step,
         num_skipped=progress.num_skipped,
-        precision=precision.value,
+        precision=precision.compute,
         itemsize={
             working: precision.working_dtype.itemsize,
             **{kind: dtype.itemsize for kind, dtype in precision.state_kinds},
@@ -172,6 +172,7 @@ def _manifest(
         parts=parts,
         generation_config=dict(generation) if (generation := prepared.source.generation_config) else None,
         timing=timing,
+        moments=precision.moments,
     )
 
 

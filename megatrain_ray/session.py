@@ -30,6 +30,7 @@ from megatrain_ray.io.disk_errors import DiskFullError
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.metric_sinks import MetricSinks
+from megatrain_ray.plan_check import PlanCheck
 from megatrain_ray.planning import Prepared
 from megatrain_ray.progress import ProgressView, make_progress
 from megatrain_ray.run_dir import RunDir
@@ -106,6 +107,7 @@ class Session:
         self._silence = Silence()
         self._save_rates = SaveRates(0.0, 0.0)
         self._tracing = Tracing(prepared, run.path, step)
+        self._plan_check = PlanCheck(prepared.plan, run.path)
 
     def train(self) -> tuple[int, float | None]:
         """Steps completed and the last one's loss, None when none ran. Raises InterruptedRunError, and MegatrainError
@@ -117,6 +119,7 @@ class Session:
                 with make_progress(self._prepared.config.train.steps, self._completed) as view:
                     self._loop(crew, view)
                 self._tracing.finish(crew, self._completed)
+                self._plan_check.finish(crew)
                 crew.stop()
         except RayError as error:
             log.error("after step %d", self._completed, exc_info=error)
@@ -124,6 +127,7 @@ class Session:
         finally:
             crew.kill()
             self._tracing.close()
+            self._plan_check.close()
         forget(self._run.path)
         if self._interrupts.requested and not self._policy.is_done(self._seen()):
             raise InterruptedRunError(f"interrupted after step {self._completed}, {self._kept()}")
@@ -229,6 +233,7 @@ class Session:
             log.info("step %d  %s", self._completed, describe_split([result.row]))
             view.update(result.row)
         self._tracing.ended(crew, self._completed)
+        self._plan_check.ended(crew, result.row)
 
     def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import select
@@ -29,6 +28,7 @@ from megatrain_ray.arenas import (
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.restoring import restore_pieces
 from megatrain_ray.engine.save_cost import measure_copy
 from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import AdamShard
@@ -41,9 +41,10 @@ from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.blob_store import MemoryStore
 from megatrain_ray.io.manifest import Manifest
-from megatrain_ray.io.save import read_pieces
+from megatrain_ray.io.measured_store import DiskMeter, MeasuredStore
 from megatrain_ray.part_writer import WrittenPart, write_gated_part
 from megatrain_ray.planning import Prepared, hyper_of
+from megatrain_ray.shard_work import ShardWork
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
 
 
@@ -79,7 +80,9 @@ class ShardWorker:
         names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
         self._arenas = {name: self._holder.map(name) for name in names}
         self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
+        self._disk = DiskMeter()
         self._shard = self._make_shard()
+        self._work = self._work_until(0)
         # A save with no step after it needs no copies.
         budget = (plan.save_copy_bytes - plan.device_copy_bytes) // plan.num_shards
         self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
@@ -93,7 +96,7 @@ class ShardWorker:
         num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
         arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
         state = state_views(arena, self._layout, plan.precision)
-        make = partial(SpillingShard, self._make_ring(arena)) if self._layout.spilled else AdamShard
+        make = partial(SpillingShard, self._make_ring(arena)) if plan.uses_disk else AdamShard
         return make(
             self._layout,
             plan.precision,
@@ -112,7 +115,8 @@ class ShardWorker:
         plan, part = self._prepared.plan, self._layout
         layout = spill_layout(plan, part)
         store, name = self._holder.spill(spill_file(self._index)) if layout.blob_bytes else (MemoryStore(), "")
-        return SpillRing(layout, spill_memory(arena, plan, part), store, name, plan.update_deadline_s)
+        measured = MeasuredStore(store, self._disk)
+        return SpillRing(layout, spill_memory(arena, plan, part), measured, name, plan.update_deadline_s)
 
     def handles(self) -> dict[str, ArenaHandle]:
         """Of all arenas of the run: this process keeps them alive too."""
@@ -137,7 +141,7 @@ class ShardWorker:
         leaves out from where the run began."""
         self._take_state_memory()
         for pieces in self._shard.restorable():
-            asyncio.run(read_pieces(save_folder, manifest, pieces))
+            restore_pieces(save_folder, manifest, pieces)
         plan = self._prepared.plan
         if not plan.saves_frozen:
             self._shard.load_frozen(self._prepared.source.base_weights(), plan.num_shard_threads)
@@ -150,20 +154,36 @@ class ShardWorker:
         `abandoned`: no update waits for this or an earlier save.
         """
         self._gate.abandon(abandoned)
+        plan = self._prepared.plan
         loop = ShardLoop(
             self._shard,
             self._words,
             torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8),
-            self._prepared.plan.wire_dtype,
-            self._prepared.plan.layer_order,
+            plan.wire_dtype,
+            plan.layer_order,
             self._gate,
             traced_updates(traced_steps(self._prepared.config.log.trace)),
+            self._note_work,
+            plan.stored_layers,
         )
         loop.start()
         try:
             loop.join(timeout_s=None)
         finally:
             self.close()
+
+    def work(self) -> ShardWork:
+        """What this process has done up to the newest update."""
+        return self._work
+
+    def _note_work(self, update: int) -> None:
+        self._work = self._work_until(update)
+
+    def _work_until(self, update: int) -> ShardWork:
+        disk_bytes, disk_s = self._disk.read()
+        handle = self._holder.handles.get(spill_file(self._index))
+        on_disk = 512 * os.fstat(handle.fd).st_blocks if handle else 0
+        return ShardWork(os.getpid(), update, self._shard.update_s, disk_bytes, disk_s, on_disk)
 
     def spans(self, last: int) -> RecordedSpans:
         """Those of the traced updates, once update `last` is done; what there is where the shards stop before."""

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -69,6 +70,13 @@ def rate_file(folder: Path) -> Path:
     """Where the rate of the disk of a folder is kept. Raises RuntimeError where there is no cache."""
     key = hashlib.sha256(f"{_device_of(folder)} {folder}".encode()).hexdigest()[:12]
     return cache_folder() / "disks" / f"{key}.json"
+
+
+def forget_rates() -> None:
+    """The next run that spills measures its disk again."""
+    with suppress(RuntimeError):  # there is no cache
+        for file in (cache_folder() / "disks").glob("*.json"):
+            file.unlink(missing_ok=True)
 
 
 def _check(folder: Path, *, make: bool) -> bool:

@@ -20,6 +20,7 @@ class StepRows:
     def __init__(self, prepared: Prepared, host_bytes: int) -> None:
         """`host_bytes`: of all arenas."""
         self._train = prepared.config.train
+        self._is_aliased = prepared.is_aliased
         self._flops = FlopCount.of(prepared.structure, prepared.source)
         self._host_bytes = host_bytes
         self.start_clock()
@@ -30,6 +31,8 @@ class StepRows:
 
     def learning_rate(self, step: int) -> float:
         train = self._train
+        if self._is_aliased:  # the updates of many layers meet in the same weights, which must not grow
+            return 0.0
         return learning_rate(
             step,
             peak=train.lr,
@@ -61,6 +64,7 @@ class StepRows:
             "host_bytes": self._host_bytes,
             **terms,
             **named,
+            **({"aliased": True} if self._is_aliased else {}),
         }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.engine.plan import NARROW_MOMENTS
 from megatrain_ray.progress import describe_evaluation
 from megatrain_ray.units import format_bytes, format_count, format_duration
 
@@ -14,12 +15,17 @@ SHOWN_WAITS = 3
 
 
 def summarize(
-    rows: Sequence[Mapping[str, Any]], run_dir: Path, evaluations: Sequence[Mapping[str, Any]] = ()
+    rows: Sequence[Mapping[str, Any]],
+    run_dir: Path,
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    moments: str = "fp32",
 ) -> Iterator[str]:
     """Lines about these rows of metrics and of evaluations, those of one process: the first one's step compiles and is
-    in no median."""
+    in no median. `moments`: as train.moments names them."""
     if rows:
         yield from _of_steps(rows)
+    if rows and moments == "bf16":
+        yield f"moments   {NARROW_MOMENTS}"
     if evaluations:
         yield from _of_evaluations(evaluations)
     if rows or evaluations:

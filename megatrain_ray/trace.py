@@ -32,7 +32,7 @@ class Stage(Enum):
 class Op:
     """What an operation is: its name, the layer it works on, and where it applies the micro-batch or fragment."""
 
-    name: str  # forward, recompute, backward, loss, load, offload, boundary, update, read, write
+    name: str  # forward, recompute, backward, loss, load, offload, boundary, kept, update, read, write
     layer: int
     micro_batch: int = -1
     fragment: int = -1

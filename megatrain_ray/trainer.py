@@ -18,6 +18,7 @@ from megatrain_ray.crew import Crew
 from megatrain_ray.data_worker import HeldOutData, naming_eval_path, open_stream
 from megatrain_ray.early_imports import TRANSFORMERS, importing
 from megatrain_ray.engine.packing import check_packing
+from megatrain_ray.engine.plan import NARROW_MOMENTS, Plan
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.exporting import export_run, has_adapters, load_exported
@@ -29,11 +30,11 @@ from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.logs import log_to, say
 from megatrain_ray.machine import probe_machine
 from megatrain_ray.metric_sinks import check_packages, open_sinks
-from megatrain_ray.model_source import read_model
+from megatrain_ray.model_source import ModelSource, read_model
 from megatrain_ray.objects import Objects
 from megatrain_ray.planning import Prepared, check_length, compiles, prepare
-from megatrain_ray.prediction_check import tell
 from megatrain_ray.profiles import measured
+from megatrain_ray.replanned import changes, is_same_placement
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
@@ -127,10 +128,11 @@ class Trainer:
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
-                prepared = prepare(run.config, machine, source)
+                prepared = self._prepare(run.config, machine, source)
             run = replace(run, config=prepared.config)
             if run.has_begun:
                 check_model(run.path, prepared.source.config, prepared.structure)
+            _tell_of_moments(run.config.train.moments, manifest)
             if manifest is not None:
                 _tell_of_resume(run, manifest.step)
             inputs = _check_inputs(prepared, run.path, manifest, startup)
@@ -139,6 +141,9 @@ class Trainer:
                 _begin(prepared, run, manifest)
                 job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, at_end)
                 return _train(job, manifest, placement)
+
+    def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> Prepared:
+        return prepare(config, machine, source)
 
 
 def _check_absolute(config: TrainConfig) -> None:
@@ -186,6 +191,15 @@ def _tell_of_resume(run: RunDir, step: int) -> None:
     before, now = run.read_config().train, run.config.train
     if before.steps != now.steps and now.schedule != "constant":
         say(f"train.steps was {before.steps}: from here on the learning rate follows the schedule of {now.steps} steps")
+
+
+def _tell_of_moments(moments: str, manifest: Manifest | None) -> None:
+    """Nothing where they are FP32 and were."""
+    if moments == "bf16":
+        say(f"moments {NARROW_MOMENTS}")
+    if manifest is not None and manifest.moments != moments:
+        how = "to nearest, this once" if moments == "bf16" else "exactly"
+        say(f"the save's moments are {manifest.moments}: from here on they are {moments}, converted {how}")
 
 
 @dataclass(frozen=True)
@@ -247,10 +261,21 @@ def _begin(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> None:
     """Makes the directory hold the run."""
     left = run.clean()
     record_model(run.path, prepared.source.config, prepared.structure)
+    before = run.read_plan() if run.has_begun else None
     run.begin(prepared.plan.to_json(), manifest.step if manifest else 0)
+    _tell_of_plan(before, prepared.plan)
     run.keep_tokenizer()
     for path in left:
         log.info("deleted what a dead run left: %s", path)
+
+
+def _tell_of_plan(before: Plan | None, plan: Plan) -> None:
+    """Its hash, before step 1; and what it does otherwise than that of the start before, where there was one."""
+    log.info("plan.json has the SHA-256 %s", plan.sha256)
+    if before is None or before.sha256 == plan.sha256:
+        return
+    tell = log.info if is_same_placement(before, plan) else say
+    tell(f"the plan is another one than that of the start before: {changes(before, plan) or 'by its rates'}")
 
 
 def _clean_unfinished(run: RunDir) -> None:
@@ -265,13 +290,13 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
     while True:
         step = manifest.step if manifest else 0
         num_evaluations = len(run.evaluations())
-        log.info("step %d of %d, %s", step, run.config.train.steps, plan.device)
+        aliased = ", host memory aliased" if job.prepared.is_aliased else ""
+        log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
         try:
             # From the start: step 0 is that of the evaluation before the first update.
             with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
                 completed, loss = Session(job, manifest, sinks, placement).train()
             rows = [row for row in run.rows() if row["step"] > step]
-            tell(plan.prediction, rows)
             return TrainSummary(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)

@@ -1,8 +1,8 @@
 """The reference of parity: what this project promises to compute, in plain PyTorch.
 
 An unmodified Hugging Face model, plain autograd, torch.optim.AdamW(fused=True) on FP32 masters, torch.optim.Muon on
-those of the layers' matrices where asked for. It imports nothing of the product but the rounding of a working copy and
-the seed of dropout.
+those of the layers' matrices where asked for; with moments in bf16 these are rounded after every step. It imports
+nothing of the product but the rounding of a working copy and the seeds of dropout and of the rounding of moments.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain_ray.engine.dropout_seed import dropout_seed
 from megatrain_ray.engine.working_copy import to_working
+from tests.rounded_moments import round_moments
 
 Named = dict[str, Tensor]
 
@@ -81,6 +82,7 @@ class Recipe:
     label_smoothing: float = 0.0
     seed: int = 0
     precision: str = "fp32"
+    moments: str = "fp32"
     grad_dtype: str = "fp32"
     micro_batch_size: int = 1
     loss_chunk_tokens: int | None = None  # null: one chunk a micro-batch
@@ -394,6 +396,8 @@ class _Optimizer:
     ) -> None:
         self._masters = masters
         self._matrices = set(matrices)
+        self._recipe = recipe
+        self._moment_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.moments]
         groups = {name: self._group(name, recipe) for name in masters}
         rest = [group for name, group in groups.items() if name not in self._matrices]
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -403,7 +407,7 @@ class _Optimizer:
             for group in rest:
                 (p,), name = group["params"], group["name"]
                 step = torch.tensor(float(start.adam_steps), device=p.device)
-                m, v = start.exp_avg[name].clone(), start.exp_avg_sq[name].clone()
+                m, v = (x[name].to(self._moment_dtype).float().clone() for x in (start.exp_avg, start.exp_avg_sq))
                 self._moments[name] = adamw.state[p] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
             self._optimizers.append(adamw)
         self._momenta = {name: start.exp_avg[name].clone() for name in self._matrices}
@@ -432,10 +436,14 @@ class _Optimizer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["lr_scale"]
             optimizer.step()
+        if self._recipe.moments == "bf16":
+            for name, state in self._moments.items():
+                round_moments(state["exp_avg"], state["exp_avg_sq"], name, int(state["step"]), self._recipe.seed)
 
     def state(self) -> tuple[Named, Named, Named]:
-        exp_avg = self._momenta | {name: state["exp_avg"] for name, state in self._moments.items()}
-        exp_avg_sq = {name: state["exp_avg_sq"] for name, state in self._moments.items()}
+        dtype, states = self._moment_dtype, self._moments.items()
+        exp_avg = self._momenta | {name: state["exp_avg"].to(dtype) for name, state in states}
+        exp_avg_sq = {name: state["exp_avg_sq"].to(dtype) for name, state in states}
         return {name: p.detach() for name, p in self._masters.items()}, exp_avg, exp_avg_sq
 
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain_ray.arenas import spill_layout
 from megatrain_ray.config import LoraConfig, ModelConfig
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.attention import Attention
@@ -34,13 +35,13 @@ from megatrain_ray.engine.model import ModelFactory, ModelStructure
 from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
+from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.engine.spill_layout import SpillLayout
 from megatrain_ray.engine.spill_ring import SpillRing
 from megatrain_ray.engine.spilling_shard import SpillingShard
 from megatrain_ray.engine.step import StepInput, World
@@ -69,12 +70,18 @@ class Mode:
     num_edge_slots: int = 2
     sums: Tier = Tier.HBM
     gradients: Tier = Tier.HOST
+    num_waiting: int = 0
     boundaries: Tier = Tier.HBM
+    segment: int = 1
+    kept: Tier = Tier.HBM
+    num_staying: int = 0  # blocks at the end that keep on the device all the same
     packed_attention: Attention = Attention.SDPA
     hbm_layers: frozenset[int] = frozenset()
     activation_budget: float | None = None  # of compiled layers; None: none is compiled
     captured: bool = False
-    spilled: frozenset[int] = frozenset()  # layers whose state passes through two slots
+    mlp_chunk_tokens: int = 0  # 0: all at once
+    spilled: frozenset[int] = frozenset()  # layers whose state is on disk and passes through two slots
+    stored: frozenset[int] = frozenset()  # layers whose gradients wait on disk, through the same
     poison: bool = True
 
 
@@ -83,6 +90,7 @@ class EngineResult:
     """What a run left behind, and what it did."""
 
     plan: Plan
+    layout: ModelLayout
     reports: list[StepReport] = field(default_factory=list)
     masters: dict[str, Tensor] = field(default_factory=dict)
     frozen: dict[str, Tensor] = field(default_factory=dict)
@@ -104,6 +112,10 @@ class EngineResult:
         """Operations of these names in all steps."""
         return sum(record.op.name in names for records in self.records for record in records)
 
+    def moved(self, name: str) -> int:
+        """Bytes, by operations of this name in all steps."""
+        return sum(r.op.num_bytes for records in self.records for r in records if r.op.name == name)
+
 
 def folder_source(folder: Path, *, trust_remote_code: bool = False) -> ModelSource:
     return open_model(ModelConfig(path=str(folder), trust_remote_code=trust_remote_code))
@@ -111,7 +123,7 @@ def folder_source(folder: Path, *, trust_remote_code: bool = False) -> ModelSour
 
 def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> tuple[ModelStructure, Plan]:
     """The plan of one mode: a candidate chosen by the test, everything else as the product does it."""
-    precision = Precision(recipe.precision)
+    precision = Precision.of(recipe.precision, recipe.moments)
     num_sequences, seq_len = batch
     structure, activations = discover(
         factory,
@@ -120,6 +132,7 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         seq_len,
         rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory)),
         compiled=mode.activation_budget is not None,
+        chunked=mode.mlp_chunk_tokens > 0,
     )
     request = Request(
         precision=precision,
@@ -132,7 +145,9 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         num_fragments=mode.num_fragments,
         packed_attention=mode.packed_attention,
         compiled=mode.activation_budget is not None,
+        mlp_chunk_tokens=mode.mlp_chunk_tokens,
     )
+    budget = mode.activation_budget or 0.0
     candidate = Candidate(
         order=mode.order,
         activations=mode.activations,
@@ -140,21 +155,36 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         num_edge_slots=mode.num_edge_slots,
         sums=mode.sums,
         gradients=mode.gradients,
+        num_waiting=mode.num_waiting,
         boundaries=mode.boundaries,
+        segment=mode.segment,
         hbm_layers=mode.hbm_layers,
-        activation_budget=mode.activation_budget or 0.0,
+        activation_budget=budget,
+        num_late=0 if mode.kept is Tier.HBM else len(structure.layers) - 2,
+        late_budget=budget,
+        kept=mode.kept,
+        num_staying=mode.num_staying,
     )
+    if mode.mlp_chunk_tokens:
+        activations = activations.in_chunks() or activations
     plan = build_plan(structure, activations, MACHINE, request, candidate)
     changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads, "captured": mode.captured}
     if recipe.loss_chunk_tokens:
         changes["loss_chunk_tokens"] = recipe.loss_chunk_tokens
-    if mode.spilled:
-        layers = enumerate(plan.layers)
-        changes["layers"] = tuple(
-            dataclasses.replace(x, state=Tier.NVME) if i in mode.spilled else x for i, x in layers
-        )
-        changes["state_slots"] = 2
+    if mode.spilled | mode.stored:
+        plan = with_spilled(plan, tuple(_on_disk(plan, mode)), structure.layout(mode.num_fragments))
+        changes |= {"state_slots": 2, "extent_elements": 1 << 13}
+    if mode.stored:
+        sizes = structure.layout(mode.num_fragments).gradient_bytes(plan.wire_dtype.itemsize, mode.hbm_layers)
+        staying = sum(size for i, size in enumerate(sizes) if i not in plan.passing_layers)
+        changes["slab_bytes"] = staying + max(sizes[i] for i in plan.passing_layers)
     return structure, dataclasses.replace(plan, **changes)
+
+
+def _on_disk(plan: Plan, mode: Mode) -> Iterator[LayerPlan]:
+    for i, layer in enumerate(plan.layers):
+        state = Tier.NVME if i in mode.spilled else layer.state
+        yield dataclasses.replace(layer, state=state, gradients=Tier.NVME if i in mode.stored else layer.gradients)
 
 
 def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
@@ -218,7 +248,7 @@ def train_engine(
             source.factory, structure, plan, device, host,
             muon=muon_of(recipe), device_shard=state.device_shard, poison=mode.poison,
         )  # fmt: skip
-        return await Training(engine, host, timeline, recipe, EngineResult(plan)).run(batches, held_out)
+        return await Training(engine, host, timeline, recipe, EngineResult(plan, state.layout)).run(batches, held_out)
 
     result = asyncio.run(train())
     result.masters = state.named(state.masters())
@@ -293,7 +323,8 @@ def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:
 
 
 def hyper_of(recipe: Recipe) -> Hyper:
-    return Hyper(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe))
+    seed = recipe.seed if recipe.moments == "bf16" else None
+    return Hyper(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe), seed)
 
 
 class HostState:
@@ -341,9 +372,10 @@ class HostState:
             for i, start in enumerate(self.layout.starts):
                 span = s.span_of(i, kind)
                 part = t[kind][starts[i] :][: span.size]
-                if ring is not None and i in ring.extents:
-                    on_disk = ring.read(i, ring.extents[i].kinds[kind])
-                    part = torch.frombuffer(on_disk, dtype=torch.uint8).view(flat.dtype)
+                if ring is not None and i in ring.layout.layers:
+                    extents = ring.layout.extents
+                    on_disk = (ring.read(k, extents[k].kinds[kind]) for k in ring.layout.state_of(i))
+                    part = torch.cat([torch.frombuffer(x, dtype=torch.uint8) for x in on_disk]).view(flat.dtype)
                 flat[start + span.start : start + span.stop] = part
         if self.device_shard is not None:
             of_device = self.device_shard.layout
@@ -400,7 +432,7 @@ class HostState:
 
 def _ring(part: ShardLayout, plan: Plan) -> SpillRing | None:
     """Over memory that stands for a disk; None where nothing spills."""
-    layout = SpillLayout.of(part, plan.precision, plan.layer_order, plan.state_slots)
+    layout = spill_layout(plan, part)
     if not layout.extents:
         return None
     store = MemoryStore()

@@ -92,12 +92,17 @@ def plan_of(run_dir: Path) -> Plan:
 
 
 def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch] | None = None) -> Result:
-    """The reference under the run's settings and, as its plan says, with its threads and loss chunks.
-
-    `batches`: those of the run; None: of the shipped text.
-    """
+    """The reference under the run's settings. `batches`: those of the run; None: of the shipped text."""
     plan, train = plan_of(run_dir), tree["train"]
-    recipe = Recipe(
+    if batches is None:
+        batches = text_batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
+    return train_reference(Path(tree["model"]["path"]), batches, recipe_of(run_dir, tree))
+
+
+def recipe_of(run_dir: Path, tree: Mapping[str, Any]) -> Recipe:
+    """The run's settings with the threads and loss chunks that its plan says."""
+    plan, train = plan_of(run_dir), tree["train"]
+    return Recipe(
         steps=train["steps"],
         lr=train["lr"],
         schedule=train.get("schedule", "cosine"),
@@ -109,14 +114,12 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch
         clip=train.get("clip", 1.0),
         seed=train.get("seed", 0),
         precision=train["precision"],
+        moments=train.get("moments", "fp32"),
         grad_dtype=train.get("grad_dtype", "fp32"),
         micro_batch_size=plan.micro_batch_size,
         loss_chunk_tokens=plan.loss_chunk_tokens,
         num_threads=plan.num_compute_threads,
     )
-    if batches is None:
-        batches = text_batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
-    return train_reference(Path(tree["model"]["path"]), batches, recipe)
 
 
 def _own(group: Mapping[str, Any]) -> Own:

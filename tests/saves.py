@@ -18,6 +18,7 @@ LAYERS = {"embed": 1000, "layers.0": 3 * 4096 + 1, "head": 7}
 ITEMSIZES = {
     "bf16": {"working": 2, "residual": 2, "m": 4, "v": 4},
     "fp32": {"master": 4, "m": 4, "v": 4},
+    "bf16 with bf16 moments": {"working": 2, "residual": 2, "m": 2, "v": 2},
 }
 State = dict[tuple[str, str], bytearray]  # by layer and kind
 

@@ -45,7 +45,8 @@ def deepened(
     )
     boundary, kept = ((v[0], *v[-2:-1] * num_layers, v[-1]) for v in (activations.boundary, activations.kept))
     private = (False, *(True,) * num_layers, False)
-    return whole, replace(activations, boundary=boundary, kept=kept, private=private)
+    replayable = (False, False, *(True,) * (num_layers - 1), False)
+    return whole, replace(activations, boundary=boundary, kept=kept, private=private, replayable=replayable)
 
 
 def _renamed(layer: LayerSpec, old: int, new: int) -> LayerSpec:

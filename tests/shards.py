@@ -6,7 +6,7 @@ import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -141,6 +141,11 @@ class Shards(ShardedState):
             shard.load(source)
 
 
+def hyper_for(precision: Precision) -> Hyper:
+    """Moments in bf16 are rounded with the seed 0, and go without Muon."""
+    return HYPER if precision.moments == "fp32" else replace(HYPER, muon=None, moments_seed=0)
+
+
 def shard_over(
     part: ShardLayout,
     precision: Precision,
@@ -159,7 +164,7 @@ def shard_over(
         residual=residual,
         m=own["m"],
         v=own["v"],
-        hyper=HYPER,
+        hyper=hyper_for(precision),
         num_threads=num_threads,
         journal=memoryview(bytearray(Journal.num_bytes(part, precision, num_threads))) if journal is None else journal,
         kernels=kernels,

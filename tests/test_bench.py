@@ -96,6 +96,17 @@ def test_surroundings_and_settings(report: dict[str, Any]) -> None:
     assert report["plan"]["activations"] == {"keep": 4}
 
 
+def test_the_plan_that_was_compared_is_the_one_before_step_1(report: dict[str, Any]) -> None:
+    compared = report["comparison"]
+    assert compared["plan_sha256"] == report["plan_sha256"]
+    assert (compared["first_step"], compared["last_step"]) == (1, 5)
+    terms = {term["name"]: term for term in compared["terms"]}
+    assert terms["step"]["predicted"] == report["prediction"]["step_s"]
+    assert terms["host"]["measured"] > report["memory"]["arena_bytes"]
+    assert 0 < terms["updates"]["measured"] < report["all_step_s"][0]
+    assert report["prediction"]["profile"]["version"] == 1
+
+
 def test_the_table(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     print_table(report)
     out = capsys.readouterr().out
@@ -139,7 +150,7 @@ def test_the_run_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "num_parameters"),
     [("qwen2.5_3.1b", 3_085_938_688), ("qwen2.5_7.6b", 7_615_616_512), ("qwen2.5_14.8b", 14_770_033_664),
-     ("qwen2.5_32.8b", 32_763_876_352), ("llama3.2_depth", 1_965_672_448)],
+     ("qwen2.5_32.8b", 32_763_876_352), ("qwen2.5_72b", 72_706_203_648), ("llama3.2_depth", 1_965_672_448)],
 )  # fmt: skip
 def test_the_configurations_have_the_sizes_of_their_names(name: str, num_parameters: int) -> None:
     options = BenchOptions(2, 8)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from megatrain_ray.config import TrainConfig
+from megatrain_ray.engine import owned_storages
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS, CompileTrial
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
@@ -183,24 +184,32 @@ def test_another_value_is_refused_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)  # a C++ compiler at work, several minutes where other processes have the cores
 @pytest.mark.parametrize(
-    ("name", "budget"),
+    ("name", "budget", "segment", "kept"),
     [
-        pytest.param("Llama, tied", 0.4, id="tied"),
-        pytest.param("GPT-2", 1.0, id="dropout"),
-        pytest.param("Mixtral", 0.0, id="router logits", marks=needs_traced_experts),
+        pytest.param("Llama, tied", 0.4, 1, Tier.HOST, id="tied, kept on the host"),
+        pytest.param("GPT-2", 1.0, 2, Tier.HOST, id="dropout, segments, kept on the host"),
+        pytest.param("Mixtral", 0.0, 3, Tier.HBM, id="router logits, segments", marks=needs_traced_experts),
     ],
 )
-def test_a_step_computes_the_same(tmp_path: Path, name: str, budget: float, caplog: pytest.LogCaptureFixture) -> None:
-    """Released slots are NaN, layers come back elsewhere, and all run the graph that was compiled for the first."""
+def test_a_step_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, budget: float, segment: int, kept: Tier,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Released slots are NaN, layers come back elsewhere, and all run the graph that was compiled for the first, with
+    the same dropout where they run twice."""
     caplog.set_level(logging.INFO, "megatrain_ray.engine")
+    monkeypatch.setattr(owned_storages, "SMALL_BYTES", 1)  # all of these are
     build_family(name, tmp_path)
     batches, recipe = family_batches(2), Recipe(2, seed=3)
     held_out = batches[:1] if name == "Llama, tied" else []
     torch._dynamo.utils.counters.clear()
-    ours = train_engine(tmp_path, batches, recipe, Mode(activation_budget=budget, num_fragments=3), held_out=held_out)
+    mode = Mode(activation_budget=budget, num_fragments=3, segment=segment, kept=kept)
+    ours = train_engine(tmp_path, batches, recipe, mode, held_out=held_out)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     theirs = train_engine(tmp_path, batches, recipe, Mode(), held_out=held_out)
     assert [layer.activation_budget for layer in ours.plan.layers] == [1.0, budget, budget, budget, 1.0]
+    assert ours.plan.replayed_layers == ({i for i in (1, 2) if i % segment})
+    assert (ours.moved("kept") > 0) is (kept is Tier.HOST)
     assert not [record.message for record in caplog.records if "uncompiled" in record.message]
     assert graphs == (3 if held_out else 2) + 1, "one for the plan, one to train, one to evaluate; the loss"
     assert ours.losses == pytest.approx(theirs.losses, rel=BOUND)

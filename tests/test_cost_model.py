@@ -86,6 +86,23 @@ def test_near_the_feasibility_probe(
     assert prediction.bottleneck == ("optimizer" if updates and sequences < 64 else "compute")
 
 
+def test_an_update_takes_the_time_of_its_bytes() -> None:
+    """26 of a parameter by which the rate was measured: state read and written, and a gradient of 2; 18 with moments in
+    bf16, by shards and by the device."""
+    structure, activations = shape()
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    request = replace(REQUEST, num_micro_batches=1)
+
+    def update_s(precision: Precision, name: str) -> float:
+        candidate = Candidate(OUTER, KEEP, 3, 2)
+        plan = build_plan(structure, activations, MACHINE, replace(request, precision=precision), candidate)
+        return Prices(plan, basis, activations).of_layer(name, 1)
+
+    for name in ("shards", "update"):
+        ratio = update_s(Precision.BF16_NARROW, name) / update_s(Precision.BF16, name)
+        assert ratio == pytest.approx(18 / 26)
+
+
 def test_near_a_run_of_the_engine() -> None:
     """benchmarks/results/2026-11-21_h200_7b_train.json: 16 × 1024 tokens, kept, clipping, one micro-batch."""
     prediction = predicted(replace(REQUEST, num_micro_batches=1), Candidate(OUTER, KEEP, 3, 2))

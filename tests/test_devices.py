@@ -17,6 +17,7 @@ from megatrain_ray.engine.cuda_device import CudaDevice, num_gpus
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.journal import Part
 from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.stochastic_rounding import rounding_counter
 from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import split
@@ -201,32 +202,38 @@ def test_muon_is_that_of_the_same_device(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
-def test_an_update_on_the_device_is_torchs_on_the_cpu(device: Device, is_split: bool, dtype: torch.dtype) -> None:
-    """Bit for bit, body, blocks and tail: three million elements and five."""
-    hyper, weighting, size = Hyper(0.9, 0.95, 1e-8, 0.1), Weighting(0.7, 0.1), 3_000_005
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["moments", "narrow moments"])
+def test_an_update_on_the_device_is_torchs_on_the_cpu(
+    device: Device, moments: torch.dtype, is_split: bool, dtype: torch.dtype
+) -> None:
+    """Bit for bit, body, blocks and tail: three million elements and five, the last ones of which have random bits of
+    counters that begin at 0 again."""
+    hyper = Hyper(0.9, 0.95, 1e-8, 0.1, moments_seed=5 if moments is torch.bfloat16 else None)
+    weighting, size = Weighting(0.7, 0.1), 3_000_005
     generator = torch.Generator().manual_seed(0)
     master, m, g = (torch.randn(size, generator=generator) * scale for scale in (1.0, 1e-3, 1e-2))
-    v, gradient = torch.rand(size, generator=generator) * 1e-5, g.to(dtype)
+    v, gradient = (torch.rand(size, generator=generator) * 1e-5).to(moments), g.to(dtype)
     working, residual = split(master) if is_split else (master, None)
-    here = AdamState(working, residual, m, v)
+    here = AdamState(working, residual, m.to(moments), v)
     there = AdamState(*(None if t is None else t.to(device.torch_device, copy=True) for t in here))  # type: ignore[arg-type]
     rates = Rates(torch.tensor(7.0), 1e-3, 0.3)
+    first = -2_999_000 - rounding_counter(5, 7, "w", 0)
     with closing(TorchBlocks(1, hyper)) as kernel:
-        kernel.update([Part(here, 0, weighting, 0)], gradient, rates, None)
+        kernel.update([Part(here, 0, weighting, 0, "w", first)], gradient, rates, None)
     with closing(device.open_update_kernel(hyper)) as kernel, device.activate():
-        kernel.update([Part(there, 0, weighting, 0)], gradient.to(device.torch_device), rates, None)
+        kernel.update([Part(there, 0, weighting, 0, "w", first)], gradient.to(device.torch_device), rates, None)
         for name, mine, theirs in zip(AdamState._fields, there, here, strict=True):
             assert mine is theirs is None or torch.equal(mine.cpu(), theirs), name  # type: ignore[union-attr, arg-type]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "moments"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("hbm_layers", [frozenset({0, 2}), frozenset(range(5))], ids=["some", "all"])
 def test_where_layers_live_changes_no_bit(
-    tmp_path: Path, make: Make, hbm_layers: frozenset[int], clip: float | None, precision: str
+    tmp_path: Path, make: Make, hbm_layers: frozenset[int], clip: float | None, precision: str, moments: str
 ) -> None:
     build_tiny(tmp_path, tied=True)
-    recipe = Recipe(4, precision=precision, micro_batch_size=2, clip=clip)
+    recipe = Recipe(4, precision=precision, moments=moments, micro_batch_size=2, clip=clip)
     ours, theirs = (
         train_engine(tmp_path, tiny_batches(4), recipe, Mode(hbm_layers=layers), make_device=make)
         for layers in (hbm_layers, frozenset())
@@ -275,6 +282,29 @@ def test_where_boundaries_wait_changes_no_bit(
         for tier in (Tier.HOST, Tier.HBM)
     )  # fmt: skip
     assert ours.plan.boundary_bytes
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
+
+
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("num_staying", [0, 1])
+def test_where_what_is_kept_waits_changes_no_bit(
+    tmp_path: Path, make: Make, order: LoopOrder, precision: str, num_staying: int
+) -> None:
+    """Its memory is somebody else's between forward and backward; with dropout, whose masks are kept."""
+    build_tiny(tmp_path, num_layers=8, attention_dropout=0.1)
+    recipe = Recipe(4, precision=precision, micro_batch_size=2)
+    ours, theirs = (
+        train_engine(
+            tmp_path, tiny_batches(4), recipe,
+            Mode(order, boundaries=tier, kept=tier, num_staying=num_staying, hbm_layers=frozenset({0, 2})),
+            make_device=make,
+        )
+        for tier in (Tier.HOST, Tier.HBM)
+    )  # fmt: skip
+    assert ours.count("kept") == 4 * 2 * 2 * (8 - num_staying)
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name
@@ -335,6 +365,17 @@ def test_cuda_takes_no_more_memory_than_it_may() -> None:
             torch.empty(9 << 29, dtype=torch.uint8, device=device.torch_device)
     with closing(CudaDevice()) as device:
         torch.empty(9 << 29, dtype=torch.uint8, device=device.torch_device)
+
+
+@pytest.mark.skipif(not num_gpus(), reason="needs a GPU")
+def test_cuda_knows_what_is_free() -> None:
+    with closing(CudaDevice()) as device:
+        torch.cuda.empty_cache()  # or what earlier tests left is taken first
+        before = device.free_bytes()
+        taken = torch.empty(1 << 30, dtype=torch.uint8, device=device.torch_device)
+        after = device.free_bytes()
+        assert before is not None and after is not None
+        assert before - after >= taken.nbytes
 
 
 def test_cuda_is_refused_where_there_is_none() -> None:

@@ -36,6 +36,9 @@ def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     cache = tmp_path_factory.mktemp("cache")
+    disk = cache / "megatrain-ray" / "disks" / "0.json"  # of a folder that a run spilled to
+    disk.parent.mkdir(parents=True)
+    disk.touch()
     done = cli("doctor", str(tmp_path), "--measure", XDG_CACHE_HOME=str(cache))
     assert done.returncode == 0, done.stdout
     topics = [line[6:21].strip() for line in done.stdout.splitlines()]
@@ -47,6 +50,7 @@ def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
     assert list(tmp_path.iterdir()) == []
     [file] = (cache / "megatrain-ray" / "profiles").iterdir()
     assert HardwareProfile.from_json(file.read_text()).machine == this_machine("cpu")
+    assert not disk.exists()
     assert f"({file})" in done.stdout.splitlines()[2]
 
 

@@ -94,6 +94,16 @@ def test_boundaries_on_the_host_are_those_behind_the_lowest_trained_layer(tmp_pa
     assert moved == planned == set(range(lowest + 1, 4))
 
 
+@pytest.mark.parametrize("name", FREEZES)
+def test_what_is_kept_on_the_host_is_of_layers_with_a_backward(tmp_path: Path, name: str) -> None:
+    recipe, lowest = FREEZES[name]
+    ours, theirs = run(tmp_path, replace(recipe, micro_batch_size=2), Mode(LAYERS, kept=Tier.HOST))
+    assert_equal(ours, theirs, tmp_path)
+    moved = {r.op.layer for records in ours.records for r in records if r.op.name == "kept"}
+    planned = {i for i, layer in enumerate(ours.plan.layers) if layer.kept is Tier.HOST}
+    assert moved == planned == set(range(max(1, lowest), 4))
+
+
 @pytest.mark.parametrize(
     ("name", "clip"), [(name, (None, 0.05)[k % 2]) for k, name in enumerate(FREEZES)], ids=[*FREEZES]
 )

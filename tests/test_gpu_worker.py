@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import torch
 from megatrain_ray.arenas import WORKING, arena_sizes
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import DataWorker
+from megatrain_ray.device_memory import check_free
 from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.plan import ByteCount, Tier
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
 from megatrain_ray.errors import CapacityError
@@ -185,6 +187,30 @@ async def test_out_of_device_memory_is_explained(
     (error,) = info.value.exceptions
     counted = r"step 1: out of device memory, of which the plan counts \S+ \S+ of 24\.00 GiB; "
     assert re.fullmatch(counted + r".* Tried to allocate 2\.00 GiB\.", str(error))
+
+
+def test_device_memory_that_others_have_taken_is_named_before_anything_is_loaded(
+    ready: Prepared, handles: Handles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the limit that leaves them theirs: what is free, and the context, which is there by then."""
+    context = ByteCount(Tier.HBM, "context", 1 << 30, "")
+    plan = dataclasses.replace(ready.plan, rows=(*ready.plan.rows, context))
+    counted = ready.plan.total_bytes(Tier.HBM)
+    with ExitStack() as stack:
+        device = stack.enter_context(closing(CpuDevice()))
+        holder = stack.enter_context(closing(ArenaHolder.adopt([handles])))
+        monkeypatch.setattr("megatrain_ray.gpu_worker.make_device", lambda plan, deterministic: device)
+        monkeypatch.setattr(ArenaHolder, "adopt", lambda holders: holder)
+        check_free(plan, device)  # of host memory nobody knows
+        monkeypatch.setattr(device, "free_bytes", lambda: counted)
+        check_free(plan, device)
+        monkeypatch.setattr(device, "free_bytes", lambda: counted - 1)
+        with pytest.raises(CapacityError, match=rf"\(nvidia-smi .* hardware\.hbm_limit={counted - 1 + (1 << 30)}$"):
+            GpuWorker(dataclasses.replace(ready, plan=plan), [handles], never, never)
+
+
+async def never(number: int) -> Batch:
+    raise AssertionError(f"batch {number} was asked for")
 
 
 @pytest.mark.parametrize(

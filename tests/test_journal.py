@@ -16,7 +16,7 @@ from megatrain_ray.engine.plan import Precision
 from megatrain_ray.errors import MegatrainError
 from tests.transactions import KERNELS, MAX_THREADS, Memory, header, one_layer
 
-PRECISIONS = [Precision.BF16, Precision.FP32]
+PRECISIONS = [Precision.BF16, Precision.FP32, Precision.BF16_NARROW, Precision.FP32_NARROW]
 OLD, TORN = 40, 41  # serials
 DIRECTIONS = Memory.anonymous(Precision.FP32).directions()
 
@@ -184,7 +184,7 @@ def test_a_roll_back_that_is_killed_is_done_again() -> None:
 
 
 def test_a_journal_made_for_fewer_threads_or_a_smaller_shard_is_refused() -> None:
-    part = one_layer()
+    part = one_layer(Precision.BF16)
     memory = memoryview(bytearray(Journal.num_bytes(part, Precision.BF16, 2)))
     Journal(memory, part, Precision.BF16, 2)
     Journal(memory, part, Precision.BF16, 1)
@@ -196,8 +196,8 @@ def test_a_journal_made_for_fewer_threads_or_a_smaller_shard_is_refused() -> Non
 
 def test_size() -> None:
     """A room for a block each, and little else."""
-    part = one_layer()
-    for precision, itemsize in ((Precision.BF16, 12), (Precision.FP32, 12)):
+    for precision, itemsize in zip(PRECISIONS, (12, 12, 8, 8), strict=True):
+        part = one_layer(precision)
         rooms = 16 * BLOCK_UNITS * UNIT_ELEMENTS * itemsize
         assert rooms <= Journal.num_bytes(part, precision, 16) <= rooms + 8192
 

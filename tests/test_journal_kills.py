@@ -46,7 +46,7 @@ class Updater:
 
 @contextmanager
 def updating(precision: Precision, kernel: str, num_threads: int) -> Iterator[tuple[Updater, Words, Memory]]:
-    part = one_layer()
+    part = one_layer(precision)
     fd = os.memfd_create("journal kills")
     os.truncate(fd, WORD_BYTES + Memory.num_bytes(part, precision))
     buffer = memoryview(mmap.mmap(fd, 0))
@@ -70,7 +70,7 @@ def updating(precision: Precision, kernel: str, num_threads: int) -> Iterator[tu
     assert child.returncode == 0
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32, Precision.BF16_NARROW], ids=lambda p: p.value)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_killed_at_random_moments(kernel: str, precision: Precision) -> None:
     """The other kernel rolls forward every second time, with one thread or two."""

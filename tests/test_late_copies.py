@@ -23,6 +23,8 @@ LAYERS, RECOMPUTE = LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE
     [
         pytest.param(Mode(boundaries=Tier.HOST), Recipe(STEPS), id="boundaries"),
         pytest.param(Mode(LAYERS, RECOMPUTE, boundaries=Tier.HOST), Recipe(STEPS), id="boundaries, layers outer"),
+        pytest.param(Mode(kept=Tier.HOST), Recipe(STEPS), id="kept"),
+        pytest.param(Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, num_staying=1), Recipe(STEPS), id="kept, both"),
         pytest.param(Mode(sums=Tier.HOST), Recipe(STEPS, clip=None, loss_chunk_tokens=24), id="sums"),
         pytest.param(
             Mode(sums=Tier.HOST, gradients=Tier.HBM, hbm_layers=frozenset({0, 2})), Recipe(STEPS), id="sums, moved"

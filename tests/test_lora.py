@@ -25,6 +25,7 @@ MODES = {
     "outer": Mode(OUTER, KEEP, num_shards=2, num_fragments=3),
     "layers": Mode(LAYERS, KEEP, num_shards=3),
     "recomputed": Mode(LAYERS, RECOMPUTE),
+    "kept on the host": Mode(LAYERS, KEEP, boundaries=Tier.HOST, kept=Tier.HOST),
     "on the host": Mode(OUTER, RECOMPUTE, num_shards=2, sums=Tier.HOST),
 }
 

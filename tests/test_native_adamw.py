@@ -30,14 +30,16 @@ from megatrain_ray.errors import MegatrainError
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 MUON = Muon(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=LrAdjustment.ORIGINAL)
+NARROW = replace(HYPER, moments_seed=5)
 LARGEST = (3 << 20) + 1
 
 
-def state_of(size: int, *, is_split: bool) -> AdamState:
+def state_of(size: int, *, is_split: bool, is_narrow: bool = False) -> AdamState:
     generator = torch.Generator().manual_seed(size)
     master, m, v = (torch.randn(size, generator=generator) * scale for scale in (0.02, 1e-3, 1e-5))
     working, residual = split(master) if is_split else (master, None)
-    return AdamState(working, residual, m, v.abs_())
+    dtype = torch.bfloat16 if is_narrow else torch.float32
+    return AdamState(working, residual, m.to(dtype), v.abs_().to(dtype))
 
 
 def parts_of(state: AdamState, sizes: Sequence[int]) -> list[Part]:
@@ -45,7 +47,8 @@ def parts_of(state: AdamState, sizes: Sequence[int]) -> list[Part]:
     parts, start, unit = [], 0, 0
     for index, size in enumerate(sizes):
         weighting = Weighting(1.0 if index % 3 else 0.7, HYPER.weight_decay * (index % 2))
-        parts.append(Part(state.cut(Span(start, start + size)), start, weighting, unit))
+        own = state.cut(Span(start, start + size))
+        parts.append(Part(own, start, weighting, unit, f"parameter {index}", 1000 * index))
         start, unit = start + size, unit + num_units(size)
     return parts
 
@@ -57,9 +60,8 @@ def native(num_threads: int = 2, hyper: Hyper = HYPER) -> NativeAdamW:
 
 
 def run(
-    kernel: UpdateKernel, sizes: Sequence[int], gradients: Sequence[Tensor], scale: float, *, is_split: bool
+    kernel: UpdateKernel, sizes: Sequence[int], gradients: Sequence[Tensor], scale: float, state: AdamState
 ) -> AdamState:
-    state = state_of(sum(sizes), is_split=is_split)
     for step, gradient in enumerate(gradients, 1):
         rates = Rates(torch.tensor(float(step)), 1e-3 / step, float(torch.tensor(scale)))
         kernel.update(parts_of(state, sizes), gradient, rates, None)
@@ -77,8 +79,10 @@ def compare(sizes: Sequence[int], dtype: torch.dtype, scale: float, *, is_split:
     gradients = [(torch.randn(sum(sizes), generator=generator) * 3e-3).to(dtype) for _ in range(2)]
     before = [gradient.clone() for gradient in gradients]
     with closing(native(hyper=hyper)) as kernel, closing(TorchBlocks(2, hyper)) as blocks:
-        got = run(kernel, sizes, gradients, scale, is_split=is_split)
-        assert_same(got, run(blocks, sizes, gradients, scale, is_split=is_split))
+        is_narrow = hyper.moments_seed is not None
+        got, want = (state_of(sum(sizes), is_split=is_split, is_narrow=is_narrow) for _ in range(2))
+        run(kernel, sizes, gradients, scale, got)
+        assert_same(got, run(blocks, sizes, gradients, scale, want))
     assert all(torch.equal(a, b) for a, b in zip(gradients, before, strict=True)), "a gradient was written"
 
 
@@ -88,15 +92,21 @@ def compare(sizes: Sequence[int], dtype: torch.dtype, scale: float, *, is_split:
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     scale=st.sampled_from([1.0, 0.1234567]),
     is_split=st.booleans(),
+    hyper=st.sampled_from([HYPER, NARROW]),
 )
-def test_sizes_and_modes(sizes: list[int], dtype: torch.dtype, scale: float, is_split: bool) -> None:
-    compare(sizes, dtype, scale, is_split=is_split)
+def test_sizes_and_modes(sizes: list[int], dtype: torch.dtype, scale: float, is_split: bool, hyper: Hyper) -> None:
+    compare(sizes, dtype, scale, is_split=is_split, hyper=hyper)
 
 
 @pytest.mark.parametrize("is_split", [True, False], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("size", [(1 << 18) + 7, (1 << 20) - 1, LARGEST])
 def test_large_sizes(size: int, is_split: bool) -> None:
     compare([size], torch.bfloat16, 0.3, is_split=is_split)
+
+
+def test_a_large_size_with_narrow_moments() -> None:
+    """Cut by threads and into blocks; random bits are those of elements."""
+    compare([77, (1 << 18) + 7], torch.bfloat16, 0.3, is_split=True, hyper=NARROW)
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5])
@@ -116,7 +126,12 @@ def test_every_variant_equals_torch(variant: int) -> None:
     with closing(native()) as best:
         if best._variant < variant:
             pytest.skip(f"this processor has no {VARIANTS[variant]}")
-        for hyper in (HYPER, *(replace(HYPER, muon=replace(MUON, momentum=m)) for m in (0.95, 0.5, 0.0))):
+        for hyper in (
+            HYPER,
+            NARROW,
+            replace(NARROW, beta1=0.3),
+            *(replace(HYPER, muon=replace(MUON, momentum=m)) for m in (0.95, 0.5, 0.0)),
+        ):
             check_kernel(partial(with_variant, variant, best._vector), hyper)
 
 
@@ -176,7 +191,8 @@ def test_other_compilers_make_the_same(compiler: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr("megatrain_ray.io.compiled.COMPILERS", (compiler,))
     monkeypatch.setattr(native_adamw, "_load_library", native_adamw._Library)
     with closing(native()) as kernel:
-        check_kernel(partial(NativeAdamW, vector=kernel._vector), HYPER)
+        for hyper in (HYPER, NARROW):
+            check_kernel(partial(NativeAdamW, vector=kernel._vector), hyper)
 
 
 @pytest.mark.parametrize("build", [partial(NativeAdamW, vector=8), TorchBlocks], ids=["native", "torch"])

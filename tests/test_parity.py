@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.plan import ActivationPolicy, Tier, UpdateOrder
+from megatrain_ray.engine.plan_spill import room_in_slots
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.trace import Stage
 from tests.reference import Recipe, Result, train_reference
@@ -26,9 +29,9 @@ LAYERS = LoopOrder.LAYERS_OUTER
 
 
 def run(
-    folder: Path, recipe: Recipe, mode: Mode, *, tied: bool = False, attention_dropout: float = 0.0, steps: int = STEPS
+    folder: Path, recipe: Recipe, mode: Mode, *, tied: bool = False, steps: int = STEPS, **shape: Any
 ) -> tuple[EngineResult, Result]:
-    build_tiny(folder, tied=tied, attention_dropout=attention_dropout)
+    build_tiny(folder, tied=tied, **shape)
     batches = tiny_batches(steps)
     return train_engine(folder, batches, recipe, mode), train_reference(folder, batches, recipe)
 
@@ -97,6 +100,56 @@ def test_boundaries_on_the_host_are_bit_equal(
     for stage in (Stage.D2H, Stage.H2D):
         moved = [r.op for r in ours.records[-1] if r.op.name == "boundary" and r.stage is stage]
         assert sorted((op.layer, op.micro_batch) for op in moved) == expected, stage
+
+
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("activations", ActivationPolicy)
+@pytest.mark.parametrize("boundaries", [Tier.HBM, Tier.HOST])
+@pytest.mark.parametrize("segment", [2, 8])
+def test_boundaries_that_are_computed_again_are_bit_equal(
+    tmp_path: Path, order: LoopOrder, activations: ActivationPolicy, boundaries: Tier, segment: int
+) -> None:
+    """Every layer that another one of its segment follows runs its forward twice."""
+    recipe = Recipe(STEPS, micro_batch_size=2)
+    mode = Mode(order, activations, num_shards=2, boundaries=boundaries, segment=segment)
+    ours, theirs = run(tmp_path, recipe, mode)
+    assert_mode_ran(ours, recipe, mode)
+    assert_equal(ours, theirs)
+    blocks = range(1, len(ours.plan.layers) - 1)
+    twice = [layer for layer in blocks[:-1] if layer % segment]
+    assert sorted(ours.plan.replayed_layers) == twice
+    assert sorted(r.op.layer for r in ours.records[-1] if r.op.name == "replay") == sorted([*twice, *twice])
+
+
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+@pytest.mark.parametrize(
+    ("precision", "dropout", "mode"),
+    [
+        pytest.param("fp32", 0.0, Mode(boundaries=Tier.HOST), id="fp32, with boundaries"),
+        pytest.param("bf16", 0.0, Mode(hbm_layers=frozenset({0, 2})), id="bf16, layers in HBM"),
+        pytest.param("fp32", 0.1, Mode(segment=2, num_fragments=3), id="fp32, dropout, segments"),
+        pytest.param("bf16", 0.1, Mode(boundaries=Tier.HOST, segment=3), id="bf16, dropout, segments with boundaries"),
+    ],
+)
+def test_what_is_kept_on_the_host_is_bit_equal(
+    tmp_path: Path, order: LoopOrder, micro_batch_size: int, precision: str, dropout: float, mode: Mode
+) -> None:
+    """Of all blocks but the last one, as much as the plan says, but for small storages."""
+    recipe = Recipe(3, micro_batch_size=micro_batch_size, precision=precision)
+    mode = replace(mode, order=order, num_shards=2, kept=Tier.HOST, num_staying=1)
+    ours, theirs = run(tmp_path, recipe, mode, attention_dropout=dropout, steps=3)
+    assert_equal(ours, theirs)
+    blocks = [i for i, layer in enumerate(ours.plan.layers) if layer.kept is Tier.HOST]
+    assert blocks == [1, 2]
+    planned = sum(layer.kept_bytes for layer in ours.plan.layers)
+    assert ours.plan.kept_bytes == planned * ours.plan.num_live_micro_batches
+    for stage in (Stage.D2H, Stage.H2D):
+        moved = [r.op for r in ours.records[-1] if r.op.name == "kept" and r.stage is stage]
+        expected = [(layer, j) for layer in blocks for j in range(4 // micro_batch_size)]
+        assert sorted((op.layer, op.micro_batch) for op in moved) == expected, stage
+        per_micro_batch = sum(op.num_bytes for op in moved) / ours.plan.num_micro_batches
+        assert 0.9 * planned < per_micro_batch <= planned
 
 
 @pytest.mark.parametrize("order", LoopOrder)
@@ -183,12 +236,67 @@ def test_sums_that_wait_on_the_host_are_bit_equal(tmp_path: Path, grad_dtype: st
 def test_state_that_spills_is_bit_equal(
     tmp_path: Path, order: LoopOrder, clip: float | None, spilled: set[int]
 ) -> None:
-    """Every state is read and written once a step; when the last one ends the next two have been read."""
+    """Every state is read and written once a step, in several parts; when the last one ends as much has been read again
+    as slots have room for."""
     recipe = Recipe(STEPS, precision="bf16", clip=clip)
     mode = Mode(order, num_shards=2, spilled=frozenset(spilled))
     ours, theirs = run(tmp_path, recipe, mode, tied=True)
     assert_mode_ran(ours, recipe, mode)
-    assert (ours.count("write"), ours.count("read")) == (STEPS * len(spilled), STEPS * len(spilled) + 2)
+    layers, precision = ours.layout.layers, ours.plan.precision
+    state = sum(layers[i].trained.size for i in spilled) * precision.state_bytes
+    assert state > 2 * room_in_slots(ours.plan, ours.layout)
+    ahead = room_in_slots(ours.plan, ours.layout)
+    assert (ours.moved("write"), ours.moved("read")) == (STEPS * state, STEPS * state + ahead)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stored", "spilled"),
+    [({1, 2, 3}, set()), ({0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}), ({2, 3, 4}, {3}), ({3}, {1, 2})],
+    ids=["gradients", "all", "less state", "elsewhere"],
+)
+def test_gradients_that_wait_on_disk_are_bit_equal(
+    tmp_path: Path, order: LoopOrder, grad_dtype: str, stored: set[int], spilled: set[int]
+) -> None:
+    """Each is written and read once a step, through the slots of the state, some of which is on disk too. The slab has
+    room for one at a time, beside those that stay."""
+    recipe = Recipe(STEPS, precision="bf16", grad_dtype=grad_dtype)
+    mode = Mode(order, num_shards=2, stored=frozenset(stored), spilled=frozenset(spilled))
+    ours, theirs = run(tmp_path, recipe, mode, tied=True)
+    assert_mode_ran(ours, recipe, mode)
+    sizes, plan = ours.layout.trained_sizes, ours.plan
+    assert set(plan.stored_layers) == stored
+    gradients = sum(sizes[i] for i in stored) * plan.wire_dtype.itemsize
+    state = sum(sizes[i] for i in spilled) * plan.precision.state_bytes
+    assert (ours.moved("store"), ours.moved("write")) == (STEPS * gradients, STEPS * state)
+    assert ours.moved("read") == STEPS * (gradients + state)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("hbm_layers", [set(), {0, 1}], ids=["none on the device", "two on the device"])
+def test_gradients_that_wait_in_all_places_are_bit_equal(
+    tmp_path: Path, order: LoopOrder, num_micro_batches: int, hbm_layers: set[int]
+) -> None:
+    """On the device, in the slab, and on disk."""
+    recipe = Recipe(STEPS, precision="bf16", micro_batch_size=4 // num_micro_batches)
+    mode = Mode(
+        order, num_shards=2, num_waiting=1, stored=frozenset({4, 5}), spilled=frozenset({5}),
+        hbm_layers=frozenset(hbm_layers), segment=2,
+    )  # fmt: skip
+    ours, theirs = run(tmp_path, recipe, mode, num_layers=5)
+    assert_mode_ran(ours, recipe, mode)
+    tiers = [layer.gradients for layer in ours.plan.layers]
+    assert tiers == [
+        *[Tier.HBM] * (1 + len(hbm_layers)),
+        *[Tier.HOST] * (3 - len(hbm_layers)),
+        Tier.NVME,
+        Tier.NVME,
+        Tier.HOST,
+    ]
     assert_equal(ours, theirs)
 
 

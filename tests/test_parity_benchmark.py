@@ -83,6 +83,7 @@ def test_every_mode_has_a_plan_and_another_plan_is_seen(tmp_path: Path) -> None:
         ({"hbm_share": 0.5}, ["hbm_layers"]),
         ({"gradients": Tier.HBM}, ["gradients_waiting_in_hbm"]),
         ({"boundaries": Tier.HOST, "order": LoopOrder.LAYERS_OUTER}, ["order", "boundaries_on_host"]),
+        ({"late_budget": 0.8, "kept": Tier.HOST}, ["kept_on_host", "activation_budgets"]),
         ({"num_micro_batches": 2}, ["num_micro_batches"]),
         ({"clips": False}, ["update_order"]),
     ):

@@ -17,7 +17,7 @@ from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_search import candidates
-from megatrain_ray.engine.planner import draft_plan
+from megatrain_ray.engine.planner import Drafts
 from megatrain_ray.engine.visits import LoopOrder
 from tests.shapes import qwen
 
@@ -46,10 +46,11 @@ def basis_of(profile: HardwareProfile, disk_bytes_per_s: float = 3e9) -> CostBas
 def plans(request: Request, machine: Machine = MACHINE) -> Iterator[tuple[Plan, ActivationBytes]]:
     structure, activations = shape()
     activations = activations.times(request.micro_batch_size)
+    drafts = Drafts(structure, structure.layout(), activations, machine, request)
     for candidate in candidates(structure, request):
         for count in (0, 1, 5, 12):
             on_device = replace(candidate, hbm_layers=frozenset(range(count)))
-            yield draft_plan(structure, structure.layout(), activations, machine, request, on_device), activations
+            yield drafts.plan(on_device), activations
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -91,7 +92,7 @@ def test_no_plan_that_spills_is_faster(changes: dict[str, Any], disk_bytes_per_s
 def bounds_and_step(profile: str, request: Request, candidate: Candidate) -> tuple[Bounds, float]:
     (structure, activations), basis = shape(), basis_of(PROFILES[profile])
     activations = activations.times(request.micro_batch_size)
-    plan = draft_plan(structure, structure.layout(), activations, MACHINE, request, candidate)
+    plan = Drafts(structure, structure.layout(), activations, MACHINE, request).plan(candidate)
     return Bounds(plan, basis, activations), predict(plan, basis, activations).step_s
 
 

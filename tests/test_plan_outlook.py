@@ -91,7 +91,7 @@ def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_spills_wears_a_drive(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    limits = "hardware.hbm_limit=4GiB", "hardware.ram_limit=4600MiB"
+    limits = "hardware.hbm_limit=4GiB", "hardware.ram_limit=5880MiB"
     short = (*limits, "hardware.hbm_layers=0", "spill.path=/nowhere/spill")
     plan = planned(capsys, str(path), *short)
     spilled = sum(row["num_bytes"] for row in plan["rows"] if row["tier"] == "nvme")

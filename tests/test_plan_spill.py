@@ -22,6 +22,7 @@ from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
+from megatrain_ray.engine.plan_fill import FILLED_SHARE
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_rows import host_rows
@@ -85,6 +86,10 @@ def state_bytes(layer: int) -> int:
     return 10 * shape()[0].layout().layers[layer].trained.size
 
 
+def gradient_bytes(plan: Plan, layer: int) -> int:
+    return plan.wire_dtype.itemsize * shape()[0].layout().layers[layer].trained.size
+
+
 STEPS = range(0, 10 * state_bytes(1), state_bytes(1) // 3)
 
 
@@ -94,7 +99,10 @@ def test_nothing_spills_where_the_host_has_room(machine: Machine) -> None:
     plan = chosen(machine)
     assert not plan.spilled_layers
     assert plan.state_slots == plan.total_bytes(Tier.NVME) == 0
-    assert plan == replace(chosen(replace(machine, spill=None)), spill_limit_bytes=DISK.limit_bytes)
+    without = chosen(replace(machine, spill=None))
+    assert without.prediction and plan.prediction
+    rates = replace(without.prediction, profile=plan.prediction.profile)  # which have a disk
+    assert plan == replace(without, spill_limit_bytes=DISK.limit_bytes, prediction=rates)
     assert "on disk" not in describe(plan)
 
 
@@ -155,14 +163,13 @@ def test_what_muon_or_nobody_trains_does_not_spill() -> None:
 
 
 def test_what_cannot_help_does_not_spill() -> None:
-    """Three layers in memory take as much as the state of three: of two ends alone nothing is gained, and ends many
-    times as large as a block make slots of that size."""
+    """Three layers in memory take as much as the state of three: of two ends alone nothing is gained."""
     ends = planned(1 << 40, rules=ParameterRules(freeze=(r"layers\.",)))
     assert not ends.spilled_layers
     assert ends.total_bytes(Tier.NVME) == ends.state_slots == 0
     structure, activations = qwen(12, 512, hidden=512, heads=4, kv_heads=2, inner=1024)
     plan = build_plan(structure, activations, replace(CUDA, ram_bytes=0), REQUEST, CANDIDATE)
-    assert plan.spilled_layers == frozenset(range(1, 13))
+    assert plan.spilled_layers == frozenset(range(14))
 
 
 def test_the_folder_of_spill_files_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,16 +181,17 @@ def test_the_folder_of_spill_files_is_the_drivers(tmp_path: Path, monkeypatch: p
 
 
 def bytes_of(plan: Plan, structure: ModelStructure) -> tuple[dict[Tier, int], dict[Tier, int]]:
-    """Of optimizer state, by tier: as counted, and as a run takes them."""
+    """Of optimizer state, by tier, and of gradients on disk: as counted, and as a run takes them."""
     names, layout = ("optimizer state", "state slots"), structure.layout()
     counted = {tier: sum(x.num_bytes for x in plan.rows if x.tier is tier and x.name in names) for tier in Tier}
+    counted[Tier.NVME] = plan.total_bytes(Tier.NVME)
     arenas = arena_sizes(plan, layout)
     on_disk = sum(file.nbytes for file in spill_files(plan, layout, "/nowhere").values())
     in_memory = sum(arenas[state_arena(k)] for k in range(plan.num_shards))
     return counted, {Tier.HOST: in_memory, Tier.NVME: on_disk, Tier.HBM: 0}
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32, Precision.BF16_NARROW])
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_run_takes_no_more_than_is_counted(num_shards: int, num_nodes: int, precision: Precision) -> None:
@@ -194,7 +202,9 @@ def test_a_run_takes_no_more_than_is_counted(num_shards: int, num_nodes: int, pr
         assert all(counted[tier] >= taken[tier] for tier in Tier)
         cut = 3 * plan.state_slots * num_shards * plan.shard_cut_elements * plan.precision.state_bytes
         assert counted[Tier.HOST] - taken[Tier.HOST] <= max(cut, 4096 * num_shards)
-        assert counted[Tier.NVME] - taken[Tier.NVME] <= len(plan.spilled_layers) * num_shards * 3 * 4096
+        filled_up = 3 * len(plan.spilled_layers) * num_shards * 3 * 4096  # at most 3 extents of 3 kinds
+        filled_up += 3 * len(plan.stored_layers) * num_shards * 4096
+        assert counted[Tier.NVME] - taken[Tier.NVME] <= filled_up
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])
@@ -251,8 +261,9 @@ RATES = [1e7 * 2**n for n in range(20)]
 def test_a_step_takes_at_least_what_the_disk_does(num_micro_batches: int, clip: bool, order: LoopOrder) -> None:
     changes = {"clip": clip, "num_micro_batches": num_micro_batches, "order": order}
     plan = planned(6 * state_bytes(1), **changes)
-    assert len(plan.spilled_layers) > 6
+    assert len(plan.spilled_layers) > 4
     spilled = sum(state_bytes(layer) for layer in plan.spilled_layers)
+    spilled += sum(gradient_bytes(plan, layer) for layer in plan.stored_layers)
     steps = []
     for rate in RATES:
         prediction, bounds = predicted(plan, rate), Bounds(plan, basis_of(rate), shape()[1])
@@ -303,3 +314,18 @@ def test_what_fits_in_device_memory_is_not_on_a_slow_disk() -> None:
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] == 0
     assert all(less * (1 + TIE) >= more for less, more in itertools.pairwise(steps))
+
+
+def test_gradients_take_the_place_of_activations_before_they_are_on_disk() -> None:
+    """As many as the device has room for when activations have gone, of the layers whose backward comes last."""
+    short = replace(CUDA, ram_bytes=needed_ram(CUDA) - 6 * state_bytes(1), hbm_bytes=2200 << 20)
+    plan = chosen(short, hbm_layers=2)
+    waiting = plan.departing_layers
+    assert waiting == (*range(2, 2 + len(waiting)),)
+    assert waiting
+    assert plan.stored_layers
+    assert plan.total_bytes(Tier.HBM) <= FILLED_SHARE * short.hbm_bytes
+    in_hbm = next(row.num_bytes for row in plan.rows if row.name == "gradients in HBM")
+    assert in_hbm < sum(gradient_bytes(plan, layer) for layer in (0, 1, *waiting))
+    roomy = chosen(replace(short, ram_bytes=needed_ram(CUDA)), hbm_layers=2)
+    assert not roomy.departing_layers

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatrain_ray.engine import owned_storages
 from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
 from megatrain_ray.engine.visits import LoopOrder
@@ -28,23 +29,31 @@ def moved(records: Iterable[Record], stage: Stage) -> int:
     [
         (Recipe(2, micro_batch_size=4), Mode(), False),
         (Recipe(2, micro_batch_size=4), Mode(spilled=frozenset({1, 2, 3})), False),
+        (Recipe(2, micro_batch_size=4), Mode(spilled=frozenset({2, 3}), stored=frozenset({1, 2, 3})), False),
         (Recipe(2, micro_batch_size=1, precision="bf16"), Mode(num_fragments=3), True),
         (Recipe(2, micro_batch_size=2, precision="bf16", grad_dtype="bf16"), Mode(LoopOrder.LAYERS_OUTER), False),
         (Recipe(2, micro_batch_size=1), Mode(activations=ActivationPolicy.RECOMPUTE, sums=Tier.HOST), True),
         (Recipe(2, micro_batch_size=1), Mode(sums=Tier.HOST, hbm_layers=frozenset({0, 2})), True),
         (Recipe(2, micro_batch_size=1), Mode(LoopOrder.LAYERS_OUTER, boundaries=Tier.HOST), False),
         (Recipe(2, micro_batch_size=2), Mode(boundaries=Tier.HOST), False),
+        (Recipe(2, micro_batch_size=2), Mode(boundaries=Tier.HOST, segment=3, num_block_slots=2), False),
+        (Recipe(2, micro_batch_size=2), Mode(kept=Tier.HOST, num_staying=1), False),
+        (Recipe(2, micro_batch_size=1), Mode(LoopOrder.LAYERS_OUTER, boundaries=Tier.HOST, kept=Tier.HOST), False),
         (Recipe(2, micro_batch_size=2, freeze=("embed", r"layers\.0\.")), Mode(boundaries=Tier.HOST), False),
         (Recipe(2, micro_batch_size=2, muon=MUON), Mode(num_shards=2), False),
         (Recipe(2, micro_batch_size=2, muon=MUON, clip=None), Mode(), False),
         (Recipe(2, micro_batch_size=2, freeze=("layers.0",)), Mode(), False),
     ],
 )
-def test_the_bytes_are_those_that_the_engine_copies(tmp_path: Path, recipe: Recipe, mode: Mode, tied: bool) -> None:
+def test_the_bytes_are_those_that_the_engine_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, mode: Mode, tied: bool
+) -> None:
+    """Small storages too."""
+    monkeypatch.setattr(owned_storages, "SMALL_BYTES", 1)
     folder = build_tiny(tmp_path / "model", tied=tied)
     structure, plan = plan_for(folder_source(folder).factory, recipe, mode, (4, 32))
     records = train_engine(folder, tiny_batches(2), recipe, mode).records
-    written = [r.op.num_bytes for of_step in records for r in of_step if r.op.name == "write"]
+    written = [r.op.num_bytes for of_step in records for r in of_step if r.op.name in ("write", "store")]
     assert moved_bytes(plan, structure) == {
         **{stage.value: moved(records[-1], stage) for stage in (Stage.H2D, Stage.D2H)},
         Stage.DISK.value: sum(written),  # of two steps, and as much is read

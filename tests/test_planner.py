@@ -15,16 +15,17 @@ from megatrain_ray.engine import cost_model
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
+from megatrain_ray.engine.plan import NARROW_MOMENTS, ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_rows import PROCESS_BYTES
+from megatrain_ray.engine.plan_rows import BESIDE_GPU_BYTES, PROCESS_BYTES
 from megatrain_ray.engine.plan_search import candidates, make_plan
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.units import format_bytes
+from tests.shapes import qwen
 
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
 HIDDEN, INNER, LAYERS, VOCAB, BATCH, SEQ = 128, 256, 4, 512, 2, 64
@@ -63,7 +64,7 @@ def test_twelve_bytes_a_parameter() -> None:
         "gradients in waiting": 2 * padded,
         # A block of 262144 elements a thread; 8 bytes for each 1024 of the largest layer, and for a part of them.
         "journals": 16 * 12 * (1 << 18) + 8 * (max(layer.size for layer in structure.layout().layers) // 1024 + 1),
-        "processes": 5 * PROCESS_BYTES,
+        "processes": 5 * PROCESS_BYTES + BESIDE_GPU_BYTES,
         "copies for saves": 12 * parameters,
     }
     assert host["copies for saves"] == plan.save_copy_bytes
@@ -71,6 +72,22 @@ def test_twelve_bytes_a_parameter() -> None:
     assert "copies for saves" not in rows(without, Tier.HOST)
     assert without.save_copy_bytes == 0
     assert padded - parameters < (LAYERS + 2) * 2048
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_NARROW, Precision.FP32_NARROW])
+def test_eight_bytes_a_parameter_with_moments_in_bf16(precision: Precision) -> None:
+    """State, journals, saves and layers on the device."""
+    (structure, activations), request = model(), replace(REQUEST, precision=precision)
+    plan = make_plan(structure, activations, MACHINE, request)
+    padded = structure.layout().size
+    host = rows(plan, Tier.HOST)
+    assert host["working copy"] + host["optimizer state"] == 8 * padded
+    assert host["journals"] == rows(make_plan(*model(), MACHINE, REQUEST), Tier.HOST)["journals"] - 16 * 4 * (1 << 18)
+    assert plan.save_bytes == plan.updated_bytes == 8 * plan.num_parameters
+    on_device = make_plan(structure, activations, MACHINE, replace(request, hbm_layers=1))
+    assert rows(on_device, Tier.HBM)["layers in HBM"] == 8 * structure.layout().layers[0].size
+    assert f"moments   {NARROW_MOMENTS}" in describe(plan)
+    assert plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -230,6 +247,37 @@ def test_boundaries_go_to_the_host_where_they_fill_the_device() -> None:
     assert f"boundary  activations of {LAYERS} layers wait on the host" in describe(away)
 
 
+@pytest.mark.parametrize("segment", [1, 2, 3, 8])
+def test_of_a_segment_one_boundary_waits_and_the_others_are_there_together(segment: int) -> None:
+    """And one more, that a replay copies there."""
+    structure, activations = model()
+    request = replace(REQUEST, num_micro_batches=4)
+    candidate = Candidate(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, 2, 1, segment=segment)
+    plan = build_plan(structure, activations, MACHINE, request, candidate)
+    blocks = plan.layers[1:-1]
+    assert [layer.boundary for layer in blocks] == [None if i % segment else Tier.HBM for i in range(LAYERS)]
+    assert plan.replayed_layers == {i for i in range(1, LAYERS) if i % segment}
+    waiting = -(-LAYERS // segment) + 1  # the head's
+    inside = 4 * (min(segment, LAYERS) - 1) + 1 if segment > 1 else 0
+    one = BATCH * SEQ * HIDDEN * 2
+    assert rows(plan, Tier.HBM)["boundary activations"] == (4 * waiting + inside) * one
+    line = f"boundary  activations of {len(plan.replayed_layers)} layers are computed again for their backward"
+    assert (line in describe(plan)) == (segment > 1)
+
+
+@pytest.mark.parametrize("copies", ["fast", "slow"])
+def test_boundaries_are_computed_again_where_copies_take_longer(copies: str) -> None:
+    """The device has room for some of them."""
+    structure, activations = qwen(24, 4096, hidden=1024, heads=8, kv_heads=2, inner=2048)
+    request = replace(REQUEST, micro_batch_size=1, num_micro_batches=8, seq_len=4096)
+    slow = dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s"), 2e9)
+    rates = replace(MACHINE.rates, **slow) if copies == "slow" else MACHINE.rates
+    plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=4600 << 20, profile=rates), request)
+    assert plan.prediction
+    assert (len(plan.replayed_layers), plan.boundary_bytes > 0) == ((12, False) if copies == "slow" else (0, True))
+    assert ("replay" in plan.prediction.compute_s) == (copies == "slow")
+
+
 @pytest.mark.parametrize(
     ("freeze", "lowest"), [(("embed",), 1), (("embed", r"layers\.0\."), 2), ((r"layers\.0\.",), 0)]
 )
@@ -254,7 +302,7 @@ def test_thousands_of_shards_take_no_time() -> None:
     assert time.process_time() - start < 2.0
     one = make_plan(structure, activations, machine, replace(REQUEST, num_shards=1))
     assert (many.num_shards, many.num_shard_threads) == (5000, 1)
-    assert rows(many, Tier.HOST)["processes"] == (4 + 5000) * PROCESS_BYTES
+    assert rows(many, Tier.HOST)["processes"] == (4 + 5000) * PROCESS_BYTES + BESIDE_GPU_BYTES
     for name in ("working copy", "optimizer state", "gradients in waiting"):
         assert rows(many, Tier.HOST)[name] == rows(one, Tier.HOST)[name]
 

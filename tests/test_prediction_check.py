@@ -1,66 +1,142 @@
-"""What is said when a plan's prediction meets what a run measured."""
+"""What is said when a prediction meets what a run measured: which term is off, and that good ones say nothing."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.prediction_check import WAITS, compare, tell
-
-PREDICTION = Prediction(
-    rates="a machine",
-    is_measured=True,
-    step_s=2.0,
-    model_tflops=1.0,
-    compute_s={"forward": 0.5, "backward": 1.0},
-    exposed_s={"optimizer": 0.4, "h2d": 0.1},
-    busy_s={"compute": 1.5},
-    bottleneck="compute",
-    h2d_bytes=0,
-    d2h_bytes=0,
-)
+from megatrain_ray.comparison_table import comparison_table
+from megatrain_ray.engine.hardware_profile import HardwareProfile
+from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.prediction_check import Comparison, compare, warning
+from tests.planned_steps import PROFILE, measured, planned
 
 
-def rows(step_s: float, count: int = 5, **waits: float) -> list[dict[str, Any]]:
-    """The first step compiles; the host's wait for the loss is no wait of the device."""
-    exposed = dict.fromkeys((*WAITS, "loss"), 0.0) | {"loss": 0.3} | waits
-    usual = {"step_s": step_s, "exposed_s": exposed}
-    return [usual | {"step_s": 99.0}, *[usual] * count]
-
-
-def test_the_term_that_differs_most_is_named() -> None:
-    found = compare(PREDICTION, rows(2.5, optimizer=0.9, h2d=0.1))
+def compared(plan: Plan, profile: HardwareProfile, **changes: float) -> Comparison:
+    rows, work = measured(plan, profile, **changes)
+    found = compare(plan, rows, work)
     assert found is not None
-    assert (found.term, found.term_predicted_s, found.term_measured_s) == ("optimizer", 0.4, 0.9)
-    assert str(found) == (
-        "predicted 2 s a step, measured 2.5 (-20%); most of it in optimizer: 0.4 s predicted, 0.9 measured"
-    )
-    slow = compare(PREDICTION, rows(3.5, optimizer=0.4, h2d=0.1))
-    assert slow is not None
-    assert (slow.term, slow.term_predicted_s, slow.term_measured_s) == ("compute", 1.5, 3.0)
+    return found
+
+
+def warned(plan: Plan, found: Comparison) -> str:
+    assert plan.prediction is not None
+    return warning(found, plan.prediction, plan.update_order, "runs/x") or ""
+
+
+def test_a_right_prediction_is_not_warned_of() -> None:
+    for plan in (planned(PROFILE), planned(PROFILE, spilled=True)):
+        found = compared(plan, PROFILE)
+        assert found.step.error == pytest.approx(0)
+        assert warned(plan, found) == ""
+        assert (found.first_step, found.last_step, found.plan_sha256) == (1, 6, plan.sha256)
 
 
 def test_too_few_steps_say_nothing() -> None:
-    assert compare(PREDICTION, rows(2.0, count=2)) is None
+    plan = planned(PROFILE)
+    assert compare(plan, measured(plan, PROFILE, count=2)[0]) is None
 
 
-@pytest.mark.parametrize(
-    ("prediction", "step_s", "warns"),
-    [
-        (PREDICTION, 2.1, False),
-        (PREDICTION, 2.5, True),
-        (replace(PREDICTION, is_measured=False), 2.5, False),  # rates of another machine
-    ],
-)
-def test_what_is_off_by_a_tenth_is_warned_of(
-    prediction: Prediction, step_s: float, warns: bool,
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    with caplog.at_level(logging.INFO):
-        tell(prediction, rows(step_s, optimizer=0.4, h2d=0.1))
-    assert "predicted 2 s a step, measured" in caplog.messages[0]
-    assert ("warning: predicted" in capsys.readouterr().err) is warns
+def test_adamw_twice_as_fast_as_it_is_is_named() -> None:
+    wrong = replace(PROFILE, adamw_per_s=2 * PROFILE.adamw_per_s)
+    plan = planned(wrong)
+    text = warned(plan, compared(plan, PROFILE))
+    assert "most of it in optimizer" in text
+    assert "AdamW made 1 Gparam/s where the plan counts on 2; if the machine was busy" in text
+    assert "megatrain refit runs/x FILE" in text
+
+
+def test_a_disk_twice_as_fast_as_it_is_is_named() -> None:
+    plan = planned(replace(PROFILE, disk_bytes_per_s=4e9), spilled=True)
+    text = warned(plan, compared(plan, PROFILE))
+    assert "most of it in optimizer" in text
+    assert "the disk moved 2 GB/s where the plan counts on 4;" in text
+
+
+def test_slow_computing_is_named() -> None:
+    plan = planned(PROFILE, num_micro_batches=16)
+    text = warned(plan, compared(plan, PROFILE, slower=1.5))
+    assert "(-33%); most of it in compute" in text
+    assert "megatrain doctor --measure" in text
+
+
+def test_a_wait_that_nothing_predicts_is_named_with_its_own_advice() -> None:
+    plan = planned(PROFILE)
+    assert plan.prediction is not None
+    text = warned(plan, compared(plan, PROFILE, data=0.2 * plan.prediction.step_s))
+    assert "most of it in data: 0 s predicted" in text
+    assert "batches come too late" in text
+    assert "refit" not in text
+
+
+def test_terms_that_make_up_for_each_other_are_warned_of() -> None:
+    plan = planned(PROFILE)
+    assert plan.prediction is not None
+    moved = 0.2 * plan.prediction.step_s
+    rows, work = measured(plan, PROFILE)
+    for row in rows:
+        row["exposed_s"] = {**row["exposed_s"], "h2d": row["exposed_s"]["h2d"] + moved}
+    found = compare(plan, rows, work)
+    assert found is not None
+    assert found.step.error == pytest.approx(0)
+    assert {term.name for term in found.off(plan.prediction)} == {"compute", "h2d"}
+
+
+def test_rates_of_another_machine_and_short_steps_are_no_reason_to_warn() -> None:
+    plan = planned(PROFILE)
+    assert plan.prediction is not None
+    slow = compared(plan, PROFILE, slower=1.5)
+    guessed = replace(plan, prediction=replace(plan.prediction, is_measured=False))
+    assert warned(plan, slow) != ""
+    assert warned(guessed, slow) == ""
+    short = replace(slow, terms=tuple(replace(t, measured=t.measured / 100) for t in slow.terms))
+    assert short.step.measured < 0.05
+    assert warned(plan, short) == ""
+
+
+def test_more_memory_than_planned_is_named_and_less_is_not() -> None:
+    plan = planned(PROFILE)
+    rows, work = measured(plan, PROFILE)
+    host = plan.total_bytes(Tier.HOST)
+    tensors = rows[0]["hbm_peak_bytes"]
+    processes = next(row.num_bytes for row in plan.rows if row.name == "processes")
+    for hbm, pss, told in (
+        (1.04, host, ""),
+        (0.5, host // 2, ""),
+        (1.07, host, "HBM: planned "),
+        (1.0, int(1.05 * host + processes), "host: planned "),
+        (1.0, int(1.06 * host), ""),  # what processes take is an estimate, and most of so small a plan
+    ):
+        found = compare(plan, [{**row, "hbm_peak_bytes": int(hbm * tensors)} for row in rows], work, pss)
+        assert found is not None
+        assert warned(plan, found).startswith(told)
+        assert bool(warned(plan, found)) == bool(told)
+
+
+def test_a_spill_file_larger_than_planned_is_named_and_what_saves_read_is_not() -> None:
+    plan = planned(PROFILE, spilled=True)
+    rows, work = measured(plan, PROFILE)
+    for more, told in (
+        (replace(work, disk_bytes=1.5 * work.disk_bytes), ""),
+        (replace(work, spill_bytes=int(1.2 * work.spill_bytes)), "on disk: planned "),
+    ):
+        found = compare(plan, rows, more)
+        assert found is not None
+        assert warned(plan, found).startswith(told)
+        assert bool(warned(plan, found)) == bool(told)
+
+
+def test_the_table() -> None:
+    plan = planned(PROFILE, spilled=True)
+    lines = list(comparison_table(compared(plan, PROFILE, slower=1.25), has_plan=True))
+    assert lines[0] == f"steps 1 to 6, by the plan {plan.sha256[:12]}"
+    shown = {line[:18].strip(): line[18:].split() for line in lines[2:]}
+    assert list(shown) == [
+        "step", "compute", "wait h2d", "wait optimizer", "shards at work", "disk at work", "tensors in HBM",
+        "disk, a step", "on disk",
+    ]  # fmt: skip
+    assert shown["step"][-1] == shown["disk at work"][-1] == "-20%"
+    assert shown["on disk"][-1] == "+0%"
+    gone = next(iter(comparison_table(compared(plan, PROFILE), has_plan=False)))
+    assert gone.endswith("which is not in this folder any more")

@@ -15,6 +15,7 @@ from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.chat_template import PLAIN_TEMPLATE
 from megatrain_ray.io.partial_folder import complete_or_absent
 from megatrain_ray.run_dir import RunDir, RunFiles
+from tests.planned_steps import PROFILE, planned
 from tests.run_folders import begin, content, in_folder, refusal, row, train
 
 
@@ -162,6 +163,34 @@ def test_a_resume_cuts_the_rows_after_the_restored_step_and_a_torn_one(tmp_path:
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:3]
     begin(tmp_path, step=0)
     assert RunFiles(tmp_path).rows() == []
+
+
+def test_a_plan_that_rows_were_made_with_is_kept_beside_another_one(tmp_path: Path) -> None:
+    first, second = planned(PROFILE), planned(PROFILE, num_micro_batches=2)
+    with RunDir.open(in_folder(tmp_path)) as run:
+        run.begin(second.to_json(), 0)
+        run.begin(first.to_json(), 0)  # nothing was made with the other one
+        assert not (tmp_path / "plans").exists()
+        run.append(row(1, loss=0.1))
+        run.begin(first.to_json(), 1)
+        assert not (tmp_path / "plans").exists()
+        run.begin(second.to_json(), 1)
+    assert [path.name for path in (tmp_path / "plans").iterdir()] == [f"{first.sha256[:12]}.json"]
+    files = RunFiles(tmp_path)
+    assert files.read_plan() == files.read_plan(second.sha256) == second
+    assert files.read_plan(first.sha256) == first
+    assert files.read_plan("0" * 64) is None
+    (tmp_path / "plan.json").write_text(second.to_json().replace("layers_outer", "micro_batches_outer"))
+    assert files.read_plan(second.sha256) is None
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"\xff\xfe\x00"], ids=["empty", "half", "no text"])
+def test_a_damaged_plan_of_an_earlier_start_is_in_nobodys_way(tmp_path: Path, damaged: bytes) -> None:
+    train(tmp_path)
+    (tmp_path / "plan.json").write_bytes(damaged)
+    assert RunFiles(tmp_path).read_plan() is None
+    begin(tmp_path)
+    assert (tmp_path / "plan.json").read_text() == "{}\n"
 
 
 def test_a_resume_cuts_the_evaluations_after_the_restored_step(tmp_path: Path) -> None:

@@ -10,25 +10,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.plan import Precision
-from megatrain_ray.engine.shard import UpdateHeader
+from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_state import LOAD_ELEMENTS
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.save import Piece
 from tests.shards import (
+    HYPER,
     NAN_BYTES,
     Dictionary,
     Shards,
     assert_equal,
     flat_gradients,
     headers,
+    hyper_for,
     model_layout,
     open_shards,
     random_masters,
     reference,
     shard_over,
 )
+from tests.transactions import one_layer
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
@@ -195,3 +199,13 @@ def test_tensors_of_the_wrong_type_or_size_are_refused() -> None:
         build(size - 1, residual)
     with pytest.raises(MegatrainError, match=r"residual must be .*int16.* got None"):
         build(size, {})
+
+
+def test_moments_in_bf16_want_a_seed_and_others_none() -> None:
+    part = one_layer(Precision.BF16_NARROW)
+    working = torch.zeros(part.working_size, dtype=torch.bfloat16)
+    for precision, hyper in ((Precision.BF16_NARROW, HYPER), (Precision.BF16, hyper_for(Precision.BF16_NARROW))):
+        own = {kind: torch.zeros(part.size_of(kind), dtype=dtype) for kind, dtype in precision.state_kinds}
+        journal = memoryview(bytearray(Journal.num_bytes(part, precision, 1)))
+        with pytest.raises(MegatrainError, match=f"moments are {precision.moments} and the seed of their rounding is"):
+            AdamShard(part, precision, working=working, **own, hyper=hyper, num_threads=1, journal=journal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.journal import Journal, serial_of
 from megatrain_ray.engine.plan import Precision
-from megatrain_ray.engine.shard import AdamShard
+from megatrain_ray.engine.shard import AdamShard, Gradient
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.spill_layout import Extent, SpillLayout
 from megatrain_ray.engine.spill_ring import SpillRing
@@ -46,6 +47,7 @@ FORWARD, BACKWARD = (0, 1, 2), (2, 1, 0)
 WAIT_S = 60.0
 BLOB = "spill"
 PAGE = 4096
+EXTENT_ELEMENTS = 1 << 12  # the first layer has several extents
 
 
 class Watched(MemoryStore):
@@ -131,10 +133,13 @@ def memory_of(
     working: Tensor | None = None,
     store: BlobStore | None = None,
     name: str = BLOB,
+    spilled: frozenset[int] = SPILLED,
+    stored: frozenset[int] = frozenset(),
+    wire_dtype: torch.dtype = torch.float32,
 ) -> Memory:
     model = model_layout()
-    part = ShardLayout(model, index, num_shards, spilled=SPILLED)
-    layout = SpillLayout.of(part, Precision.BF16, order, num_slots)
+    part = ShardLayout(model, index, num_shards, spilled=spilled)
+    layout = SpillLayout.of(part, Precision.BF16, order, num_slots, EXTENT_ELEMENTS, stored, wire_dtype)
     return Memory(
         part,
         layout,
@@ -175,6 +180,19 @@ def content(shards: Sequence[AdamShard]) -> dict[tuple[str, str, int], bytes]:
 
     pieces = [(piece, shard) for shard in shards for layer in range(3) for piece in shard.pieces(layer)]
     return {(piece.layer, piece.kind, piece.start): read(piece, shard) for piece, shard in pieces}
+
+
+def restore(piece: Piece, saved: Mapping[tuple[str, str, int], bytes]) -> None:
+    """From the piece that it is a part of."""
+    start, whole = max(
+        (start, whole)
+        for (layer, kind, start), whole in saved.items()
+        if (layer, kind) == (piece.layer, piece.kind) and start <= piece.start
+    )
+    at = (piece.start - start) * (sum(map(len, piece.buffers)) // (piece.stop - piece.start))
+    for buffer in piece.buffers:
+        buffer[:] = whole[at : at + len(buffer)]  # type: ignore[index]
+        at += len(buffer)
 
 
 def updated_in_memory(num_shards: int, num_updates: int, order: Sequence[int]) -> dict[tuple[str, str, int], bytes]:
@@ -218,10 +236,7 @@ def test_a_save_restores_what_spills() -> None:
         saved = content(shards)
         for pieces in others[0].restorable():
             for piece in pieces:
-                at = 0
-                for buffer in piece.buffers:
-                    buffer[:] = saved[piece.layer, piece.kind, piece.start][at : at + len(buffer)]  # type: ignore[index]
-                    at += len(buffer)
+                restore(piece, saved)
         assert content(others) == saved
         for each in (shards, others):
             update(each, 2, FORWARD)
@@ -241,14 +256,14 @@ def test_a_copy_of_a_layer_that_is_on_disk() -> None:
 
 def small_ring(store: Watched, slots: Tensor, num_slots: int, timeout_s: float = WAIT_S) -> SpillRing:
     """Of four layers of a page each."""
-    extents = {layer: Extent(PAGE * layer, PAGE, {"m": Span(0, PAGE)}, layer) for layer in range(4)}
+    extents = [Extent(layer, Span(0, 1024), PAGE * layer, PAGE, {"m": Span(0, PAGE)}, layer) for layer in range(4)]
     return SpillRing(SpillLayout(extents, num_slots), slots, store, BLOB, timeout_s, poison=True)
 
 
 def fill_small(ring: SpillRing) -> None:
     for layer in range(4):
         with ring.blank(layer):
-            ring.state_of(layer)["m"].fill_(layer)
+            ring.bytes_of(layer)["m"].fill_(layer)
     for layer in range(4):
         assert set(ring.read(layer, Span(0, PAGE))) == {layer}
 
@@ -273,7 +288,7 @@ def test_what_comes_next_is_read_while_a_layer_is_updated() -> None:
         store.release("write")
         for layer in (2, 3):
             ring.bring(layer)
-            assert set(ring.state_of(layer)["m"].tolist()) == {layer}
+            assert set(ring.bytes_of(layer)["m"].tolist()) == {layer}
             ring.leave(layer)
         store.await_call("read", PAGE)  # for the next update
         ring.bring(0)
@@ -292,9 +307,10 @@ def test_spans_of_the_disk_are_in_the_traces_of_the_shard() -> None:
         spans = shards[0].spans.take().spans
         assert {(span.name, span.layer) for span in spans if span.row is Row.DISK} >= {("read", 2), ("write", 0)}
         waits = [span.layer for span in spans if span.row is Row.UPDATES and span.name == "wait disk" and span.waits]
-        assert waits == sorted(SPILLED)
-        (write,) = (span for span in spans if (span.name, span.layer) == ("write", 0))
-        assert write.num_bytes == shards[0]._ring.extents[0].nbytes
+        of_layers = [extent.layer for extent in shards[0]._ring.layout.extents]
+        assert waits == of_layers == [0, 0, 0, 2]
+        written = [span.num_bytes for span in spans if (span.name, span.layer) == ("write", 0)]
+        assert written == [extent.nbytes for extent in shards[0]._ring.layout.extents[:3]]
 
 
 def test_what_did_not_change_is_not_written() -> None:
@@ -309,7 +325,7 @@ def test_what_did_not_change_is_not_written() -> None:
 
 
 def test_a_save_reads_a_layer_once_the_blob_has_its_update() -> None:
-    memory = memory_of(num_slots=1)
+    memory = memory_of(num_slots=3)  # for all of it
     store = memory.store
     assert isinstance(store, Watched)
     with opened([memory]) as shards:
@@ -343,9 +359,9 @@ def test_another_process_goes_on_with_a_slot_that_is_ahead_of_the_blob() -> None
     store.calls.clear()
     # As if the process died: the kernel has written some blocks, nothing is left, nothing is written any more.
     header, gradients = headers(2)[-1], flat_gradients(model_layout(), 2, torch.float32)
-    first._ring.bring(0)
-    first._ring.change(0)
-    AdamShard.update(first, 0, gradients[0], header, serial_of(2, 0, 3))
+    changed = first._changed(0)
+    for _ in range(2):  # one extent is left, one is not
+        AdamShard._update(first, 0, Gradient(gradients[0]), header, serial_of(2, 0, 3), within=next(changed))
     Journal(memory.journal, memory.part, Precision.BF16, 2)  # its marks say which blocks are done
     with opened([memory]) as shards:
         shards[0].roll_back(0, serial_of(2, 0, 3))
@@ -379,14 +395,14 @@ def test_a_slot_that_nobody_wrote_back_is_written_by_the_next_process() -> None:
         first._slots[0].memory.fill_(1)
     first.bring(0)
     first.change(0)
-    first.state_of(0)["m"].fill_(7)
+    first.bytes_of(0)["m"].fill_(7)
     with closing(memory.ring()) as second:
         span = memory.layout.extents[0].kinds["m"]
         assert set(second.read(0, span)) == {7}
         second.bring(2)
         second.leave(2)
         second.bring(0)
-        assert set(second.state_of(0)["m"].tolist()) == {7}
+        assert set(second.bytes_of(0)["m"].tolist()) == {7}
         second.leave(0)
     first.close()
 
@@ -440,13 +456,13 @@ def test_closing_begins_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     for layer in (0, 1):
         store.await_call("write", PAGE * layer)
     store.calls.clear()
-    join = ring._thread.join
+    join = ring._transfers._thread.join
 
     def release_and_join(timeout_s: float) -> None:
         store.release("write")
         join(timeout_s)
 
-    monkeypatch.setattr(ring._thread, "join", release_and_join)
+    monkeypatch.setattr(ring._transfers._thread, "join", release_and_join)
     ring.close()
     assert not store.calls
     assert not caplog.records
@@ -460,7 +476,9 @@ def test_a_disk_that_does_not_answer_is_a_deadline() -> None:
     store.held.add("write")
     with ring.blank(0):
         pass
-    with pytest.raises(DeadlineError, match="waited 0 s for layer 0 to be written: spill in memory does not get on"):
+    with pytest.raises(
+        DeadlineError, match="elements 0 to 4096 of layer 0 to be written: spill in memory does not get on"
+    ):
         ring.read(0, Span(0, 4096))
     store.release("write")
     ring.close()
@@ -473,19 +491,20 @@ def test_a_shard_that_died_loading_leaves_nothing_of_that() -> None:
     store.held.add("write")  # a slot each
     for layer in (0, 1):
         with first.blank(layer):
-            first.state_of(layer)["m"].fill_(layer)
+            first.bytes_of(layer)["m"].fill_(layer)
     first.blank(2).__enter__()
-    first.state_of(2)["m"].fill_(99)
-    store.release("write")
-    with closing(small_ring(store, slots, 3)) as second:
+    first.bytes_of(2)["m"].fill_(99)
+    # Nothing that the first one has begun ends before the second one is done, as if it were dead.
+    with closing(small_ring(Watched(4 * PAGE), slots, 3)) as second:
         for layer in range(4):
             with second.blank(layer):
-                second.state_of(layer)["m"].fill_(layer)
+                second.bytes_of(layer)["m"].fill_(layer)
             second.read(layer, Span(0, PAGE))  # all slots are free again
         for layer in (*range(4), *range(4)):
             second.bring(layer)
-            assert set(second.state_of(layer)["m"].tolist()) == {layer}
+            assert set(second.bytes_of(layer)["m"].tolist()) == {layer}
             second.leave(layer)
+    store.release("write")
     first.close()
 
 
@@ -499,7 +518,7 @@ def test_a_layer_that_nobody_expected_next_is_read() -> None:
         store.await_call("read", PAGE)  # into the only slot
         threading.Timer(0.1, store.release, ["read"]).start()
         ring.bring(3)
-        assert set(ring.state_of(3)["m"].tolist()) == {3}
+        assert set(ring.bytes_of(3)["m"].tolist()) == {3}
         ring.leave(3)
 
 
@@ -508,7 +527,7 @@ def test_a_save_hears_of_a_disk_that_does_not_answer() -> None:
     with closing(small_ring(store, small_slots(), 2)) as ring:
         fill_small(ring)
         store.held.add("read")
-        ring._timeout_s = 0.01
+        ring._transfers.timeout_s = 0.01
         with pytest.raises(DeadlineError, match="waited 0 s for block 1 to be read: spill in memory does not get on"):
             ring.read(1, Span(0, PAGE))
         store.release("read")
@@ -545,4 +564,71 @@ def test_a_save_that_reads_ends_with_the_ring(kind: str, layer: int) -> None:
     with pytest.raises(MegatrainError, match="is not used any more"):
         ring.read(0, Span(0, PAGE))
     store.release(kind)
-    ring._thread.join(WAIT_S)
+    ring._transfers._thread.join(WAIT_S)
+
+
+def test_gradients_wait_between_slots_and_disk() -> None:
+    """Filled as they come, with nothing read beside it; then read in the order of updates, and nothing beyond them: the
+    blob still has those of the update before, or none at all."""
+    store = Watched(4 * PAGE)
+    kinds = [{"gradient": Span(0, PAGE)}, {"m": Span(0, PAGE)}] * 2
+    extents = [Extent(i // 2, Span(0, 1024), PAGE * i, PAGE, kind, i) for i, kind in enumerate(kinds)]
+    with closing(SpillRing(SpillLayout(extents, 3), small_slots(), store, BLOB, WAIT_S, poison=True)) as ring:
+        for state in (1, 3):
+            with ring.blank(state):
+                ring.bytes_of(state)["m"].fill_(10 + state)
+        for update in range(1, 4):
+            for gradient in (2, 0):
+                with ring.blank(gradient):
+                    ring.bytes_of(gradient)["gradient"].fill_(update + gradient)
+            assert not [call for call in store.calls if call[0] == "read"]
+            for gradient in (0, 2):
+                ring.bring(gradient)
+                assert set(ring.bytes_of(gradient)["gradient"].tolist()) == {update + gradient}
+                ring.bring(gradient + 1)
+                ring.change(gradient + 1)
+                assert set(ring.bytes_of(gradient + 1)["m"].tolist()) == {11 + gradient + 10 * (update - 1)}
+                ring.bytes_of(gradient + 1)["m"].add_(10)
+                mark = len(store.calls)
+                ring.leave(gradient + 1)
+                ring.leave(gradient)
+            ring.read(3, Span(0, PAGE))  # all is written
+            beyond = [call for call in store.calls[mark:] if call[0] == "read" and call[1] < 3 * PAGE]
+            assert not beyond
+            written = sorted(offset for kind, offset in store.calls if kind == "write")
+            assert written == [0, PAGE, *([PAGE] if update == 1 else []), 2 * PAGE, *[3 * PAGE] * (1 + (update == 1))]
+            store.calls.clear()
+
+
+@pytest.mark.parametrize("spilled", [{0, 2}, {0}, {2}, set()], ids=str)
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_updates_with_gradients_from_disk_are_those_without(
+    num_shards: int, wire_dtype: torch.dtype, spilled: set[int]
+) -> None:
+    """The slab has other things by then."""
+    working, stored = poisoned(model_layout().size, torch.bfloat16), frozenset({0, 2})
+    memories = [
+        memory_of(k, num_shards, FORWARD, 2, working, None, BLOB, frozenset(spilled), stored, wire_dtype)
+        for k in range(num_shards)
+    ]
+    with opened(memories) as shards, open_shards(Precision.BF16, num_shards) as expected:
+        for shard in (*shards, *expected.shards):
+            shard.load(Dictionary(random_masters(model_layout())), 2)
+        for number in range(1, 4):
+            header = headers(number)[-1]
+            gradients = flat_gradients(model_layout(), number, wire_dtype)
+            directions = flat_directions(model_layout(), number)
+            for shard in shards:
+                for layer in sorted(stored, reverse=True):
+                    slab = gradients[layer].clone()
+                    shard.store(layer, slab)
+                    slab.fill_(math.nan)
+            for layer in FORWARD:
+                serial = serial_of(number, layer, 3)
+                for shard in shards:
+                    gradient = None if layer in stored else gradients[layer]
+                    shard.update(layer, gradient, header, serial, directions[layer])
+                for other in expected.shards:
+                    other.update(layer, gradients[layer], header, serial, directions[layer])
+        assert content(shards) == content(expected.shards)

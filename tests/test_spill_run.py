@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.kill_campaign.cases import SHARD_0, SHARD_1
+from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
+from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.engine.plan import Tier
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
 from tests.spilling import spilling
 from tests.test_kills import END_S, kill, mid_update, training
 
 pytestmark = pytest.mark.ray
+
+
+# Gradients that are rounded when they leave never wait on the device.
+ROUNDED = {"train__grad_dtype": "bf16", "train__micro_batch_size": 4, "train__accumulate": 1}
 
 
 def small_model(folder: Path, hidden_size: int = 64, num_layers: int = 6) -> Path:
@@ -30,8 +35,12 @@ def small_model(folder: Path, hidden_size: int = 64, num_layers: int = 6) -> Pat
 
 @pytest.mark.parametrize(
     "changes",
-    [{"save_every": 3}, {"train__precision": "bf16", "train__clip": None, "hardware__num_shards": 2}],
-    ids=["fp32", "two shards, no clipping"],
+    [
+        {"save_every": 3},
+        {"train__precision": "bf16", "train__clip": None, "hardware__num_shards": 2},
+        {"save_every": 3, **ROUNDED},
+    ],
+    ids=["fp32", "two shards, no clipping", "gradients, too"],
 )
 def test_a_run_that_spills_equals_plain_pytorch(tmp_path: Path, ray_address: str, changes: dict[str, Any]) -> None:
     tree = spilling(tmp_path, config(tmp_path / "run", small_model(tmp_path), **changes))
@@ -40,8 +49,13 @@ def test_a_run_that_spills_equals_plain_pytorch(tmp_path: Path, ray_address: str
     plan = plan_of(tmp_path / "run")
     assert len(plan.spilled_layers) > plan.state_slots == 3
     assert plan.total_bytes(Tier.NVME) > 0
+    assert bool(plan.stored_layers) == (changes.items() >= ROUNDED.items())
     assert not list((tmp_path / "spill").iterdir())
     assert rows(tmp_path / "run")[0]["host_bytes"] <= plan.total_bytes(Tier.HOST)
+    (found,) = read_comparisons(tmp_path / "run")
+    moved, on_disk = (found.term(name) for name in ("disk traffic", "on disk"))
+    assert moved and on_disk and 0 < on_disk.measured <= on_disk.predicted
+    assert 0.5 < moved.measured / moved.predicted < 2  # what saves read comes on top
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
@@ -58,18 +72,19 @@ def test_a_save_goes_on_where_state_lives_elsewhere(tmp_path: Path, ray_address:
 
 
 def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path) -> None:
-    """What its slots hold is ahead of the file; the next process writes it."""
+    """What its slots hold is ahead of the file; the next process writes it. One dies while gradients come."""
     model = small_model(tmp_path, hidden_size=384)
-    settings = {"train__precision": "bf16", "hardware__num_shards": 2, "train__steps": 20, "max_failures": 4}
-    tree = spilling(tmp_path, config(tmp_path / "run", model, save_every=10, **settings))
+    settings = {"hardware__num_shards": 2, "train__steps": 20, "max_failures": 4}
+    tree = spilling(tmp_path, config(tmp_path / "run", model, save_every=10, **settings, **ROUNDED))
     path = write_config(tmp_path / "config.yaml", tree)
     with training(tmp_path, path) as run:
-        for shard, actor in ((0, SHARD_0), (1, SHARD_1)):
-            kill(run, mid_update(shard), actor)
+        kill(run, mid_update(0), SHARD_0)
+        kill(run, BACKWARD, SHARD_1)
         assert run.process.wait(END_S) == 0, run.text()
         for shard in range(2):
             assert run.text().count(f"optimizer shard {shard} died and was replaced") == 1
-    assert plan_of(tmp_path / "run").spilled_layers
+    plan = plan_of(tmp_path / "run")
+    assert plan.spilled_layers and plan.stored_layers
     assert not list((tmp_path / "spill").iterdir())
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 

@@ -17,7 +17,7 @@ from megatrain_ray.engine.plan_request import Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.blob_store import aligned
 from megatrain_ray.planning import prepare, question_of
-from megatrain_ray.spill_space import ANY_ROOM, MARGIN_BYTES, PROBE_BYTES, rate_file, with_spill
+from megatrain_ray.spill_space import ANY_ROOM, MARGIN_BYTES, PROBE_BYTES, forget_rates, rate_file, with_spill
 from megatrain_ray.startup import Startup
 from tests.runs import config
 from tests.test_planning import LLAMA
@@ -113,6 +113,15 @@ def test_what_is_kept_and_cannot_be_used_is_measured_again(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     assert space(tmp_path).bytes_per_s == RATE
     assert measurements == [tmp_path, tmp_path]
+
+
+def test_what_is_forgotten_is_measured_again(tmp_path: Path, measurements: list[Path]) -> None:
+    forget_rates()  # nothing is there
+    for _ in range(2):
+        space(tmp_path / "nvme")
+        space(tmp_path / "nvme")
+        forget_rates()
+    assert measurements == [tmp_path / "nvme"] * 2
 
 
 def test_a_rate_of_the_profile_is_taken(tmp_path: Path, measurements: list[Path]) -> None:

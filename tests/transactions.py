@@ -28,9 +28,9 @@ MAX_THREADS = 4
 KERNELS: Mapping[str, tuple[Build, ...]] = {"native": NATIVE, "torch": (TorchBlocks,)}
 
 
-def one_layer() -> ShardLayout:
+def one_layer(precision: Precision) -> ShardLayout:
     """A parameter of more than a block, one smaller than a unit, one of whole units, one with a tail, and one of more
-    than a block that Muon trains."""
+    than a block, which Muon trains where moments are FP32."""
     shapes = {
         "large": (BLOCK_ELEMENTS + 77,),
         "norm": (77,),
@@ -38,7 +38,10 @@ def one_layer() -> ShardLayout:
         "small": (130, 385),
         "matrix": (523, 513),
     }
-    specs = [ParameterSpec(n, n, shape, n != "norm", muon=n == "matrix") for n, shape in shapes.items()]
+    specs = [
+        ParameterSpec(n, n, shape, n != "norm", muon=n == "matrix" and precision.moments == "fp32")
+        for n, shape in shapes.items()
+    ]
     layer = FlatLayout.build("layer", specs)
     return ShardLayout(ModelLayout((layer,), tuple(shapes)), 0, 1)
 
@@ -61,7 +64,7 @@ class Memory:
 
     @classmethod
     def anonymous(cls, precision: Precision) -> Memory:
-        part = one_layer()
+        part = one_layer(precision)
         return cls(memoryview(mmap.mmap(-1, cls.num_bytes(part, precision))), precision, part)
 
     @cached_property

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatrain_ray.engine.kernel_choice import open_kernel
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.io.words import Words
-from tests.shards import HYPER
+from tests.shards import hyper_for
 from tests.transactions import KERNELS, NUM_GRADIENTS, Memory, header, one_layer
 
 BEGUN, FINISHED, WORD_BYTES = 0, 1, 4096  # words: the last update begun, the last one finished; on a page of their own
@@ -39,10 +39,10 @@ def update_until_killed(
 def main() -> None:
     fd, precision, kernel, num_threads = int(sys.argv[1]), Precision(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     buffer = memoryview(mmap.mmap(fd, 0))
-    memory = Memory(buffer[WORD_BYTES:], precision, one_layer())
+    memory = Memory(buffer[WORD_BYTES:], precision, one_layer(precision))
     torch.set_num_threads(1)  # OpenMP's threads would not survive the fork
     gradients, directions = memory.gradients(), memory.directions()
-    open_kernel(1, HYPER).close()
+    open_kernel(1, hyper_for(precision)).close()
     for _ in sys.stdin:
         pid = os.fork()
         if not pid:

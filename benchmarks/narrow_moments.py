@@ -1,0 +1,141 @@
+"""What moments in bf16 do to the loss: the demo's model trained with FP32 moments, with bf16 ones rounded
+stochastically (train.moments: bf16), and with bf16 ones rounded to nearest.
+
+    python -m benchmarks.narrow_moments OUT.json [--seeds 0,1] [--kinds fp32,bf16,…] [--commit ID] [key=value …]
+
+Everything in one process, on the same batches: a seed is that of the weights, of the data's order and of the rounding.
+`again` is FP32 once more in micro-batches of half the size, the same mathematics rounded otherwise: gaps no larger than
+that mean nothing. Compared are the mean losses of the last 50 steps; each step has data of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.config_file import config_to_dict, load_config
+from megatrain_ray.engine import kernel_choice
+from megatrain_ray.engine.adamw import Hyper, Rates
+from megatrain_ray.engine.journal import Part, Transaction
+from megatrain_ray.engine.torch_blocks import TorchBlocks
+from megatrain_ray.in_process import run_in_process
+from megatrain_ray.planning import prepare
+from megatrain_ray.surroundings import commit, hardware, versions
+from megatrain_ray.tokenizing import tokenize
+
+CONFIG = Path("examples/tiny_llama.yaml")
+LAST = 50
+KINDS = {
+    "fp32": ("train.moments=fp32",),
+    "bf16": ("train.moments=bf16",),
+    "nearest": ("train.moments=bf16",),
+    "again": ("train.moments=fp32", "train.micro_batch_size=4", "train.accumulate=2"),
+}
+
+
+class Nearest(TorchBlocks):
+    """Updates by torch of widened moments, which are rounded to nearest behind it."""
+
+    def __init__(self, num_threads: int, hyper: Hyper) -> None:
+        super().__init__(num_threads, hyper)
+
+    def update(
+        self,
+        parts: Sequence[Part],
+        gradient: Tensor,
+        rates: Rates,
+        transaction: Transaction | None,
+        directions: Tensor | None = None,
+    ) -> None:
+        wide = [part._replace(state=part.state._replace(m=part.state.m.float(), v=_wide(part))) for part in parts]
+        super().update(wide, gradient, rates, None, directions)
+        for part, updated in zip(parts, wide, strict=True):
+            for narrow, value in zip(part.state[2:], updated.state[2:], strict=True):
+                if narrow is not None and value is not None:
+                    narrow.copy_(value)
+
+
+def _wide(part: Part) -> Tensor | None:
+    return None if part.state.v is None else part.state.v.float()
+
+
+def train(config: TrainConfig, *, to_nearest: bool) -> list[dict[str, Any]]:
+    """Rows of all steps."""
+    prepared = prepare(config)
+    tokens = tokenize(config.data, config.tokenizer, prepared.structure.vocab_size, Path(config.run_dir))
+    rounding = patch.object(kernel_choice, "_proven", lambda hyper, candidates: Nearest)
+    with rounding if to_nearest else nullcontext():
+        return run_in_process(prepared, tokens)
+
+
+def measure(kind: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        seeds = (f"model.seed={seed}", f"data.seed={seed}", f"train.seed={seed}")
+        where = (f"run_dir={folder}/run", "hardware.device=cpu")
+        config = load_config(CONFIG, [*overrides, *KINDS[kind], *seeds, *where]).resolve()
+        start_s = time.perf_counter()
+        rows = train(config, to_nearest=kind == "nearest")
+    losses = [row["loss"] for row in rows]
+    return {
+        "kind": kind,
+        "seed": seed,
+        "last": statistics.mean(losses[-LAST:]),
+        "seconds": time.perf_counter() - start_s,
+        "losses": losses,
+        "config": {key: value for key, value in config_to_dict(config).items() if key != "run_dir"},
+    }
+
+
+def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By kind and seed: how much higher the last losses are than with FP32 moments."""
+    plain = {run["seed"]: run["last"] for run in runs if run["kind"] == "fp32"}
+    found: dict[str, dict[str, float]] = {}
+    for run in runs:
+        if run["kind"] != "fp32" and run["seed"] in plain:
+            found.setdefault(run["kind"], {})[str(run["seed"])] = run["last"] - plain[run["seed"]]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--commit")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(arguments)
+    report: dict[str, Any] = {
+        "commit": options.commit or commit(),
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        "overrides": options.overrides,
+        "threads": torch.get_num_threads(),
+        "runs": [],
+    }
+    for seed in map(int, options.seeds.split(",")):
+        for kind in options.kinds.split(","):
+            found = measure(kind, seed, options.overrides)
+            report["runs"].append(found)
+            report["gaps"] = gaps(report["runs"])
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+            print(f"seed {seed}, {kind:<8} {found['last']:.4f} in {found['seconds']:.0f} s", flush=True)
+    for kind, by_seed in report["gaps"].items():
+        print(f"{kind:<8} {', '.join(f'{gap:+.4f}' for gap in by_seed.values())}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

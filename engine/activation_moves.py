@@ -1,0 +1,59 @@
+"""What of a layer's activations waits elsewhere than on the device, and when it comes back: for the engine, which moves
+them, and for the simulation of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from megatrain_ray.engine.plan import LayerPlan, Plan, Tier
+from megatrain_ray.engine.visits import Phase, Visit
+
+RETURNING = (Phase.REPLAY, Phase.BACKWARD)
+
+
+class Activations(Enum):
+    """BOUNDARY: what enters a layer. KEPT: what its forward keeps for its backward beyond that and the weights."""
+
+    BOUNDARY = "boundary"
+    KEPT = "kept"
+
+    __hash__ = object.__hash__  # Enum's own is Python, and simulations ask for it all the time
+
+
+class Stop(NamedTuple):
+    """A micro-batch in a visit of the backward sweep."""
+
+    phase: Phase
+    layer: int
+    micro_batch: int
+
+
+def away(layer: LayerPlan) -> tuple[Activations, ...]:
+    """Of one micro-batch, what leaves for the host behind the layer's forward, in this order."""
+    boundary = (Activations.BOUNDARY,) if layer.boundary is Tier.HOST else ()
+    return (*boundary, Activations.KEPT) if layer.kept is Tier.HOST else boundary
+
+
+def num_bytes(layer: LayerPlan, kind: Activations) -> int:
+    """Of one micro-batch."""
+    return layer.boundary_bytes if kind is Activations.BOUNDARY else layer.kept_bytes
+
+
+def stops(visits: Sequence[Visit]) -> list[Stop]:
+    """Of a step, in order: what is away comes back for one of them."""
+    backward = (visit for visit in visits if visit.phase in RETURNING)
+    return [Stop(visit.phase, visit.layer, j) for visit in backward for j in visit.micro_batches]
+
+
+def needed(plan: Plan, phase: Phase, layer: int) -> tuple[Activations, ...]:
+    """What comes back for such a visit. What enters a layer that runs forward once more is there from then on."""
+    if phase not in RETURNING:
+        return ()
+    kinds = away(plan.layers[layer])
+    if phase is Phase.REPLAY:
+        return tuple(kind for kind in kinds if kind is Activations.BOUNDARY)
+    if layer in plan.replayed_layers:
+        return tuple(kind for kind in kinds if kind is Activations.KEPT)
+    return kinds
