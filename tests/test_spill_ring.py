@@ -363,11 +363,11 @@ def test_another_process_goes_on_with_a_slot_that_is_ahead_of_the_blob() -> None
     for _ in range(2):  # one extent is left, one is not
         AdamShard._update(first, 0, Gradient(gradients[0]), header, serial_of(2, 0, 3), within=next(changed))
     Journal(memory.journal, memory.part, Precision.BF16, 2)  # its marks say which blocks are done
+    first.close()  # a process that died moves nothing any more
     with opened([memory]) as shards:
         shards[0].roll_back(0, serial_of(2, 0, 3))
         update(shards, 2, FORWARD)
         assert content(shards) == updated_in_memory(1, 2, FORWARD)
-    first.close()
 
 
 def test_a_shard_that_died_in_an_update_that_changes_nothing_has_its_slot_written() -> None:
@@ -376,6 +376,7 @@ def test_a_shard_that_died_in_an_update_that_changes_nothing_has_its_slot_writte
     first.load(Dictionary(random_masters(model_layout())))
     update([first], 1, FORWARD)
     content([first])  # all is written
+    first.close()
     with closing(memory.shard(timeout_s=5.0)) as second:
         second.roll_back(2, serial_of(2, 2, 3))
         skipped = replace(headers(2)[-1], skip=True)
@@ -383,7 +384,6 @@ def test_a_shard_that_died_in_an_update_that_changes_nothing_has_its_slot_writte
         assert content([second]) == updated_in_memory(1, 1, FORWARD)
         update([second], 2, FORWARD)
         assert content([second]) == updated_in_memory(1, 2, FORWARD)
-    first.close()
 
 
 def test_a_slot_that_nobody_wrote_back_is_written_by_the_next_process() -> None:
@@ -396,6 +396,7 @@ def test_a_slot_that_nobody_wrote_back_is_written_by_the_next_process() -> None:
     first.bring(0)
     first.change(0)
     first.bytes_of(0)["m"].fill_(7)
+    first.close()
     with closing(memory.ring()) as second:
         span = memory.layout.extents[0].kinds["m"]
         assert set(second.read(0, span)) == {7}
@@ -404,7 +405,6 @@ def test_a_slot_that_nobody_wrote_back_is_written_by_the_next_process() -> None:
         second.bring(0)
         assert set(second.bytes_of(0)["m"].tolist()) == {7}
         second.leave(0)
-    first.close()
 
 
 def test_damage_on_the_disk_fails_the_update_and_the_save() -> None:
