@@ -19,6 +19,7 @@ from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.residency import SlotSpec
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
+from megatrain_ray.io.disk_io import DiskIo
 
 SECOND_MOMENT_BYTES = 4  # of an element; what Muon trains has none, and where it trains anything moments are FP32
 
@@ -196,6 +197,7 @@ class Plan:
     captured: bool = False  # forward and backward of a step are one graph that the device has; it launches all at once
     prediction: Prediction | None = None  # of what a step takes
     mlp_chunk_tokens: int = 0  # of a micro-batch that an MLP computes at a time; 0: all of them
+    disk_io: DiskIo = DiskIo.POSIX  # by whom what is on disk is read and written
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:

@@ -10,6 +10,7 @@ from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.plan import NARROW_MOMENTS, ActivationPolicy, ByteCount, Plan, Tier, UpdateOrder
 from megatrain_ray.engine.plan_spill import beyond_disk
 from megatrain_ray.engine.prediction import Prediction
+from megatrain_ray.io.disk_io import DiskIo
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_NAMED = 4  # layers
@@ -147,7 +148,8 @@ def _spill_lines(plan: Plan) -> list[str]:
     counts = {"gradients": len(plan.stored_layers), "state": len(plan.spilled_layers)}
     what = " and ".join(f"{name} of {count} layers" for name, count in counts.items() if count)
     moved = format_bytes(plan.total_bytes(Tier.NVME))
-    return [f"spill     on disk: {what}; {moved} read and {moved} written a step"]
+    by = "" if plan.disk_io is DiskIo.POSIX else f" by {plan.disk_io.value}"
+    return [f"spill     on disk: {what}; {moved} read and {moved} written a step{by}"]
 
 
 def _muon_lines(plan: Plan) -> list[str]:

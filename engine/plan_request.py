@@ -8,14 +8,16 @@ from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.hardware_profile import HardwareProfile, typical
 from megatrain_ray.engine.plan import ActivationPolicy, Precision, Tier
 from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.io.disk_io import DiskIo
 
 
 @dataclass(frozen=True)
 class SpillSpace:
-    """What may be spilled to disk: bytes, and how fast it reads and writes at the same time, both together."""
+    """What may be spilled to disk: bytes, how fast it reads and writes at the same time, both together, and by whom."""
 
     limit_bytes: int
     bytes_per_s: float
+    io: DiskIo = DiskIo.POSIX
 
 
 @dataclass(frozen=True)

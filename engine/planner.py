@@ -28,6 +28,7 @@ from megatrain_ray.engine.plan_rows import backward_bytes, beside_loss, hbm_rows
 from megatrain_ray.engine.plan_spill import OnDisk, SpillOrder, beyond_disk, with_spilled
 from megatrain_ray.engine.residency import FragmentId, Residency, SlotSpec, plan_residency
 from megatrain_ray.engine.visits import LoopOrder, Visit
+from megatrain_ray.io.disk_io import DiskIo
 
 
 def build_plan(
@@ -230,6 +231,7 @@ class _Builder:
             rows=(),
             captured=bool(r.captured),
             mlp_chunk_tokens=r.mlp_chunk_tokens,
+            disk_io=m.spill.io if m.spill else DiskIo.POSIX,
         )
 
     def _spilling(self, plan: Plan) -> Plan:

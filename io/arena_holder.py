@@ -11,7 +11,8 @@ from pathlib import Path
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.arena import Arena, ArenaHandle, create_memfd, open_held
 from megatrain_ray.io.blob_store import BlobStore
-from megatrain_ray.io.spill_file import HeldFiles, SpillFile, create_spill_file
+from megatrain_ray.io.disk_io import DiskIo, held_files
+from megatrain_ray.io.spill_file import SpillFile, create_spill_file
 
 Handles = Mapping[str, ArenaHandle]
 
@@ -68,15 +69,15 @@ class ArenaHolder:
             raise ValueError(f"{name} is the file {handle.path}, and no memory")
         return Arena(handle.fd, handle)
 
-    def spill(self, name: str) -> tuple[BlobStore, str]:
-        """The store whose `update` opens the spill file, and its name there.
+    def spill(self, name: str, io: DiskIo) -> tuple[BlobStore, str]:
+        """The store, by `io`, whose `update` opens the spill file, and its name there.
 
         A file that is open stays so when the holder is closed.
         """
         handle = self._handles[name]
         if not handle.path:
             raise ValueError(f"{name} is an arena, and no file")
-        return HeldFiles(), str(handle.fd)
+        return held_files(io), str(handle.fd)
 
     def close(self) -> None:
         """Gives the descriptors up. Idempotent."""

@@ -151,11 +151,11 @@ class FileStore:
     @asynccontextmanager
     async def update(self, name: str) -> AsyncIterator[Blob]:
         async with self._opened("read", name, "rb+") as fd:
-            yield _FileInPlace(self._where(name), fd)
+            yield FileInPlace(self._where(name), fd)
 
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
         async with self._opened("read", name, "rb") as fd:
-            await _FileInPlace(self._where(name), fd).read_into(offset, block)
+            await FileInPlace(self._where(name), fd).read_into(offset, block)
 
     async def size(self, name: str) -> int:
         with explained("read", self._where(name)):
@@ -186,11 +186,16 @@ class _FileBlob:
 
     async def write_at(self, offset: int, block: memoryview) -> None:
         with explained("write", self._path):
-            await self._completed(_write_all, self._fd, offset, block)
+            await self._completed(self._write, offset, block)
 
     async def sync(self) -> None:
         with explained("write", self._path):
             await self._completed(os.fsync, self._fd)
+
+    def _write(self, offset: int, block: memoryview) -> None:
+        while block:
+            written = _transfer(self._fd, partial(os.pwrite, self._fd, block, offset))
+            block, offset = block[written:], offset + written
 
     async def _completed(self, call: Callable[..., T], *arguments: object) -> T:
         """In a thread, which is through with it even when the task was cancelled: the file is closed after this."""
@@ -202,7 +207,9 @@ class _FileBlob:
             raise
 
 
-class _FileInPlace(_FileBlob):
+class FileInPlace(_FileBlob):
+    """Of a file that is open."""
+
     def __init__(self, path: Path, fd: int) -> None:
         super().__init__(path, fd)
         self._nbytes = os.fstat(fd).st_size
@@ -213,26 +220,19 @@ class _FileInPlace(_FileBlob):
 
     async def read_into(self, offset: int, block: memoryview) -> None:
         with explained("read", self._path):
-            got = await self._completed(_read_all, self._fd, offset, block)
+            got = await self._completed(self._read, offset, block)
         if got < len(block):
             raise _too_short(str(self._path), offset + len(block), self._nbytes)
 
-
-def _write_all(fd: int, offset: int, block: memoryview) -> None:
-    while block:
-        written = _transfer(fd, partial(os.pwrite, fd, block, offset))
-        block, offset = block[written:], offset + written
-
-
-def _read_all(fd: int, offset: int, block: memoryview) -> int:
-    """Bytes read: fewer than the block's at the end of the file only."""
-    total = 0
-    while total < len(block):
-        got = _transfer(fd, partial(os.preadv, fd, [block[total:]], offset + total))
-        if not got:
-            break
-        total += got
-    return total
+    def _read(self, offset: int, block: memoryview) -> int:
+        """Bytes read: fewer than the block's at the end of the file only."""
+        total = 0
+        while total < len(block):
+            got = _transfer(self._fd, partial(os.preadv, self._fd, [block[total:]], offset + total))
+            if not got:
+                break
+            total += got
+        return total
 
 
 def _transfer(fd: int, call: Callable[[], int]) -> int:

@@ -11,32 +11,33 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain_ray.io.blob_store import aligned_block
+from megatrain_ray.io.blob_store import BlobStore, aligned_block
 from megatrain_ray.io.disk_errors import explained
-from megatrain_ray.io.spill_file import HeldFiles
+from megatrain_ray.io.disk_io import DiskIo, held_files
 
 BLOCK_BYTES = 8 << 20
 IN_FLIGHT = 4  # blocks each way at a time: a guess of what keeps a drive busy
 FILL_S, MIXED_S = 0.5, 1.5  # after which no further block is begun, of the file's filling and of what counts
 
 
-def measure_mixed(folder: Path, num_bytes: int) -> float:
+def measure_mixed(folder: Path, num_bytes: int, io: DiskIo = DiskIo.POSIX) -> float:
     """Bytes per second, both together, of reading `num_bytes` and writing as many in place at the same time, past the
-    page cache where the file system can. On a slow disk as much of it as two seconds allow.
+    page cache where the file system can, by `io`. On a slow disk as much of it as two seconds allow.
 
     The file has no name, so that nothing of it stays however this ends. Raises MegatrainError.
     """
     with explained("write", folder), tempfile.TemporaryFile(dir=folder) as file:
-        return asyncio.run(_mixed_rate(str(file.fileno()), -(-num_bytes // BLOCK_BYTES)))
+        num_blocks = -(-num_bytes // BLOCK_BYTES)
+        os.ftruncate(file.fileno(), num_blocks * BLOCK_BYTES)
+        return asyncio.run(_mixed_rate(held_files(io), str(file.fileno()), num_blocks))
 
 
-async def _mixed_rate(name: str, num_blocks: int) -> float:
+async def _mixed_rate(store: BlobStore, name: str, num_blocks: int) -> float:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * IN_FLIGHT))
-    store = HeldFiles()
     into = [aligned_block(BLOCK_BYTES) for _ in range(IN_FLIGHT)]
     values = aligned_block(BLOCK_BYTES)
     values[:] = os.urandom(BLOCK_BYTES)  # zeros may cost a drive less
-    async with store.create(name) as blob:
+    async with store.update(name) as blob:
 
         async def write(number: int, block: memoryview) -> None:
             await blob.write_at(number * BLOCK_BYTES, block)
@@ -45,9 +46,9 @@ async def _mixed_rate(name: str, num_blocks: int) -> float:
             await write((number + num_filled // 2) % num_filled, block)
 
         async def read(number: int, block: memoryview) -> None:
-            await store.read_into(name, number % num_filled * BLOCK_BYTES, block)
+            await blob.read_into(number % num_filled * BLOCK_BYTES, block)
 
-        # Not counted: to make a file longer is another thing than to write in place, as spilled state is written.
+        # Not counted: to take room on a disk is another thing than to write in place, as spilled state is written.
         num_filled = await _transfer(FILL_S, _Way(write, [values] * IN_FLIGHT, num_blocks))
         start_s = time.monotonic()
         both = _Way(read, into, num_blocks), _Way(rewrite, [values] * IN_FLIGHT, num_blocks)

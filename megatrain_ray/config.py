@@ -236,6 +236,9 @@ class SpillConfig(Group):
     is in memory."""
     limit: Size | None = None
     """Bytes of that disk that the plan may use; null: what is free there but for 1 GiB."""
+    io: Literal["auto", "posix", "kvikio"] = "auto"
+    """Who reads and writes there: posix, threads of ours past the page cache; kvikio, those of that library, an extra
+    that needs CUDA's driver; auto: kvikio where it is installed, works there and was measured to be faster."""
 
 
 class LogConfig(Group):

@@ -98,7 +98,7 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
 
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
-        spill = None if plan.spill_limit_bytes is None else SpillSpace(plan.spill_limit_bytes, disk)
+        spill = None if plan.spill_limit_bytes is None else SpillSpace(plan.spill_limit_bytes, disk, plan.disk_io)
         by_profile = replace(machine, profile=profile, spill=spill)
         return predict_plan(plan, question.structure, question.activations, by_profile, question.request)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.io.disk_io import DiskIo
 from megatrain_ray.units import format_bytes
 
 
@@ -18,7 +19,7 @@ def _placement(plan: Plan) -> Plan:
     """On some machines the RAM that the kernel shows is another one every time, and what is left of it for copies."""
     return replace(
         plan, prediction=None, rows=(), hbm_limit_bytes=None, ram_limit_bytes=0, spill_limit_bytes=None,
-        save_copy_bytes=0, device_copy_bytes=0,
+        disk_io=DiskIo.POSIX, save_copy_bytes=0, device_copy_bytes=0,
     )  # fmt: skip
 
 

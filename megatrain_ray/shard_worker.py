@@ -39,7 +39,7 @@ from megatrain_ray.engine.spilling_shard import SpillingShard
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
-from megatrain_ray.io.blob_store import MemoryStore
+from megatrain_ray.io.blob_store import BlobStore, MemoryStore
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.measured_store import DiskMeter, MeasuredStore
 from megatrain_ray.part_writer import WrittenPart, write_gated_part
@@ -114,7 +114,10 @@ class ShardWorker:
         """`arena`: of this shard's state, 1-D uint8."""
         plan, part = self._prepared.plan, self._layout
         layout = spill_layout(plan, part)
-        store, name = self._holder.spill(spill_file(self._index)) if layout.blob_bytes else (MemoryStore(), "")
+        store: BlobStore = MemoryStore()
+        name = ""
+        if layout.blob_bytes:
+            store, name = self._holder.spill(spill_file(self._index), plan.disk_io)
         measured = MeasuredStore(store, self._disk)
         return SpillRing(layout, spill_memory(arena, plan, part), measured, name, plan.update_deadline_s)
 

@@ -1,15 +1,18 @@
-"""What a plan is told of the disk of spill.path: how much may be there, and how fast it is.
+"""What a plan is told of the disk of spill.path: how much may be there, how fast it is, and who reads and writes.
 
-The rate is that of the hardware profile where it has one. Otherwise it is measured once and kept in the cache.
+The rate is that of the hardware profile where it has one. Otherwise it is measured once, by each who can, and kept in
+the cache.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
 import logging
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +27,9 @@ from megatrain_ray.engine.plan_request import Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
 from megatrain_ray.io.disk_errors import free_bytes
+from megatrain_ray.io.disk_io import DiskIo
 from megatrain_ray.io.disk_rate import measure_mixed
+from megatrain_ray.io.kvikio_store import unusable
 from megatrain_ray.logs import say
 
 log = logging.getLogger(__name__)
@@ -32,16 +37,18 @@ log = logging.getLogger(__name__)
 PROBE_BYTES = 512 << 20  # each way
 MARGIN_BYTES = 1 << 30  # of what is free that stays free
 ANY_ROOM = 1 << 60  # bytes of a disk that is not here
+GAIN = 1.05  # by which kvikio must be faster: rates that are measured once differ by about as much
 
 
 @dataclass(frozen=True)
 class DiskRate:
-    """What the cache keeps. `device`: st_dev of the file system that `folder` is on."""
+    """What the cache keeps. `device`: st_dev of the file system that `folder` is on. `bytes_per_s`: by each who was
+    tried."""
 
-    version: Literal[1]
+    version: Literal[2]
     folder: str
     device: int
-    bytes_per_s: Rate
+    bytes_per_s: dict[DiskIo, Rate]
 
 
 _DISK_RATE = TypeAdapter(DiskRate)
@@ -51,7 +58,7 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
     """The machine, which has its profile, with what may be spilled where `spill.path` is set. Makes that folder.
 
     `imagined`: for a plan alone; a folder that is not here is not made, and its disk has any room. Raises ConfigError
-    for a path that is no folder or cannot be written to.
+    for a path that is no folder or cannot be written to, and where kvikio is asked for and does not work.
     """
     if spill.path is None:
         return machine
@@ -60,10 +67,15 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
     limit_bytes = spill.limit or ANY_ROOM
     if is_here:
         limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
-    known = (machine.profile and machine.profile.disk_bytes_per_s) or _kept(folder)
-    if known is None and is_here and limit_bytes:
-        known = _measured(folder)
-    return replace(machine, spill=SpillSpace(limit_bytes, known or TYPICAL_DISK_BYTES_PER_S))
+    able = _able(folder, spill.io) if is_here else _asked(spill.io)
+    if machine.profile and machine.profile.disk_bytes_per_s:
+        return replace(machine, spill=SpillSpace(limit_bytes, machine.profile.disk_bytes_per_s, able[0]))
+    rates = _kept(folder)
+    if is_here and limit_bytes and not set(able) <= set(rates):
+        rates = _measured(folder, able)
+    return replace(
+        machine, spill=SpillSpace(limit_bytes, *_fastest({io: rates[io] for io in able if io in rates}, able[0]))
+    )
 
 
 def rate_file(folder: Path) -> Path:
@@ -95,32 +107,64 @@ def _check(folder: Path, *, make: bool) -> bool:
     return is_here
 
 
-def _kept(folder: Path) -> float | None:
-    """None where nothing was measured, or what is kept is damaged."""
+def _asked(io: str) -> tuple[DiskIo, ...]:
+    """By the setting alone; of `auto` the one that is everywhere."""
+    return (DiskIo.POSIX if io == "auto" else DiskIo(io),)
+
+
+def _able(folder: Path, io: str) -> tuple[DiskIo, ...]:
+    """Who may be chosen for the folder, ours first. Raises ConfigError where the one who is asked for does not work."""
+    asked = _asked(io)
+    if io == "posix" or (io == "auto" and importlib.util.find_spec("kvikio") is None):
+        return asked
+    if (reason := unusable(folder)) is None:
+        return (*asked, DiskIo.KVIKIO) if io == "auto" else asked
+    if io == "kvikio":
+        raise ConfigError(
+            f"spill.io: kvikio does not work for {folder}: {reason}; docs/hardware_profile.md says what it needs, auto "
+            "and posix do without"
+        )
+    log.warning("kvikio is installed and not used for spill.path: %s", reason)
+    return asked
+
+
+def _fastest(rates: Mapping[DiskIo, float], otherwise: DiskIo) -> tuple[float, DiskIo]:
+    """Bytes per second and who reaches it. `otherwise`: where nobody was measured."""
+    if not rates:
+        return TYPICAL_DISK_BYTES_PER_S, otherwise
+    best = max(rates, key=lambda io: rates[io] / (GAIN if io is DiskIo.KVIKIO else 1.0))
+    return rates[best], best
+
+
+def _kept(folder: Path) -> Mapping[DiskIo, float]:
+    """Empty where nothing was measured, or what is kept is damaged."""
     try:
         return _DISK_RATE.validate_json(rate_file(folder).read_bytes()).bytes_per_s
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, RuntimeError, ValidationError) as error:
         log.warning("what was measured of the disk of spill.path is left out: %s", error)
-        return None
+        return {}
 
 
-def _measured(folder: Path) -> float | None:
-    """None where it cannot be measured, which is no reason not to train."""
+def _measured(folder: Path, able: Sequence[DiskIo]) -> Mapping[DiskIo, float]:
+    """Empty where it cannot be measured, which is no reason not to train."""
     try:
-        rate = measure_mixed(folder, PROBE_BYTES)
+        rates = {io: measure_mixed(folder, PROBE_BYTES, io) for io in able}
     except MegatrainError as error:
         log.warning("spill.path is taken to be on a typical NVMe drive: %s", error)
-        return None
-    say(f"measured the disk of {folder}, which is done once: {rate / 1e9:.2f} GB/s, read and written at the same time")
+        return {}
+    by = " and ".join(
+        f"{rate / 1e9:.2f} GB/s" + (f" by {io.value}" if len(rates) > 1 else "") for io, rate in rates.items()
+    )
+    say(f"measured the disk of {folder}, which is done once: {by}, read and written at the same time")
     try:
         file = rate_file(folder)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, _DISK_RATE.dump_json(DiskRate(1, str(folder), _device_of(folder), rate)).decode())
+        write_atomically(file, _DISK_RATE.dump_json(DiskRate(2, str(folder), _device_of(folder), rates)).decode())
     except (OSError, RuntimeError, MegatrainError) as error:
         log.warning("what was measured is not kept: %s", error)
-    return rate
+    return rates
 
 
 def _device_of(folder: Path) -> int:

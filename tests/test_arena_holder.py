@@ -21,6 +21,7 @@ from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder
 from megatrain_ray.io.blob_store import ALIGN_BYTES, aligned_block
 from megatrain_ray.io.disk_errors import DiskFullError
+from megatrain_ray.io.disk_io import DiskIo
 from megatrain_ray.io.spill_file import SpillFile
 
 SIZES = {"words": 64, "state-0": 5000}
@@ -98,7 +99,7 @@ def with_file(folder: Path) -> ArenaHolder:
 
 
 async def spilled(holder: ArenaHolder, offset: int, data: bytes) -> None:
-    store, name = holder.spill("spill-0")
+    store, name = holder.spill("spill-0", DiskIo.POSIX)
     block = aligned_block(len(data))
     block[:] = data
     async with store.update(name) as blob:
@@ -106,7 +107,7 @@ async def spilled(holder: ArenaHolder, offset: int, data: bytes) -> None:
 
 
 async def of_disk(holder: ArenaHolder) -> bytes:
-    store, name = holder.spill("spill-0")
+    store, name = holder.spill("spill-0", DiskIo.POSIX)
     block = aligned_block(NBYTES)
     async with store.update(name) as blob:
         await blob.read_into(0, block)
@@ -162,7 +163,7 @@ async def test_a_spill_file_is_opened_past_the_page_cache(tmp_path: Path) -> Non
         pytest.skip("the temporary folder's file system knows no O_DIRECT")
     holder = with_file(tmp_path)
     with closing(holder):
-        store, name = holder.spill("spill-0")
+        store, name = holder.spill("spill-0", DiskIo.POSIX)
         async with store.update(name) as blob:
             held = holder.handles["spill-0"]
             again = [int(p.name) for p in Path("/proc/self/fd").iterdir() if os.path.realpath(p) == held.path]
@@ -208,7 +209,7 @@ def test_memory_is_mapped_and_a_file_is_updated(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"spill-0 is the file .*, and no memory"):
             holder.map("spill-0")
         with pytest.raises(ValueError, match="words is an arena, and no file"):
-            holder.spill("words")
+            holder.spill("words", DiskIo.POSIX)
 
 
 def test_the_owner_makes_the_files_and_takes_them_over(tmp_path: Path) -> None:

@@ -18,12 +18,18 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io import blob_store
 from megatrain_ray.io.blob_store import ALIGN_BYTES, BlobStore, FileStore, MemoryStore, aligned, aligned_block
 from megatrain_ray.io.disk_errors import DiskFullError, UnreadableError
+from megatrain_ray.io.kvikio_store import KvikioFiles, unusable
+from tests import imitated_kvikio
 
 SIZES = [0, 1, 4095, 4096, 4097, (3 << 20) + 1]
 
 
-@pytest.fixture(params=["memory", "files", "files, buffered"])
+@pytest.fixture(params=["memory", "files", "files, buffered", "kvikio, imitated", "kvikio"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BlobStore:
+    if request.param.startswith("kvikio"):
+        if request.param == "kvikio, imitated":
+            imitated_kvikio.install(monkeypatch)
+        return kvikio_files(tmp_path)
     if request.param == "files, buffered":
         real_open = os.open
 
@@ -34,6 +40,15 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(os, "open", refuse_direct)
     return MemoryStore() if request.param == "memory" else FileStore(tmp_path)
+
+
+def kvikio_files(folder: Path) -> KvikioFiles:
+    """Of a folder, where they are those of this process otherwise. Skips where kvikio does not work."""
+    if reason := unusable(folder):
+        pytest.skip(reason)
+    store = KvikioFiles()
+    store._folder = folder
+    return store
 
 
 def block_of(data: bytes) -> memoryview:

@@ -14,8 +14,9 @@ import pytest
 
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io import disk_rate
-from megatrain_ray.io.blob_store import BlobWriter
+from megatrain_ray.io.blob_store import Blob
 from megatrain_ray.io.disk_errors import DiskFullError
+from megatrain_ray.io.disk_io import DiskIo
 from megatrain_ray.io.disk_rate import BLOCK_BYTES, IN_FLIGHT, measure_mixed
 from megatrain_ray.io.spill_file import HeldFiles
 
@@ -33,7 +34,8 @@ class Spy:
     num_zeros: int = 0
     fail_on: Call | None = None
 
-    def store(self) -> HeldFiles:
+    def store(self, io: DiskIo) -> HeldFiles:
+        assert io is DiskIo.POSIX
         return _SpiedStore(self)
 
     def note(self, kind: str, offset: int) -> None:
@@ -49,18 +51,13 @@ class _SpiedStore(HeldFiles):
         self._spy = spy
 
     @asynccontextmanager
-    async def create(self, name: str) -> AsyncIterator[BlobWriter]:
-        async with super().create(name) as blob:
+    async def update(self, name: str) -> AsyncIterator[Blob]:
+        async with super().update(name) as blob:
             yield _SpiedBlob(self._spy, blob)
-
-    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
-        self._spy.note("read", offset)
-        await super().read_into(name, offset, block)
-        self._spy.num_zeros += bytes(block[:4096]).count(0) > 64
 
 
 class _SpiedBlob:
-    def __init__(self, spy: Spy, blob: BlobWriter) -> None:
+    def __init__(self, spy: Spy, blob: Blob) -> None:
         self._spy = spy
         self._blob = blob
 
@@ -68,11 +65,16 @@ class _SpiedBlob:
         self._spy.note("write", offset)
         await self._blob.write_at(offset, block)
 
+    async def read_into(self, offset: int, block: memoryview) -> None:
+        self._spy.note("read", offset)
+        await self._blob.read_into(offset, block)
+        self._spy.num_zeros += bytes(block[:4096]).count(0) > 64
+
 
 @pytest.fixture
 def spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spy:
     spy = Spy(tmp_path)
-    monkeypatch.setattr(disk_rate, "HeldFiles", spy.store)
+    monkeypatch.setattr(disk_rate, "held_files", spy.store)
     return spy
 
 

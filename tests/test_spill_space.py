@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_DISK_BYTE
 from megatrain_ray.engine.plan_request import Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.blob_store import aligned
+from megatrain_ray.io.disk_io import DiskIo
 from megatrain_ray.planning import prepare, question_of
 from megatrain_ray.spill_space import ANY_ROOM, MARGIN_BYTES, PROBE_BYTES, forget_rates, rate_file, with_spill
 from megatrain_ray.startup import Startup
@@ -31,8 +34,8 @@ def measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """Folders whose disks were measured, all of one rate and with as much room."""
     folders: list[Path] = []
 
-    def measure(folder: Path, num_bytes: int) -> float:
-        assert num_bytes == PROBE_BYTES
+    def measure(folder: Path, num_bytes: int, io: DiskIo) -> float:
+        assert (num_bytes, io) == (PROBE_BYTES, DiskIo.POSIX)
         assert folder.is_dir()
         folders.append(folder)
         return RATE
@@ -40,15 +43,17 @@ def measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(spill_space, "measure_mixed", measure)
     monkeypatch.setattr(spill_space, "free_bytes", lambda folder: FREE)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # kvikio is not installed
     return folders
 
 
 def space(
-    folder: Path, limit: int | str | None = None, *, imagined: bool = False, rate: float | None = None
+    folder: Path, limit: int | str | None = None, *, imagined: bool = False, rate: float | None = None, io: str = "auto"
 ) -> SpillSpace:
     """`rate`: that of the profile."""
     machine = MACHINE if rate is None else replace(MACHINE, profile=replace(TYPICAL_CPU, disk_bytes_per_s=rate))
-    found = with_spill(machine, SpillConfig.model_validate({"path": str(folder), "limit": limit}), imagined=imagined)
+    settings = SpillConfig.model_validate({"path": str(folder), "limit": limit, "io": io})
+    found = with_spill(machine, settings, imagined=imagined)
     assert replace(found, spill=None) == machine
     assert found.spill is not None
     return found.spill
@@ -95,8 +100,9 @@ def test_a_disk_is_measured_once(
         for path in (folder, other)
     ]
     kept = json.loads(rate_file(folder).read_text())
-    assert kept == {"version": 1, "folder": str(folder), "device": folder.stat().st_dev, "bytes_per_s": RATE}
-    rate_file(folder).write_text(json.dumps(kept | {"bytes_per_s": 1.5e9}))
+    device = folder.stat().st_dev
+    assert kept == {"version": 2, "folder": str(folder), "device": device, "bytes_per_s": {"posix": RATE}}
+    rate_file(folder).write_text(json.dumps(kept | {"bytes_per_s": {"posix": 1.5e9}}))
     folder.rmdir()
     assert space(folder, imagined=True) == SpillSpace(ANY_ROOM, 1.5e9)
     monkeypatch.setattr(spill_space, "_device_of", lambda folder: 12345)
@@ -104,9 +110,9 @@ def test_a_disk_is_measured_once(
     assert measurements == [folder, other, folder]
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"bytes_per_s": 0.0}])
+@pytest.mark.parametrize("change", [{"version": 1}, {"bytes_per_s": {"posix": 0.0}}])
 def test_what_is_kept_and_cannot_be_used_is_measured_again(
-    tmp_path: Path, measurements: list[Path], change: dict[str, float]
+    tmp_path: Path, measurements: list[Path], change: dict[str, Any]
 ) -> None:
     space(tmp_path)
     file = rate_file(tmp_path)
@@ -134,7 +140,7 @@ def test_a_rate_of_the_profile_is_taken(tmp_path: Path, measurements: list[Path]
 def test_a_disk_that_cannot_be_measured_is_trained_on(
     tmp_path: Path, measurements: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(folder: Path, num_bytes: int) -> float:
+    def fail(folder: Path, num_bytes: int, io: DiskIo) -> float:
         raise MegatrainError("the disk is stuck")
 
     monkeypatch.setattr(spill_space, "measure_mixed", fail)
@@ -151,6 +157,77 @@ def test_a_disk_is_measured_where_nothing_can_be_kept(
 
     monkeypatch.setattr(spill_space, "cache_folder", no_home)
     assert space(tmp_path).bytes_per_s == RATE
+
+
+RATES = {DiskIo.POSIX: 2e9, DiskIo.KVIKIO: 3e9}
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[DiskIo]:
+    """Who was measured, where kvikio is installed and works."""
+    measured: list[DiskIo] = []
+
+    def measure(folder: Path, num_bytes: int, io: DiskIo) -> float:
+        measured.append(io)
+        return RATES[io]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(spill_space, "measure_mixed", measure)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "kvikio" or None)
+    monkeypatch.setattr(spill_space, "unusable", lambda folder: None)
+    return measured
+
+
+@pytest.mark.parametrize(("rate", "io"), [(2.2e9, DiskIo.KVIKIO), (2.05e9, DiskIo.POSIX), (1e9, DiskIo.POSIX)])
+def test_the_faster_one_reads_and_writes(
+    tmp_path: Path, ways: list[DiskIo], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    rate: float, io: DiskIo,
+) -> None:  # fmt: skip
+    """kvikio, an extra, where it is so by more than two measurements differ."""
+    monkeypatch.setitem(RATES, DiskIo.KVIKIO, rate)
+    for _ in range(2):
+        found = space(tmp_path / "nvme")
+        assert (found.io, found.bytes_per_s) == (io, RATES[io])
+    assert ways == [DiskIo.POSIX, DiskIo.KVIKIO]
+    said = f"2.00 GB/s by posix and {rate / 1e9:.2f} GB/s by kvikio, read and written at the same time\n"
+    assert capsys.readouterr().err == f"measured the disk of {tmp_path / 'nvme'}, which is done once: {said}"
+
+
+def test_the_one_who_is_asked_for_reads_and_writes(tmp_path: Path, ways: list[DiskIo]) -> None:
+    for io in ("posix", "kvikio"):
+        found = space(tmp_path / io, 5, io=io)
+        assert (found.io, found.bytes_per_s) == (DiskIo(io), RATES[DiskIo(io)])
+        assert space(tmp_path / io, 5, io=io, rate=1e9) == replace(found, bytes_per_s=1e9)
+    assert space(tmp_path / "none", io="kvikio", imagined=True).io is DiskIo.KVIKIO
+    assert ways == [DiskIo.POSIX, DiskIo.KVIKIO]
+
+
+def test_what_was_installed_since_is_measured(
+    tmp_path: Path, ways: list[DiskIo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was measured holds when it is gone."""
+    with monkeypatch.context() as changed:
+        changed.setattr(importlib.util, "find_spec", lambda name: None)
+        assert space(tmp_path).io is DiskIo.POSIX
+    assert space(tmp_path).io is DiskIo.KVIKIO
+    monkeypatch.setattr(spill_space, "unusable", lambda folder: "no driver")
+    assert space(tmp_path).io is DiskIo.POSIX
+    assert ways == [DiskIo.POSIX, DiskIo.POSIX, DiskIo.KVIKIO]
+
+
+def test_kvikio_that_does_not_work(
+    tmp_path: Path, ways: list[DiskIo], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning, and an error where it is asked for."""
+    monkeypatch.setattr(spill_space, "unusable", lambda folder: "no driver")
+    assert space(tmp_path).io is DiskIo.POSIX
+    assert caplog.messages == ["kvikio is installed and not used for spill.path: no driver"]
+    needs = "docs/hardware_profile.md says what it needs, auto and posix do without"
+    message = f"spill.io: kvikio does not work for {tmp_path}: no driver; {needs}"
+    with pytest.raises(ConfigError) as info:
+        space(tmp_path, io="kvikio")
+    assert (str(info.value), info.value.exit_code) == (message, 2)
+    assert ways == [DiskIo.POSIX]
 
 
 def test_a_small_measurement_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
