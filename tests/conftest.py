@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; nothin
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 
-END_S = 5.0  # a thread that has been told to end does so within
+END_S = 30.0  # a thread that has been told to end does so within
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
