@@ -11,6 +11,7 @@ the blob (stored before the first write, cleared once the blob has it): then the
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -118,7 +119,7 @@ class SpillRing:
             slot = self._slot_of(extent)
             assert slot is not None and slot.is_held
             slot.is_held = False
-            self._at = extent + 1
+            self._at = max(self._at, extent + 1)  # a gradient is left behind the state of its part
             if self._is_ahead(slot):
                 self._write(slot)
             self._advance()
@@ -181,7 +182,7 @@ class SpillRing:
         for extent in self._coming():
             if extent in held:
                 continue
-            slot = self._free_slot()
+            slot = self._free_slot(extent)
             if slot is None:
                 return
             self._clear(slot)
@@ -196,22 +197,24 @@ class SpillRing:
             return following[: max(0, len(self.layout.extents) - self._at)]
         return [i % len(self.layout.extents) for i in following]
 
-    def _free_slot(self) -> _Slot | None:
-        """One that is empty, or holds what comes last, unchanged and in nobody's hands."""
-        coming = self._coming() if self._reads_ahead else ()
-        for slot in self._slots:
-            if slot.state is SlotState.EMPTY:
-                return slot
-            if self._is_idle(slot) and slot.extent not in coming:
-                return slot
-        return None
+    def _free_slot(self, extent: int) -> _Slot | None:
+        """One that is empty, or holds what comes last, unchanged and in nobody's hands; not what comes before `extent`.
+        What comes after it may have to be read once more: a slot that is held is one less for what comes."""
+        coming = [*self._coming()] if self._reads_ahead else []
+
+        def comes(number: int | None) -> float:
+            return coming.index(number) if number in coming else math.inf
+
+        free = [slot for slot in self._slots if slot.state is SlotState.EMPTY or self._is_idle(slot)]
+        latest = max(free, key=lambda slot: comes(slot.extent), default=None)
+        return latest if latest and (not coming or comes(latest.extent) > comes(extent)) else None
 
     def _slot_to_fill(self, extent: int) -> _Slot | None:
         """The extent's own where a process that died while it filled slots left it one: a second one would be as good
         as this one to `bring`."""
         slot = self._slot_of(extent)
         if slot is None:
-            return self._free_slot()
+            return self._free_slot(extent)
         return slot if self._is_idle(slot) else None
 
     def _is_idle(self, slot: _Slot) -> bool:

@@ -10,10 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; nothing here may ask the network
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
+
+# An example takes as long as a loaded machine takes, and the same ones are tried each time.
+settings.register_profile("tests", deadline=None, derandomize=True)
+settings.load_profile("tests")
 
 END_S = 30.0  # a thread that has been told to end does so within
 

@@ -21,7 +21,7 @@ from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import AdamShard, Gradient
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.spill_layout import Extent, SpillLayout
-from megatrain_ray.engine.spill_ring import SpillRing
+from megatrain_ray.engine.spill_ring import SlotState, SpillRing
 from megatrain_ray.engine.spilling_shard import SpillingShard
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arena_holder import ArenaHolder
@@ -507,6 +507,49 @@ def test_a_shard_that_died_loading_leaves_nothing_of_that() -> None:
             second.leave(layer)
     store.release("write")
     first.close()
+
+
+def test_what_is_left_behind_what_came_after_it_is_not_read_again() -> None:
+    """A gradient, which stays while the state of its part is updated."""
+    store = Watched(4 * PAGE)
+    with closing(small_ring(store, small_slots(), 3)) as ring:
+        fill_small(ring)
+        ring.bring(0)
+        for layer in (1, 2):
+            ring.bring(layer)
+            ring.leave(layer)
+        ring.bring(3)
+
+        def is_idle() -> bool:
+            return all(slot.state is SlotState.READY for slot in ring._slots)
+
+        with ring._changed:
+            assert ring._changed.wait_for(is_idle, WAIT_S)  # what comes first in the next update is there
+            ring.leave(0)
+            assert is_idle()
+
+
+def test_what_is_wanted_is_read_though_all_slots_hold_what_comes_after_it() -> None:
+    """One is held, as a gradient is, and to the others came, late, what comes next but one."""
+    store = Watched(4 * PAGE)
+    with closing(small_ring(store, small_slots(), 2, timeout_s=20.0)) as ring:
+        fill_small(ring)
+        ring.bring(0)
+        store.held.add("read")
+        store.calls.clear()
+        with ring._changed:
+            ring._at = 2
+            ring._advance()
+        store.await_call("read", 2 * PAGE)
+        reader = threading.Thread(target=ring.bring, args=(1,))
+        reader.start()
+        while ring._at != 1:  # it waits for its extent from then on
+            time.sleep(0.001)
+        store.release("read")
+        reader.join(WAIT_S)
+        assert set(ring.bytes_of(1)["m"].tolist()) == {1}
+        ring.leave(1)
+        ring.leave(0)
 
 
 def test_a_layer_that_nobody_expected_next_is_read() -> None:
