@@ -114,10 +114,12 @@ def predict(
 ) -> Prediction:
     """`activations`: of a micro-batch of the plan. `shared`: of other plans of the same request."""
     prices = Prices(plan, basis, activations, shared)
-    step = _with_disk(_steady(plan, basis, prices))
+    step = _with_disk(_steady(plan, basis, prices), basis)
     tokens = plan.num_micro_batches * prices.num_tokens
     flops = sum(layer.flops(tokens, tokens * plan.seq_len) for layer in basis.work)
     busy_s = {stage.value: seconds for stage, seconds in step.busy_s.items()}
+    together_s = {**busy_s, Stage.DISK.value: _disk_s(step, basis)}
+    together_s.pop(Stage.WEIGHTS.value, None)
     return Prediction(
         rates=str(basis.profile.machine),
         is_measured=basis.is_measured,
@@ -126,7 +128,7 @@ def predict(
         compute_s=step.compute_s,
         exposed_s=step.exposed_s,
         busy_s=busy_s,
-        bottleneck=max(busy_s, key=lambda stage: busy_s[stage]),
+        bottleneck=max(together_s, key=lambda stage: together_s[stage]),
         h2d_bytes=step.num_bytes.get(Stage.H2D, 0),
         d2h_bytes=step.num_bytes.get(Stage.D2H, 0),
         profile=basis.rates,
@@ -161,9 +163,15 @@ def _beside_disk(fewer: SimulatedStep, more: SimulatedStep) -> int:
     return math.ceil(disk_s / added_s)
 
 
-def _with_disk(step: SimulatedStep) -> SimulatedStep:
+def _disk_s(step: SimulatedStep, basis: CostBasis) -> float:
+    """Of the disk at work: for updates and gradients, and for working copies."""
+    read_s = step.num_bytes.get(Stage.WEIGHTS, 0) / basis.disk_bytes_per_s
+    return step.busy_s.get(Stage.DISK, 0.0) + read_s
+
+
+def _with_disk(step: SimulatedStep, basis: CostBasis) -> SimulatedStep:
     """A disk may take longer than a step for the first ones, as far as slots let it lag behind: not in the long run."""
-    late_s = step.busy_s.get(Stage.DISK, 0.0) - step.step_s
+    late_s = _disk_s(step, basis) - step.step_s
     if late_s <= 0:
         return step
     exposed_s = {**step.exposed_s, "optimizer": step.exposed_s.get("optimizer", 0.0) + late_s}
@@ -212,6 +220,10 @@ class Prices:
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
         if stage is Stage.DISK:
             return op.num_bytes / self._basis.disk_bytes_per_s
+        if (
+            stage is Stage.WEIGHTS
+        ):  # as if updates and gradients, which are on disk then, too, always had the other half
+            return 2 * op.num_bytes / self._basis.disk_bytes_per_s
         return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
 
     def of_layer(self, name: str, layer: int) -> float:

@@ -27,7 +27,7 @@ class _Word(IntEnum):
     STOP = 1
     FAILED = 2  # 1 + index of a shard that failed
     LANDED_BELL = 3  # of commits, landings and stop
-    GENERATION_BELL = 4  # of generations, stored gradients, failures and stop
+    GENERATION_BELL = 4  # of generations, stored gradients, working copies on disk, failures and stop
 
 
 class _Header(IntEnum):
@@ -164,6 +164,10 @@ class HostWords:
         self._words.store(self._stored(shard, layer), update)
         self._words.add(_Word.GENERATION_BELL, 1)
 
+    def ring(self) -> None:
+        """Something else that is waited for has come: a working copy that is on disk."""
+        self._words.add(_Word.GENERATION_BELL, 1)
+
     def shard_stored(self, shard: int, layer: int) -> int:
         """The update whose gradient of the layer the shard has stored last."""
         return self._words.load(self._stored(shard, layer))
@@ -228,8 +232,8 @@ class HostWords:
             raise MegatrainError("the optimizer shards were stopped")
 
     def generation_bell(self) -> int:
-        """Grows with every generation and stored gradient of a shard, failure and stop. Read it before looking, then
-        wait for more."""
+        """Grows with every generation, stored gradient and `ring` of a shard, failure and stop. Read it before looking,
+        then wait for more."""
         return self._words.load(_Word.GENERATION_BELL)
 
     def wait_generation_bell(self, seen: int, timeout_s: float) -> int:

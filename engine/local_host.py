@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,15 +11,20 @@ from typing import NamedTuple
 
 import torch
 
+from megatrain_ray.engine.device import Event
+from megatrain_ray.engine.disk_weights import DiskWeights
 from megatrain_ray.engine.journal import serial_of
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.seams import EVERY_GENERATION, HostWeights, Lease
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.simulated_slab import SimulatedSlab
 from megatrain_ray.engine.simulated_spill import SimulatedSpill
+from megatrain_ray.engine.simulated_windows import SimulatedWindows
 from megatrain_ray.engine.slab import SlabPool
+from megatrain_ray.engine.working_arena import WorkingArena
 from megatrain_ray.trace import Op, Stage, Timeline
 
 
@@ -39,12 +45,13 @@ class LocalHost:
         shards: Sequence[AdamShard],
         timeline: Timeline,
         generation: int = 0,
+        disk: DiskWeights | None = None,
     ) -> None:
-        """`working`: 1-D, the working copies of the layers on the host, one after the other. `generation`: updates
-        already in it."""
+        """`working`: 1-D, the working copies in host memory, one after the other. `generation`: updates already in it.
+        `disk`: the other working copies, where there are any."""
         self._layout = layout
-        self._starts = layout.starts_among(plan.host_layers)
-        self._working = working
+        self._arena = WorkingArena(plan, layout, working)
+        self._disk = disk
         self._shards = shards
         self._timeline = timeline
         self._order = plan.layer_order
@@ -58,6 +65,8 @@ class LocalHost:
         self._wire_dtype = plan.wire_dtype
         self._generations = [generation if i in self._order else EVERY_GENERATION for i in range(len(layout.layers))]
         self._spill = SimulatedSpill(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))
+        self._windows = SimulatedWindows(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))
+        self._begun = contextvars.copy_context()  # when reading ahead began, on the virtual clock
         self._ready_at_s = [0.0] * len(layout.layers)
         self._headers: dict[int, tuple[UpdateHeader, float]] = {}
         self._landed: dict[tuple[int, int], _Landing] = {}
@@ -67,17 +76,40 @@ class LocalHost:
         self._error: BaseException | None = None
         self._task = asyncio.create_task(self._serve(), name="local optimizer")
 
-    async def fetch(self, layer: int, generation: int) -> HostWeights:
+    def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
+        self._begun = contextvars.copy_context()
+        if self._disk is not None:
+            self._disk.expect(fragments, generation, self._written)
+
+    async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
+        layer = fragment.layer
+        await self._reached(layer, generation)
+        disk = self._disk_of(layer)
+        parts = [self._arena.part(fragment)] if disk is None else await disk.take(fragment)
+        return HostWeights(parts, self._begun.run(self._windows.fill, fragment, self._ready_at_s[layer], 0.0))
+
+    def release(self, fragment: FragmentId, uploaded: Event) -> None:
+        self._windows.leave(fragment, uploaded.at_s)
+        if disk := self._disk_of(fragment.layer):
+            disk.release(uploaded)
+
+    def _disk_of(self, layer: int) -> DiskWeights | None:
+        return self._disk if self._disk is not None and layer in self._disk.layers else None
+
+    async def _written(self, layer: int, generation: int) -> None:
+        """The generation is on disk."""
+        await self._reached(layer, generation)
+        for shard in self._shards:
+            await asyncio.to_thread(shard.settle, layer)
+
+    async def _reached(self, layer: int, generation: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._error or self._generations[layer] >= generation)
         if self._error:
             raise self._error
-        start = self._starts[layer]
-        flat = self._working[start : start + self._layout.layers[layer].size]
-        return HostWeights(flat, self._ready_at_s[layer])
 
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
-        await self.fetch(layer, generation)
+        await self._reached(layer, generation)
         momenta = Momenta([shard.layout for shard in self._shards], [shard.m for shard in self._shards])
         return momenta.of(layer)
 
@@ -103,9 +135,11 @@ class LocalHost:
     async def drain(self, generation: int) -> None:
         """Waits until every layer has this generation."""
         for layer in range(len(self._layout.layers)):
-            await self.fetch(layer, generation)
+            await self._reached(layer, generation)
 
     async def close(self) -> None:
+        if self._disk is not None:
+            await self._disk.close()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._executor.shutdown()
@@ -164,10 +198,10 @@ class LocalHost:
                 await loop.run_in_executor(self._executor, shard.update, layer, gradient, header, serial, moved)
             wanted_s = max(committed_s, landing.at_s if landing else stored_s[layer])
             after = (wanted_s, self._spill.bring(layer, wanted_s))
-            self._ready_at_s[layer] = self._timeline.account(Stage.OPTIMIZER, Op("update", layer), after)
-            self._spill.leave(layer, self._ready_at_s[layer])
+            updated_s = self._timeline.account(Stage.OPTIMIZER, Op("update", layer), after)
+            self._ready_at_s[layer] = self._spill.leave(layer, updated_s)
             if landing:
-                await self._release(layer, self._ready_at_s[layer])
+                await self._release(layer, updated_s)
             if directions is not None:
                 await self._directions.release(layer)
             async with self._changed:

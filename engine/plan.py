@@ -198,6 +198,8 @@ class Plan:
     prediction: Prediction | None = None  # of what a step takes
     mlp_chunk_tokens: int = 0  # of a micro-batch that an MLP computes at a time; 0: all of them
     disk_io: DiskIo = DiskIo.POSIX  # by whom what is on disk is read and written
+    weight_windows: int = 0  # host memory of a layer's working copy each, which those on disk pass through
+    weight_read_bytes: int = 0  # of working copies on disk, read for the uploads of a step
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -235,7 +237,7 @@ class Plan:
 
     @cached_property
     def host_layers(self) -> frozenset[int]:
-        """The others."""
+        """The others, which stream."""
         return frozenset(range(len(self.layers))) - self.hbm_layers
 
     @cached_property
@@ -243,9 +245,19 @@ class Plan:
         """Those whose state is on disk."""
         return frozenset(i for i, layer in enumerate(self.layers) if layer.state is Tier.NVME)
 
+    @cached_property
+    def weights_on_disk(self) -> frozenset[int]:
+        """Those whose working copy is on disk, where their state is."""
+        return frozenset(i for i, layer in enumerate(self.layers) if layer.weights is Tier.NVME)
+
+    @cached_property
+    def weights_on_host(self) -> frozenset[int]:
+        """Those whose working copy stays in host memory."""
+        return self.host_layers - self.weights_on_disk
+
     @property
     def uses_disk(self) -> bool:
-        """Whether state or gradients of some layer are on disk."""
+        """Whether state or gradients of some layer are on disk. Working copies are there with state alone."""
         return bool(self.spilled_layers or self.stored_layers)
 
     @cached_property

@@ -47,13 +47,16 @@ class Bounds:
 
     @property
     def disk_s(self) -> float:
-        """State that spills comes and goes once, and so do gradients that wait there."""
+        """State that spills, with working copies, comes and goes once, and so do gradients that wait there. That
+        working copies come for uploads, too, is left out."""
         spilled, stored = self._plan.spilled_layers, self._plan.stored_layers
         return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)))
 
     def _state_s(self, layer: int) -> float:
-        """Of reading or writing a layer's state."""
-        return self._disk_s(layer, self._plan.precision.state_bytes)
+        """Of reading or writing a layer's state, and its working copy where that is on disk."""
+        precision = self._plan.precision
+        item_bytes = precision.element_bytes if layer in self._plan.weights_on_disk else precision.state_bytes
+        return self._disk_s(layer, item_bytes)
 
     def _gradient_s(self, layer: int) -> float:
         """Of reading or writing its gradient."""

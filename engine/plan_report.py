@@ -26,7 +26,8 @@ def describe(plan: Plan) -> str:
         "",
         f"step      {plan.num_micro_batches} micro-batches of {plan.micro_batch_size} × {plan.seq_len} tokens, "
         f"{plan.order.value.replace('_', ' ')}",
-        f"weights   stream from the host, {plan.uploads_per_step} uploads a step through {len(plan.slots)} slots",
+        f"weights   stream from {_where_weights_are(plan)}, {plan.uploads_per_step} uploads a step through "
+        f"{len(plan.slots)} slots",
         _keeping(plan),
         *_compiled_lines(plan),
         *_chunk_lines(plan),
@@ -45,6 +46,11 @@ def describe(plan: Plan) -> str:
         *(_predicted(plan.prediction) if plan.prediction else ()),
     ]
     return "\n".join(lines)
+
+
+def _where_weights_are(plan: Plan) -> str:
+    count = len(plan.weights_on_disk)
+    return f"the host, those of {count} layers from disk" if count else "the host"
 
 
 def _keeping(plan: Plan) -> str:
@@ -145,11 +151,15 @@ def _spill_lines(plan: Plan) -> list[str]:
     """Nothing where nothing spills."""
     if not plan.uses_disk:
         return []
-    counts = {"gradients": len(plan.stored_layers), "state": len(plan.spilled_layers)}
-    what = " and ".join(f"{name} of {count} layers" for name, count in counts.items() if count)
-    moved = format_bytes(plan.total_bytes(Tier.NVME))
+    counts = {
+        "gradients": len(plan.stored_layers), "state": len(plan.spilled_layers), "weights": len(plan.weights_on_disk)
+    }  # fmt: skip
+    *first, last = (f"{name} of {count} layers" for name, count in counts.items() if count)
+    what = f"{', '.join(first)} and {last}" if first else last
+    written = plan.total_bytes(Tier.NVME)
+    read = format_bytes(written + plan.weight_read_bytes)
     by = "" if plan.disk_io is DiskIo.POSIX else f" by {plan.disk_io.value}"
-    return [f"spill     on disk: {what}; {moved} read and {moved} written a step{by}"]
+    return [f"spill     on disk: {what}; {read} read and {format_bytes(written)} written a step{by}"]
 
 
 def _muon_lines(plan: Plan) -> list[str]:

@@ -15,7 +15,7 @@ from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.muon import work_bytes
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Precision, Tier
 from megatrain_ray.engine.plan_loss import loss_bytes
-from megatrain_ray.engine.plan_spill import slots_bytes, spilled_bytes
+from megatrain_ray.engine.plan_spill import slots_bytes, spilled_bytes, windows_bytes
 from megatrain_ray.io.words import WORD_BYTES
 from megatrain_ray.units import format_bytes
 
@@ -183,7 +183,7 @@ def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> in
 
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
-    size = layout.size_among(plan.host_layers)
+    size = layout.size_among(plan.weights_on_host)
     working = size * plan.precision.working_dtype.itemsize
     threads = plan.num_shards * plan.num_shard_threads
     units = max(sum(map(num_units, sizes)) for sizes in layout.trained_numels)
@@ -200,6 +200,13 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
             "state slots": (
                 slots_bytes(plan, layout),
                 f"{plan.num_shards} × {plan.state_slots} parts of layers on their way between disk and updates",
+            )
+        }
+    if plan.weights_on_disk:
+        rows |= {
+            "weight windows": (
+                windows_bytes(plan, layout),
+                f"{plan.weight_windows} working copies of layers on their way from disk to the device",
             )
         }
     if plan.boundary_bytes:
@@ -220,13 +227,16 @@ def _of_processes(plan: Plan) -> tuple[int, str]:
 
 def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """`plan`: all of it but its rows."""
-    of_gradients, of_state = spilled_bytes(plan, layout)
+    of_gradients, of_state, of_weights = spilled_bytes(plan, layout)
     if stored := plan.stored_layers:
         formula = f"{plan.wire_dtype.itemsize} bytes an element of {len(stored)} layers, written and read once a step"
         yield ByteCount(Tier.NVME, "gradients in waiting", of_gradients, formula)
     if spilled := plan.spilled_layers:
         formula = f"{plan.precision.state_bytes} bytes of state of {len(spilled)} layers, read and written once a step"
         yield ByteCount(Tier.NVME, "optimizer state", of_state, formula)
+    if on_disk := plan.weights_on_disk:
+        formula = f"working copies of {len(on_disk)} layers, read and written once a step, and read for every upload"
+        yield ByteCount(Tier.NVME, "weights", of_weights, formula)
 
 
 def _of_muon(plan: Plan, layout: ModelLayout) -> tuple[int, str]:

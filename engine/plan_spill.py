@@ -1,5 +1,5 @@
-"""What of layers is on disk, gradients that wait for their update and optimizer state: as little as host memory needs.
-Pure."""
+"""What of layers is on disk, gradients that wait for their update, optimizer state and working copies: as little as
+host memory needs. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import LayerPlan, Plan, Tier, UpdateOrder
 from megatrain_ray.engine.plan_gradients import in_flight
-from megatrain_ray.engine.spill_layout import BLOCK_BYTES, SLACK_ELEMENTS, SLOT_WORDS, parts_per_gradient
+from megatrain_ray.engine.spill_layout import (
+    BLOCK_BYTES,
+    SLACK_ELEMENTS,
+    SLOT_WORDS,
+    kinds_on_disk,
+    parts_per_gradient,
+)
 from megatrain_ray.io.blob_store import ALIGN_BYTES, aligned
 from megatrain_ray.io.words import WORD_BYTES
 
@@ -22,6 +28,7 @@ EXTENT_ELEMENTS = 1 << 23
 # must spill, so there are few.
 STATE_SLOTS = 8
 LAYERS_AT_ONCE = 3  # at most, where layers are small: one is read, one updated, one written
+WEIGHT_WINDOWS = 2  # one is read, one uploaded
 
 
 class OnDisk(NamedTuple):
@@ -29,33 +36,42 @@ class OnDisk(NamedTuple):
 
     gradients: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class SpillOrder:
-    """What of a plan can spill, what spills first before the rest: gradients of these layers, then their state.
-    `gained`: by how many bytes of host memory it takes less with none, one, two, … of all that on disk."""
+    """What of a plan can spill, what spills first before the rest: gradients of these layers, then their state, then
+    working copies of blocks. `gained`: by how many bytes of host memory it takes less with none, one, two, … of all
+    that on disk."""
 
     gradients: tuple[int, ...]
     state: tuple[int, ...]
+    weights: tuple[int, ...]
     gained: tuple[int, ...]
 
     @staticmethod
     def of(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> SpillOrder:
-        """A byte of either costs two that move a step. A gradient's are written in the backward, when nothing else
-        wants the disk; state comes and goes with the updates alone, which the next forward waits for.
+        """A byte of a gradient or of state costs two that move a step. A gradient's are written in the backward, when
+        nothing else wants the disk; state comes and goes with the updates alone, which the next forward waits for. A
+        byte of a working copy comes and goes with the state, and comes again for every upload.
 
         Blocks from the last on: the next forward comes to them last, so there is most time until their update must
         be done. Then the ends, which may be many times as large, and slots with them. Not what Muon trains something
-        of: the GPU worker reads its momenta. `plan`: in which nothing spills yet."""
+        of: the GPU worker reads its momenta. Working copies of blocks of which nothing is frozen alone. `plan`: in
+        which nothing spills yet."""
         able = [i for i in plan.host_layers if layout.trained_sizes[i] and not layout.layers[i].num_muon]
         order = tuple(sorted(able, key=lambda i: (structure.layers[i].kind is not LayerKind.BLOCK, -i)))
+        is_block = [layer.kind is LayerKind.BLOCK for layer in structure.layers]
+        weights = tuple(i for i in order if is_block[i] and not layout.layers[i].frozen.size)
         waits_in_slab = plan.update_order is UpdateOrder.FORWARD and plan.sums is Tier.HBM
         waiting = tuple(i for i in order if waits_in_slab and plan.layers[i].gradients is Tier.HOST)
         spilling = _Spilling(replace(plan, extent_elements=EXTENT_ELEMENTS))
-        of_gradients, of_state = ([layout.trained_sizes[i] for i in layers] for layers in (waiting, order))
-        gained = spilling.gained(of_gradients, of_state, _late_bytes(plan, layout))
-        return SpillOrder(waiting, order, tuple(gained))
+        of_gradients, of_state, of_weights = (
+            [layout.trained_sizes[i] for i in layers] for layers in (waiting, order, weights)
+        )
+        gained = spilling.gained(of_gradients, of_state, of_weights, _late_bytes(plan, layout))
+        return SpillOrder(waiting, order, weights, tuple(gained))
 
     def first(self, missing: int) -> OnDisk:
         """As little as makes up for so many bytes; what frees the most, which may be nothing, where it is not
@@ -63,7 +79,10 @@ class SpillOrder:
         enough = (count for count, num_bytes in enumerate(self.gained) if num_bytes >= missing)
         count = next(enough, self.gained.index(max(self.gained)))
         of_state = max(0, count - len(self.gradients))
-        return OnDisk(frozenset(self.gradients[:count]), frozenset(self.state[:of_state]))
+        of_weights = max(0, of_state - len(self.state))
+        return OnDisk(
+            frozenset(self.gradients[:count]), frozenset(self.state[:of_state]), frozenset(self.weights[:of_weights])
+        )
 
 
 def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout) -> Plan:
@@ -74,7 +93,8 @@ def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout)
     if sizes.gradients:
         waiting = [size * item for size in sizes.gradients]
         slab_bytes += max(0, in_flight(waiting) - _late_bytes(plan, layout)) - sum(waiting)
-    return replace(plan, slab_bytes=slab_bytes, state_slots=_Spilling(plan).num_slots(sizes.largest))
+    num_slots, windows = _Spilling(plan).num_slots(sizes.largest), WEIGHT_WINDOWS if plan.weights_on_disk else 0
+    return replace(plan, slab_bytes=slab_bytes, state_slots=num_slots, weight_windows=windows)
 
 
 def _late_bytes(plan: Plan, layout: ModelLayout) -> int:
@@ -92,15 +112,32 @@ def room_in_slots(plan: Plan, layout: ModelLayout) -> int:
     """Bytes of state, or of gradients, that all slots together have room for."""
     largest = _Sizes.of(plan, layout).largest
     of_state = min(plan.extent_elements * plan.num_shards, largest.state) * plan.precision.state_bytes
+    of_whole = min(plan.extent_elements * plan.num_shards, largest.whole) * plan.precision.element_bytes
     in_extent = plan.extent_elements * parts_per_gradient(plan.precision, plan.wire_dtype)
     of_gradient = min(in_extent * plan.num_shards, largest.gradient) * plan.wire_dtype.itemsize
-    return plan.state_slots * max(of_state, of_gradient)
+    return plan.state_slots * max(of_state, of_whole, of_gradient)
 
 
-def spilled_bytes(plan: Plan, layout: ModelLayout) -> tuple[int, int]:
-    """On disk, of gradients and of state, of all shards together and at most."""
+class SpilledBytes(NamedTuple):
+    """On disk, of all shards together and at most."""
+
+    gradients: int
+    state: int
+    weights: int
+
+
+def spilled_bytes(plan: Plan, layout: ModelLayout) -> SpilledBytes:
     spilling, sizes = _Spilling(plan), _Sizes.of(plan, layout)
-    return sum(map(spilling.gradient_bytes, sizes.gradients)), sum(map(spilling.state_bytes, sizes.state))
+    return SpilledBytes(
+        sum(map(spilling.gradient_bytes, sizes.gradients)),
+        sum(map(spilling.state_bytes, sizes.state)),
+        sum(map(spilling.weight_bytes, sizes.weights)),
+    )
+
+
+def windows_bytes(plan: Plan, layout: ModelLayout) -> int:
+    """Host memory that working copies on disk pass through on their way to the device, at most."""
+    return _Spilling(plan).windows_bytes(_Sizes.of(plan, layout).largest)
 
 
 def beyond_disk(plan: Plan) -> int:
@@ -110,26 +147,29 @@ def beyond_disk(plan: Plan) -> int:
 
 
 class _Largest(NamedTuple):
-    """Elements of the largest layer whose gradient, and whose state, spills; 0 where there is none."""
+    """Elements of the largest layer whose gradient, whose state, and whose working copy with it spills; 0 where there
+    is none."""
 
     gradient: int = 0
     state: int = 0
+    whole: int = 0
 
 
 class _Sizes(NamedTuple):
-    """Elements of what is trained of every layer whose gradient, and whose state, spills."""
+    """Elements of what is trained of every layer whose gradient, whose state, and whose working copy spills."""
 
     gradients: Sequence[int]
     state: Sequence[int]
+    weights: Sequence[int]
 
     @staticmethod
     def of(plan: Plan, layout: ModelLayout) -> _Sizes:
-        gradients, state = ([layout.trained_sizes[i] for i in of] for of in (plan.stored_layers, plan.spilled_layers))
-        return _Sizes(gradients, state)
+        spilled = plan.stored_layers, plan.spilled_layers, plan.weights_on_disk
+        return _Sizes(*([layout.trained_sizes[i] for i in layers] for layers in spilled))
 
     @property
     def largest(self) -> _Largest:
-        return _Largest(max(self.gradients, default=0), max(self.state, default=0))
+        return _Largest(*(max(sizes, default=0) for sizes in self))
 
 
 @dataclass(frozen=True)
@@ -138,9 +178,11 @@ class _Spilling:
 
     plan: Plan
 
-    def gained(self, gradients: Sequence[int], state: Sequence[int], late_bytes: int) -> Iterator[int]:
-        """By how much host memory is less with none, one, two, … of these gradients on disk, and then of this state:
-        elements of each. `late_bytes`: of the slab, that gradients may pass through."""
+    def gained(
+        self, gradients: Sequence[int], state: Sequence[int], weights: Sequence[int], late_bytes: int
+    ) -> Iterator[int]:
+        """By how much host memory is less with none, one, two, … of these gradients on disk, then of this state, then
+        of these working copies: elements of each. `late_bytes`: of the slab, that gradients may pass through."""
         freed, sums, waiting, largest = 0, 0, list[int](), _Largest()
         yield 0
         for size in gradients:
@@ -154,6 +196,12 @@ class _Spilling:
             sums += self._sums(self.state_bytes(size), self._extents_of_shard(size))
             largest = largest._replace(state=max(size, largest.state))
             yield freed - sums - self.slots_bytes(largest, self.num_slots(largest))
+        for size in weights:
+            freed += size * self.plan.precision.working_dtype.itemsize
+            sums += self._sums(self.weight_bytes(size), self._extents_of_shard(size))
+            largest = largest._replace(whole=max(size, largest.whole))
+            passing = self.slots_bytes(largest, self.num_slots(largest)) + self.windows_bytes(largest)
+            yield freed - sums - passing
 
     def num_slots(self, largest: _Largest) -> int:
         """Of each shard."""
@@ -165,15 +213,23 @@ class _Spilling:
         plan = self.plan
         size = min(self._of_shard(largest.state), plan.extent_elements)
         of_state = sum(aligned(size * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
+        size = min(self._of_shard(largest.whole), plan.extent_elements)
+        kinds = kinds_on_disk(plan.precision, with_weights=True)
+        of_whole = sum(aligned(size * dtype.itemsize) for _, dtype in kinds)
         size = min(self._of_shard(largest.gradient), plan.extent_elements * self._together)
-        slot_bytes = max(of_state, aligned(size * plan.wire_dtype.itemsize))
+        slot_bytes = max(of_state, of_whole, aligned(size * plan.wire_dtype.itemsize))
         # Slots and the end of the table are aligned.
         return plan.num_shards * (num_slots * (slot_bytes + SLOT_WORDS * WORD_BYTES) + 2 * ALIGN_BYTES)
 
     def sums_bytes(self, sizes: _Sizes) -> int:
         """Of the checksums of all blocks."""
         of_gradients = (self._sums(self.gradient_bytes(x), self._gradients_of_shard(x)) for x in sizes.gradients)
-        return sum(of_gradients) + sum(self._sums(self.state_bytes(x), self._extents_of_shard(x)) for x in sizes.state)
+        of_weights = (self._sums(self.weight_bytes(x), self._extents_of_shard(x)) for x in sizes.weights)
+        of_state = (self._sums(self.state_bytes(x), self._extents_of_shard(x)) for x in sizes.state)
+        return sum(of_gradients) + sum(of_state) + sum(of_weights)
+
+    def windows_bytes(self, largest: _Largest) -> int:
+        return WEIGHT_WINDOWS * self.weight_bytes(largest.whole) if largest.whole else 0
 
     def gradient_bytes(self, size: int) -> int:
         """On disk, of the gradient of so many elements: what fills every extent up to whole pages included."""
@@ -183,6 +239,10 @@ class _Spilling:
         """The same of the state, of which every kind is filled up."""
         precision = self.plan.precision
         return size * precision.state_bytes + self._filled_up(self._extents_of_shard(size) * len(precision.state_kinds))
+
+    def weight_bytes(self, size: int) -> int:
+        """The same of the working copy, which is one more kind."""
+        return size * self.plan.precision.working_dtype.itemsize + self._filled_up(self._extents_of_shard(size))
 
     def _filled_up(self, num_of_shard: int) -> int:
         return self.plan.num_shards * num_of_shard * ALIGN_BYTES

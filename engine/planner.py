@@ -90,7 +90,11 @@ def without_late(candidate: Candidate) -> Candidate:
 
 def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
     of_step = plan.visits(layout.lowest_trained)
-    return replace(plan, uploads_per_step=len(residency_of(of_step, structure, layout, plan).loads))
+    loads = residency_of(of_step, structure, layout, plan).loads
+    of_disk = (load.fragment for load in loads if load.fragment.layer in plan.weights_on_disk)
+    elements = sum(layout.layers[fragment.layer].fragments[fragment.index].size for fragment in of_disk)
+    read_bytes = elements * plan.precision.working_dtype.itemsize
+    return replace(plan, uploads_per_step=len(loads), weight_read_bytes=read_bytes)
 
 
 def fits(plan: Plan) -> bool:
@@ -235,7 +239,8 @@ class _Builder:
         )
 
     def _spilling(self, plan: Plan) -> Plan:
-        """With gradients and state on disk where the host has too little memory. `plan`: in which nothing is there."""
+        """With gradients, state and working copies on disk where the host has too little memory. `plan`: in which
+        nothing is there."""
         missing = -spare_ram(plan)
         if self.machine.spill is None or missing <= 0:
             return plan
@@ -282,10 +287,13 @@ class _Builder:
         return self.drafts.layers[alike, on_disk]
 
     def _make_layers(self, alike: Candidate, on_disk: OnDisk) -> tuple[LayerPlan, ...]:
-        on_device, first_late, (stored, spilled) = self.candidate.hbm_layers, self._first_late, on_disk
+        on_device, first_late, spilled = self.candidate.hbm_layers, self._first_late, on_disk
         known = self.drafts.layer.setdefault(replace(alike, hbm_layers=frozenset(), num_late=0, num_staying=0), {})
         layers, offloaded = range(len(self.layout.layers)), self._offloaded
-        keys = [(i, i in on_device, i >= first_late, i in offloaded, i in stored, i in spilled) for i in layers]
+        keys = [
+            (i, i in on_device, i >= first_late, i in offloaded, *(i in of_class for of_class in spilled))
+            for i in layers
+        ]
         return tuple([known.get(key) or known.setdefault(key, self._layer(key[0], on_disk)) for key in keys])
 
     def _layer(self, index: int, on_disk: OnDisk) -> LayerPlan:
@@ -299,7 +307,7 @@ class _Builder:
             num_trained=layer.num_trained,
             num_muon=layer.num_muon,
             num_fragments=len(layer.fragments),
-            weights=tier,
+            weights=Tier.NVME if index in on_disk.weights else tier,
             state=Tier.NVME if index in on_disk.state else tier,
             gradients=Tier.NVME if index in on_disk.gradients else waits,
             boundary=self._boundary(index),

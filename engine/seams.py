@@ -13,16 +13,26 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatrain_ray.engine.device import Event
 from megatrain_ray.engine.momenta import MomentumPart
+from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.shard import UpdateHeader
 
 EVERY_GENERATION = 1 << 62  # larger than any
 
 
-class HostWeights(NamedTuple):
-    """A layer's working copy in host memory (1-D, padded size) and when it became ready on the virtual clock."""
+class WeightPart(NamedTuple):
+    """Of a working copy: `values` (1-D) from element `start` of the layer's flat on."""
 
-    flat: torch.Tensor
+    start: int
+    values: torch.Tensor
+
+
+class HostWeights(NamedTuple):
+    """A fragment of a layer's working copy in host memory, part after part, and when it became ready on the virtual
+    clock."""
+
+    parts: Sequence[WeightPart]
     ready_at_s: float
 
 
@@ -38,8 +48,15 @@ class Lease:
 
 
 class ParamSource(Protocol):
-    async def fetch(self, layer: int, generation: int) -> HostWeights:
-        """Waits for that generation of the layer. The tensor stays valid until the layer's next gradient lands."""
+    def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
+        """Fragments that will be fetched, one after the other: what is on disk is read ahead."""
+
+    async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
+        """Waits for that generation of the layer. The tensors stay valid until the event of `release`, which is before
+        the layer's next gradient lands."""
+
+    def release(self, fragment: FragmentId, uploaded: Event) -> None:
+        """What was fetched is not read after the event. Fragments are let go of in the order of `fetch`."""
 
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
         """The first moments of that generation of a layer that Muon trains; valid as long as its weights are."""

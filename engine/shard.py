@@ -108,6 +108,9 @@ class AdamShard(ShardState):
         may be called again with the same one, by a shard that follows one that died."""
         raise MegatrainError(f"optimizer shard {self.layout.index} has no disk for the gradient of layer {layer}")
 
+    def settle(self, layer: int) -> None:
+        """Returns when all that updates made of a layer is where it stays. Any thread."""
+
     def update(
         self, layer: int, gradient: Tensor | None, header: UpdateHeader, serial: int, directions: Tensor | None = None
     ) -> None:

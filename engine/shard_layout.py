@@ -16,7 +16,8 @@ from megatrain_ray.engine.layout import ModelLayout
 class ShardLayout:
     """What one shard owns: a contiguous span of every layer's trained part, stored one after the other in its state
     arenas; and of every frozen part. `layers`: those that are cut among these shards; of others they own nothing.
-    `spilled`: of these the ones whose state is on disk, and takes no part of the arenas (spill_layout.py)."""
+    `spilled`: of these the ones whose state is on disk, and takes no part of the arenas (spill_layout.py); `on_disk`:
+    of those the ones whose working copy is there, too."""
 
     model: ModelLayout
     index: int
@@ -24,6 +25,7 @@ class ShardLayout:
     granularity: int = CUT_ELEMENTS
     layers: Set[int] | None = None  # None: all
     spilled: Set[int] = frozenset()
+    on_disk: Set[int] = frozenset()
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -42,13 +44,19 @@ class ShardLayout:
 
     @cached_property
     def working_starts(self) -> tuple[int, ...]:
-        """First element of each layer in the working copies that these shards write."""
-        return self.model.starts_among(self.layers)
+        """First element of each layer in the working copies that these shards write in memory."""
+        return self.model.starts_among(self._working_layers)
 
     @property
     def working_size(self) -> int:
         """Elements of those working copies."""
-        return self.model.size_among(self.layers)
+        return self.model.size_among(self._working_layers)
+
+    @property
+    def _working_layers(self) -> Set[int] | None:
+        if not self.on_disk:
+            return self.layers
+        return (frozenset(range(len(self.model.layers))) if self.layers is None else self.layers) - self.on_disk
 
     @cached_property
     def filled(self) -> frozenset[int]:

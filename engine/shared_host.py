@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from megatrain_ray.engine.device import Event
+from megatrain_ray.engine.disk_weights import DiskWeights
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.seams import HostWeights, Lease
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.slab import SlabPool, held_slab_bytes
+from megatrain_ray.engine.working_arena import WorkingArena
 from megatrain_ray.errors import DeadlineError, MegatrainError
 
 WATCH_SLICE_S = 0.5  # how long the watcher sleeps at most before it looks whether it should stop
@@ -35,12 +39,13 @@ class SharedHost:
         slab: torch.Tensor,
         words: HostWords,
         momenta: Momenta,
+        disk: DiskWeights | None = None,
     ) -> None:
-        """`working`: 1-D, the working copies of the layers on the host, one after the other. `slab`: 1-D uint8,
-        gradients and then Muon's directions."""
+        """`working`: 1-D, the working copies in host memory, one after the other. `slab`: 1-D uint8, gradients and then
+        Muon's directions. `disk`: the other working copies, where there are any."""
         self._layout = layout
-        self._starts = layout.starts_among(plan.host_layers)
-        self._working = working
+        self._arena = WorkingArena(plan, layout, working)
+        self._disk = disk
         self._words = words
         self._deadline_s = plan.update_deadline_s
         self._momenta = momenta
@@ -56,15 +61,26 @@ class SharedHost:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="generation watcher")
         self._task = asyncio.create_task(self._watch(), name="generation watcher")
 
-    async def fetch(self, layer: int, generation: int) -> HostWeights:
+    def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
+        if self._disk is not None:
+            self._disk.expect(fragments, generation, self._written)
+
+    async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
         """Raises DeadlineError when the generation does not come, MegatrainError when a shard failed."""
-        if self._words.generation(layer) < generation:
-            await self._wait(layer, generation)
-        start = self._starts[layer]
-        return HostWeights(self._working[start : start + self._layout.layers[layer].size], 0.0)
+        if disk := self._disk_of(fragment.layer):
+            return HostWeights(await disk.take(fragment), 0.0)
+        await self._reached(fragment.layer, generation)
+        return HostWeights([self._arena.part(fragment)], 0.0)
+
+    def release(self, fragment: FragmentId, uploaded: Event) -> None:
+        if disk := self._disk_of(fragment.layer):
+            disk.release(uploaded)
+
+    def _disk_of(self, layer: int) -> DiskWeights | None:
+        return self._disk if self._disk is not None and layer in self._disk.layers else None
 
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
-        await self.fetch(layer, generation)
+        await self._reached(layer, generation)
         return self._momenta.of(layer)
 
     async def lease(self, layer: int) -> Lease:
@@ -92,17 +108,31 @@ class SharedHost:
 
     async def drain(self, generation: int) -> None:
         for layer in range(len(self._layout.layers)):
-            await self.fetch(layer, generation)
+            await self._reached(layer, generation)
 
     async def close(self) -> None:
         self._closed = True
+        if self._disk is not None:
+            await self._disk.close()
         await self._task
         self._executor.shutdown()
 
-    async def _wait(self, layer: int, generation: int) -> None:
+    async def _reached(self, layer: int, generation: int) -> None:
+        if self._words.generation(layer) < generation:
+            await self._wait(layer, generation, lambda: self._words.generation(layer) >= generation)
+
+    async def _written(self, layer: int, generation: int) -> None:
+        """The generation is on disk."""
+        assert self._disk is not None
+        disk = self._disk
+        await self._wait(
+            layer, generation, lambda: self._words.generation(layer) >= generation and disk.are_written(layer)
+        )
+
+    async def _wait(self, layer: int, generation: int, there: Callable[[], bool]) -> None:
         def arrived() -> bool:
             self._check()
-            return self._words.generation(layer) >= generation
+            return there()
 
         try:
             async with asyncio.timeout(self._deadline_s), self._changed:

@@ -20,9 +20,11 @@ class SimulatedSpill:
         self._run = run
         sizes = layout.trained_sizes
         self._gradient_bytes = {i: sizes[i] * plan.wire_dtype.itemsize for i in plan.stored_layers}
-        self._state_bytes = {i: sizes[i] * plan.precision.state_bytes for i in plan.spilled_layers}
-        on_disk = self._gradient_bytes.keys() | self._state_bytes.keys()
-        self._order = [layer for layer in plan.layer_order if layer in on_disk]
+        precision, self._weights_on_disk = plan.precision, plan.weights_on_disk
+        item_bytes = {True: precision.element_bytes, False: precision.state_bytes}  # with the working copy or without
+        self._state_bytes = {i: sizes[i] * item_bytes[i in self._weights_on_disk] for i in plan.spilled_layers}
+        moved = self._gradient_bytes.keys() | self._state_bytes.keys()
+        self._order = [layer for layer in plan.layer_order if layer in moved]
         self._read_bytes = {i: self._gradient_bytes.get(i, 0) + self._state_bytes.get(i, 0) for i in self._order}
         self._room = room_in_slots(plan, layout)
         self._ahead: dict[int, tuple[int, float]] = {}  # bytes of layers that are read ahead, and until when
@@ -52,13 +54,16 @@ class SimulatedSpill:
             there_s = self._move("write", layer, of_state - self._room, there_s)
         return there_s
 
-    def leave(self, layer: int, updated_s: float) -> None:
-        """After its update its state is written, and what comes next is read ahead."""
+    def leave(self, layer: int, updated_s: float) -> float:
+        """After its update its state is written, and what comes next is read ahead. When its working copy may be
+        read."""
         if layer not in self._read_bytes:
-            return
+            return updated_s
+        written_s = updated_s
         if of_state := self._state_bytes.get(layer):
-            updated_s = self._move("write", layer, min(of_state, self._room), updated_s)
-        self._read_ahead(self._order.index(layer) + 1, updated_s)
+            written_s = self._move("write", layer, min(of_state, self._room), updated_s)
+        self._read_ahead(self._order.index(layer) + 1, written_s)
+        return written_s if layer in self._weights_on_disk else updated_s
 
     def _read_ahead(self, at: int, after_s: float) -> None:
         """What updates visit from a place in their order on, as far as slots have room for it: of the next update

@@ -2,9 +2,10 @@
 
 What the streamer, the gradient slots, the offloader and the shards wait for is said here once more, in a few lines
 each; tests/test_simulation.py holds the two together. Visits, loads and updates are here; gradients
-(simulated_gradients.py), Muon's directions (simulated_directions.py), activations (simulated_activations.py)
-and state that spills (simulated_spill.py) move on the same clocks. Not simulated: the room in the slab. Without
-clipping it can hold a backward up that the next forward would otherwise wait for, and a step takes as long.
+(simulated_gradients.py), Muon's directions (simulated_directions.py), activations (simulated_activations.py), state
+that spills (simulated_spill.py) and working copies on disk (simulated_windows.py) move on the same clocks. Not
+simulated: the room in the slab. Without clipping it can hold a backward up that the next forward would otherwise wait
+for, and a step takes as long.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatrain_ray.engine.simulated_activations import SimulatedActivations
 from megatrain_ray.engine.simulated_clocks import Clocks
 from megatrain_ray.engine.simulated_gradients import SimulatedGradients
 from megatrain_ray.engine.simulated_spill import SimulatedSpill
+from megatrain_ray.engine.simulated_windows import SimulatedWindows
 from megatrain_ray.engine.visits import Phase, Visit
 from megatrain_ray.trace import CostModel, Op, Stage
 
@@ -38,7 +40,7 @@ class SimulatedStep:
 
 
 class _Arrival(NamedTuple):
-    generation_s: float  # when the layer's working copy was there
+    generation_s: float  # when the layer's working copy was there, in memory
     end_s: float
 
 
@@ -56,6 +58,7 @@ class Simulation:
         self._clocks = Clocks(cost)
         self._activations = SimulatedActivations(plan, visits, self._clocks)
         self._spill = SimulatedSpill(plan, layout, self._clocks.run)
+        self._windows = SimulatedWindows(plan, layout, self._clocks.run)
         self._gradients = SimulatedGradients(plan, layout, self._clocks, self._spill)
         self._on_device = plan.hbm_layers
         self._by_gpu = {i for i, layer in enumerate(plan.layers) if layer.updated_by == "gpu"}
@@ -96,8 +99,9 @@ class Simulation:
             num_bytes = span.size * self._plan.precision.working_dtype.itemsize
             op = Op("load", layer, fragment=load.fragment.index, num_bytes=num_bytes)
             free_s = self._released_s[load.after_visit] if load.after_visit >= 0 else self._start_s
-            generation_s = self._generation_s[layer]
+            generation_s = self._windows.fill(load.fragment, self._generation_s[layer], self._start_s)
             end_s = self._clocks.run(Stage.H2D, op, self._start_s, free_s, generation_s)
+            self._windows.leave(load.fragment, end_s)
             self._arrivals[load.fragment] = _Arrival(generation_s, end_s)
 
     def _visit(self, visit: Visit) -> None:
@@ -159,9 +163,8 @@ class Simulation:
             op = Op("update", layer)
             there_s = self._spill.bring(layer, max(committed_s, landed_s))
             updated_s = self._clocks.run(Stage.OPTIMIZER, op, committed_s, landed_s, there_s)
-            self._generation_s[layer] = updated_s
+            self._generation_s[layer] = self._spill.leave(layer, updated_s)
             self._gradients.updated(layer, updated_s)
-            self._spill.leave(layer, updated_s)
 
 
 def operations(phase: Phase, policy: ActivationPolicy) -> tuple[str, ...]:

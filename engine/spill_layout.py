@@ -3,7 +3,8 @@
 The shard's blob is made of extents: of a part of a layer each, small enough that host memory has room for some of them
 whatever the size of a layer. Updates see them through slots in host memory, as large as the largest extent:
 
-    extent: residual | m | v, each from a multiple of ALIGN_BYTES on; or gradient, of as many elements as take no more
+    extent: residual | m | v, each from a multiple of ALIGN_BYTES on, and before them the working copy where that is
+        here, too; or gradient, of as many elements as take no more
     blob: of each part of a layer the gradient, then the state, in the order of updates
     memory: slot after slot | the table: what each slot holds, and the checksum of every block of the blob
 """
@@ -29,6 +30,7 @@ SLOT_WORDS = 2  # of the table: the extent that a slot holds, and whether the bl
 # begins, not in what aligns parameters and fills the layer up.
 SLACK_ELEMENTS = UNIT_ELEMENTS + CUT_ELEMENTS
 GRADIENT = "gradient"  # the kind of an extent that holds one
+WORKING = "working"  # the first kind of an extent that holds a working copy
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,20 @@ class Extent:
     def is_gradient(self) -> bool:
         return GRADIENT in self.kinds
 
-    @property
+    @cached_property
     def blocks(self) -> list[Span]:
-        """The bytes of each block, in the extent."""
-        starts = range(0, self.nbytes, BLOCK_BYTES)
-        return [Span(start, min(start + BLOCK_BYTES, self.nbytes)) for start in starts]
+        """The bytes of each block, in the extent. A working copy has blocks of its own: it is read alone, too."""
+        return [*_blocks(Span(0, self._working_bytes)), *_blocks(Span(self._working_bytes, self.nbytes))]
+
+    @property
+    def working_blocks(self) -> list[Span]:
+        """Of these the ones with the working copy, which are the first."""
+        return _blocks(Span(0, self._working_bytes))
+
+    @property
+    def _working_bytes(self) -> int:
+        """With what fills them up."""
+        return aligned(self.kinds[WORKING].stop) if WORKING in self.kinds else 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,11 @@ class SpillLayout:
         return self.num_slots * self.slot_bytes + aligned(WORD_BYTES * self.num_words)
 
 
+def _blocks(span: Span) -> list[Span]:
+    starts = range(span.start, span.stop, BLOCK_BYTES)
+    return [Span(start, min(start + BLOCK_BYTES, span.stop)) for start in starts]
+
+
 def _cut(layer: FlatLayout, span: Span, most: int) -> Iterator[Span]:
     """The span in parts of at most so many elements, cut where units of the journal begin: an update of one part knows
     nothing of the others."""
@@ -158,13 +174,19 @@ def _parts(
     if not part.spans[layer].size or layer not in part.spilled | stored:
         return
     spans = [*_cut(part.model.layers[layer], part.spans[layer], extent_elements)]
+    kinds = kinds_on_disk(precision, with_weights=layer in part.on_disk)
     together = parts_per_gradient(precision, wire_dtype)
     for first in range(0, len(spans), together):
         of_gradient = spans[first : first + together]
         if layer in stored:
             yield Span(of_gradient[0].start, of_gradient[-1].stop), ((GRADIENT, wire_dtype),)
         if layer in part.spilled:
-            yield from ((span, precision.state_kinds) for span in of_gradient)
+            yield from ((span, kinds) for span in of_gradient)
+
+
+def kinds_on_disk(precision: Precision, *, with_weights: bool) -> Kinds:
+    """Of a layer whose state is on disk, and its working copy where that is."""
+    return ((WORKING, precision.working_dtype), *precision.state_kinds) if with_weights else precision.state_kinds
 
 
 def parts_per_gradient(precision: Precision, wire_dtype: torch.dtype) -> int:

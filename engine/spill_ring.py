@@ -24,10 +24,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.spill_layout import SLOT_WORDS, SpillLayout
-from megatrain_ray.engine.spill_transfers import Checksums, SpillTransfers
+from megatrain_ray.engine.spill_layout import WORKING, SpillLayout
+from megatrain_ray.engine.spill_table import SpillTable
+from megatrain_ray.engine.spill_transfers import SpillTransfers
 from megatrain_ray.io.blob_store import BlobStore
-from megatrain_ray.io.words import Words
 from megatrain_ray.spans import Row, SpanLog
 
 Found = TypeVar("Found")
@@ -56,8 +56,8 @@ class _Slot:
 
 
 class SpillRing:
-    """Of one shard. `bring`, `change`, `leave`, `pause` and `blank` are for the thread that updates; `read` for any
-    other. `extent`: its number among `layout.extents`."""
+    """Of one shard. `bring`, `change`, `leave`, `pause` and `blank` are for the thread that updates; `settle` and
+    `read` for any other. `extent`: its number among `layout.extents`."""
 
     def __init__(
         self,
@@ -68,24 +68,26 @@ class SpillRing:
         timeout_s: float,
         *,
         poison: bool = False,
+        written: Callable[[], None] = lambda: None,
     ) -> None:
         """`memory`: 1-D uint8, at least `layout.memory_bytes` from a multiple of ALIGN_BYTES on, zeros or what a ring
         that died left. `name`: of a blob in `store`, of `layout.blob_bytes`. `timeout_s`: of any wait. `poison`: slots
-        are filled with NaN before they are read into.
+        are filled with NaN before they are read into. `written`: called, on a thread of the ring's, when the blob has
+        a working copy that it lacked.
 
         Raises MegatrainError for a blob that is not there.
         """
         self.layout = layout
         self.spans = SpanLog()
         self._poison = poison
-        size, table = layout.slot_bytes, layout.num_slots * layout.slot_bytes
+        self._written = written
+        size = layout.slot_bytes
         self._slots = [_Slot(i, memory[i * size : (i + 1) * size]) for i in range(layout.num_slots)]
-        self._words = Words(memory[table : layout.memory_bytes].numpy().data, layout.num_words)
+        self._table = SpillTable(layout, memory)
         self._changed = threading.Condition()
         self._at = 0  # of the order: what is wanted first
         self._reads_ahead = False  # not before there is something to read
-        checksums = Checksums(self._words, SLOT_WORDS * layout.num_slots)
-        self._transfers = SpillTransfers(store, name, checksums, timeout_s, self._wake)
+        self._transfers = SpillTransfers(store, name, self._table.checksums, timeout_s, self._wake)
         if layout.extents:
             self._transfers.open()
             self._adopt()
@@ -111,7 +113,7 @@ class SpillRing:
         """Before the first write: from now on the slot is ahead of the blob."""
         slot = self._slot_of(extent)
         assert slot is not None and slot.is_held
-        self._words.store(SLOT_WORDS * slot.index + 1, 1)
+        self._table.set_ahead(slot.index, True)
 
     def leave(self, extent: int) -> None:
         """The update is over: what it changed is written behind it, and the slot then has another extent."""
@@ -145,11 +147,15 @@ class SpillRing:
         yield
         self.leave(extent)
 
+    def settle(self, extent: int) -> None:
+        """Waits until the blob has all that updates made of the extent."""
+        with self._changed:
+            self._await(lambda: not self._is_on_its_way(extent), f"{self._described(extent)} to be written")
+
     def read(self, extent: int, span: Span) -> memoryview:
         """Bytes of an extent, once the blob has all that updates made of it. No update of it may begin before this
         returns. Raises as `bring` does."""
-        with self._changed:
-            self._await(lambda: not self._is_on_its_way(extent), f"{self._described(extent)} to be written")
+        self.settle(extent)
         result = memoryview(bytearray(span.size))
         for index, block in enumerate(self.layout.extents[extent].blocks):
             first, last = max(span.start, block.start), min(span.stop, block.stop)
@@ -168,9 +174,9 @@ class SpillRing:
         """What the slots hold, where another process was here before."""
         with self._changed:
             for slot in self._slots:
-                holds = self._words.load(SLOT_WORDS * slot.index)
-                if holds:
-                    slot.extent, slot.state = holds - 1, SlotState.READY
+                slot.extent = self._table.extent_of(slot.index)
+                if slot.extent is not None:
+                    slot.state = SlotState.READY
                     if self._is_ahead(slot):
                         self._write(slot)
 
@@ -221,14 +227,14 @@ class SpillRing:
         return slot.state is SlotState.READY and not slot.is_held and not self._is_ahead(slot)
 
     def _clear(self, slot: _Slot) -> None:
-        self._words.store(SLOT_WORDS * slot.index, 0)
+        self._table.hold(slot.index, None)
         slot.extent, slot.state = None, SlotState.EMPTY
         if self._poison:
             slot.memory.fill_(POISON)
 
     def _hold(self, slot: _Slot, extent: int) -> None:
         slot.extent, slot.state = extent, SlotState.READY
-        self._words.store(SLOT_WORDS * slot.index, extent + 1)
+        self._table.hold(slot.index, extent)
 
     def _write(self, slot: _Slot) -> None:
         assert slot.extent is not None
@@ -239,7 +245,7 @@ class SpillRing:
         return next((slot for slot in self._slots if slot.extent == extent), None)
 
     def _is_ahead(self, slot: _Slot) -> bool:
-        return self._words.load(SLOT_WORDS * slot.index + 1) == 1
+        return self._table.is_ahead(slot.index)
 
     def _is_on_its_way(self, extent: int) -> bool:
         slot = self._slot_of(extent)
@@ -285,7 +291,9 @@ class SpillRing:
         with self.spans.span(Row.DISK, "write", extent.layer, num_bytes=extent.nbytes):
             await self._transfers.write(extent, memory)
         with self._changed:
-            self._words.store(SLOT_WORDS * slot.index + 1, 0)
+            self._table.set_ahead(slot.index, False)
             slot.state = SlotState.READY
             self._advance()
             self._changed.notify_all()
+        if WORKING in extent.kinds:
+            self._written()

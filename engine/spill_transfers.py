@@ -164,21 +164,28 @@ class SpillTransfers:
 
     async def _read_block(self, extent: Extent, index: int, block: Span, memory: memoryview) -> None:
         async with self._room:
-            await self._blob.read_into(extent.start + block.start, memory)
-            found = await asyncio.to_thread(_checksum, memory)
-        expected = self._checksums.of(extent, index)
-        if found != expected:
-            raise MegatrainError(
-                f"{self._store.describe(self._name)}: bytes {extent.start + block.start} to "
-                f"{extent.start + block.stop} are not what was written there (checksum {found & 2**64 - 1:#x}, "
-                f"expected {expected & 2**64 - 1:#x}): the disk or its memory is damaged; go on from the last save on "
-                "another spill.path"
-            )
+            where = self._store.describe(self._name)
+            await read_block(self._blob, where, self._checksums, extent, index, block, memory)
 
     async def _write_block(self, extent: Extent, index: int, block: Span, memory: memoryview) -> None:
         async with self._room:
             self._checksums.store(extent, index, await asyncio.to_thread(_checksum, memory))
             await self._blob.write_at(extent.start + block.start, memory)
+
+
+async def read_block(
+    blob: Blob, where: str, checksums: Checksums, extent: Extent, index: int, block: Span, memory: memoryview
+) -> None:
+    """Block `index` of the extent. `where`: the blob is, for messages. Raises MegatrainError for what cannot be read or
+    is not what was written."""
+    await blob.read_into(extent.start + block.start, memory)
+    found, expected = await asyncio.to_thread(_checksum, memory), checksums.of(extent, index)
+    if found != expected:
+        raise MegatrainError(
+            f"{where}: bytes {extent.start + block.start} to {extent.start + block.stop} are not what was written "
+            f"there (checksum {found & 2**64 - 1:#x}, expected {expected & 2**64 - 1:#x}): the disk or its memory is "
+            "damaged; go on from the last save on another spill.path"
+        )
 
 
 async def _give_up(tasks: Collection[asyncio.Task[Any]]) -> None:

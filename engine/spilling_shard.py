@@ -1,5 +1,5 @@
-"""SpillingShard: an AdamShard of which the state of some layers is on disk and passes through slots in host memory, and
-so are gradients of some that wait for their update."""
+"""SpillingShard: an AdamShard of which the state of some layers is on disk and passes through slots in host memory,
+with working copies of some; and so are gradients of some that wait for their update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatrain_ray.engine.flat_layout import Run, Span
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.shard import AdamShard, Gradient, UpdateHeader
 from megatrain_ray.engine.shard_state import fill, load_master
-from megatrain_ray.engine.spill_layout import GRADIENT, Extent
+from megatrain_ray.engine.spill_layout import GRADIENT, WORKING, Extent
 from megatrain_ray.engine.spill_ring import SpillRing
 from megatrain_ray.io.pieces import Buffer, Piece
 from megatrain_ray.spans import Row
@@ -56,22 +56,26 @@ class SpillingShard(AdamShard):
             self._load_layer(source, layer, num_threads)
 
     def _load_layer(self, source: WeightSource, layer: int, num_threads: int) -> None:
-        """Sources are fastest for whole parameters, so the residuals of all of the layer come first. No gradient waits
-        yet, and one takes as much memory at least."""
-        span, split = self.layout.spans[layer], "residual" in self._own
-        residual = torch.zeros(span.size, dtype=torch.int16) if split else None
+        """Sources are fastest for whole parameters, so the residuals of all of the layer come first, and the working
+        copy where that is on disk. No gradient waits yet, and the slab takes as much memory at least."""
+        span, whole = self.layout.spans[layer], {}
+        if "residual" in self._own:
+            whole["residual"] = torch.zeros(span.size, dtype=torch.int16)
+        if layer in self.layout.on_disk:
+            whole[WORKING] = torch.zeros(span.size, dtype=self._working.dtype)
 
         def job(run: Run) -> Job:
             at = slice(run.padded - span.start, run.padded - span.start + run.length)
-            of_run = None if residual is None else residual[at]
-            return lambda _: load_master(source, run, self._working_of(layer, run), of_run)
+            of_run = {kind: tensor[at] for kind, tensor in whole.items()}
+            working = of_run[WORKING] if WORKING in of_run else self._working_of(layer, run)
+            return lambda _: load_master(source, run, working, of_run.get("residual"))
 
         fill([(run, job(run)) for run in self.layout.model.layers[layer].runs(span)], num_threads)
         for number in self._on_disk.state_of(layer):
             with self._blank(number) as (extent, state):
                 for kind, tensor in state.items():
-                    if residual is not None and kind == "residual":
-                        tensor.copy_(residual[extent.span.start - span.start : extent.span.stop - span.start])
+                    if kind in whole:
+                        tensor.copy_(whole[kind][extent.span.start - span.start : extent.span.stop - span.start])
                     else:
                         tensor.zero_()
 
@@ -142,6 +146,10 @@ class SpillingShard(AdamShard):
             self._copy(layer, [(next(left[kind]), tensor) for kind in tensors for tensor in tensors[kind]])
             self._ring.pause(number)
 
+    def settle(self, layer: int) -> None:
+        for number in self._on_disk.state_of(layer):
+            self._ring.settle(number)
+
     def fetch(self, part: Piece) -> Piece:
         return part._replace(buffers=[self._read(x) if isinstance(x, SpilledBytes) else x for x in part.buffers])
 
@@ -163,8 +171,8 @@ class SpillingShard(AdamShard):
             yield self._on_disk.extents[number], self._in_slot(number)
 
     def _in_slot(self, number: int) -> dict[str, Tensor]:
-        in_slot = self._ring.bytes_of(number)
-        return {kind: in_slot[kind].view(tensor.dtype) for kind, tensor in self._own.items()}
+        kinds = {WORKING: self._working, **self._own}
+        return {kind: in_slot.view(kinds[kind].dtype) for kind, in_slot in self._ring.bytes_of(number).items()}
 
     def _read(self, spilled: SpilledBytes) -> Buffer:
         return self._ring.read(spilled.extent, Span(spilled.start, spilled.stop))
@@ -173,11 +181,17 @@ class SpillingShard(AdamShard):
         """What is in no slot for good is read when it is written to a save."""
         if not self._on_disk.state_of(layer):
             return super()._buffers(layer, within)
-        working = (self._working_of(layer, run).view(torch.uint8) for run in self._runs(layer))
-        buffers: dict[str, list[Buffer]] = {self._working_kind: [*map(self._buffer, working)]}
+        buffers: dict[str, list[Buffer]] = {self._working_kind: [*self._working_buffers(layer)]}
         for kind, tensor in self._own.items():
             buffers[kind] = [self._spilled_bytes(layer, run, kind, tensor.itemsize) for run in self._runs(layer)]
         return buffers
+
+    def _working_buffers(self, layer: int) -> Iterator[Buffer]:
+        for run in self._runs(layer):
+            if layer in self.layout.on_disk:
+                yield self._spilled_bytes(layer, run, WORKING, self._working.itemsize)
+            else:
+                yield self._buffer(self._working_of(layer, run).view(torch.uint8))
 
     def _spilled_bytes(self, layer: int, run: Run, kind: str, itemsize: int) -> SpilledBytes:
         number = self._number(layer, run)
@@ -193,6 +207,14 @@ class SpillingShard(AdamShard):
         else:
             for number in numbers:
                 yield from super()._runs(layer, self._on_disk.extents[number].span)
+
+    def _working_of(self, layer: int, run: Run) -> Tensor:
+        """On disk: while it is in a slot."""
+        if layer not in self.layout.on_disk:
+            return super()._working_of(layer, run)
+        number = self._number(layer, run)
+        first = run.padded - self._on_disk.extents[number].span.start
+        return self._in_slot(number)[WORKING][first : first + run.length]
 
     def _own_around(self, layer: int, run: Run) -> tuple[Mapping[str, Tensor], int]:
         if not self._on_disk.state_of(layer):

@@ -66,6 +66,7 @@ class LayerStreamer:
     def begin(self, residency: Residency, generation: int) -> None:
         """Starts to stream weights of this generation along the residency. Event loop only."""
         self._residency = residency
+        self._source.expect([load.fragment for load in residency.loads], generation)
         self._released = [Future() for _ in self._residency.slots]
         loads: dict[FragmentId, Future[Arrival]] = {}
         by_visit: dict[int, list[Load]] = {}
@@ -148,14 +149,18 @@ class LayerStreamer:
                     await asyncio.wrap_future(released)
             after.append(released.result())
         with self._waiting("generation", load):
-            weights = await self._source.fetch(load.fragment.layer, generation)
-        span = self._layout.layers[load.fragment.layer].fragments[load.fragment.index]
-        host = weights.flat[span.start : span.stop].view(torch.uint8)
-        region = self._ring[load.slot].region[: host.nbytes]
+            weights = await self._source.fetch(load.fragment, generation)
+        start = self._layout.layers[load.fragment.layer].fragments[load.fragment.index].start
+        region = self._ring[load.slot].region[: sum(values.nbytes for _, values in weights.parts)]
+        pairs = [
+            (region[(first - start) * values.itemsize :][: values.nbytes], values.view(torch.uint8))
+            for first, values in weights.parts
+        ]
         self._ring.to(load.slot, SlotState.FILLING, self._name(load.fragment))
-        op = Op("load", load.fragment.layer, fragment=load.fragment.index, num_bytes=host.nbytes)
+        op = Op("load", load.fragment.layer, fragment=load.fragment.index, num_bytes=region.nbytes)
         self._device.timeline.host_waits(weights.ready_at_s)
-        event = self._device.copy(Stage.H2D, region, host, op, after)
+        event = self._device.copy_all(Stage.H2D, pairs, op, after)
+        self._source.release(load.fragment, event)
         self._ring.to(load.slot, SlotState.READY, self._name(load.fragment))
         self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
 

@@ -38,7 +38,7 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     momenta, which the GPU worker reads where Muon trains."""
     slab_bytes = held_slab_bytes(plan, layout) + plan.direction_slab_bytes
     sizes = {
-        WORKING: max(1, layout.size_among(plan.host_layers)) * plan.precision.working_dtype.itemsize,
+        WORKING: max(1, layout.size_among(plan.weights_on_host)) * plan.precision.working_dtype.itemsize,
         SLAB: max(1, slab_bytes),  # none where everything lives on the device
         WORDS: 8 * HostWords.num_words(len(layout.layers), len(plan.updated_layers)),
     }
@@ -53,7 +53,13 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
 def shard_layout(plan: Plan, layout: ModelLayout, index: int) -> ShardLayout:
     """Of a shard of the CPU: of the layers on the host."""
     return ShardLayout(
-        layout, index, plan.num_shards, plan.shard_cut_elements, plan.host_layers, spilled=plan.spilled_layers
+        layout,
+        index,
+        plan.num_shards,
+        plan.shard_cut_elements,
+        plan.host_layers,
+        spilled=plan.spilled_layers,
+        on_disk=plan.weights_on_disk,
     )
 
 

@@ -156,6 +156,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         **sizes,
         "hbm_layers": len(plan.hbm_layers),
         "spilled_layers": len(plan.spilled_layers),
+        "weights_on_disk": len(plan.weights_on_disk),
         "stored_layers": len(plan.stored_layers),
         "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
         "kept_on_host": sum(layer.kept is Tier.HOST for layer in plan.layers),

@@ -11,13 +11,24 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.arenas import SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
+from megatrain_ray.arenas import (
+    SLAB,
+    WORDS,
+    WORKING,
+    shard_layout,
+    spill_file,
+    spill_layout,
+    spill_memory,
+    state_arena,
+    state_views,
+)
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.device_memory import check_free, memory_explained
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.compiled_call import keep_compiled_graphs
 from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.loss import Objective
@@ -28,7 +39,9 @@ from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.slab import held_slab_bytes
+from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.engine.step import StepInput, World
+from megatrain_ray.engine.working_arena import WorkingArena
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
@@ -126,15 +139,14 @@ class GpuWorker:
         )
 
     def _working_of(self, layer: int) -> torch.Tensor:
-        """The working copy of a layer, wherever it lives."""
+        """The working copy of a layer that is not on disk."""
         if self._device_layers is not None and layer in self._device_layers.shard.layers:
             return self._device_layers.shard.working_of(layer)
-        start = self._layout.starts_among(self._prepared.plan.host_layers)[layer]
-        return self._working()[start : start + self._layout.layers[layer].size]
+        return WorkingArena(self._prepared.plan, self._layout, self._working()).of_layer(layer)
 
     def _working(self) -> torch.Tensor:
-        """The working copies of all layers on the host."""
-        size = self._layout.size_among(self._prepared.plan.host_layers)
+        """The working copies in host memory."""
+        size = self._layout.size_among(self._prepared.plan.weights_on_host)
         num_bytes = size * self._prepared.plan.precision.working_dtype.itemsize
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
         return working.view(self._prepared.plan.precision.working_dtype)
@@ -150,7 +162,9 @@ class GpuWorker:
         device = self._device
         device.pin(slab)
         self._momenta = self._find_momenta()
-        host = SharedHost(plan, layout, self._working(), slab, self._words, Momenta(*self._momenta))
+        self._disk = DiskWeights(plan, layout, self._shard_files()) if plan.weights_on_disk else None
+        momenta = Momenta(*self._momenta)
+        host = SharedHost(plan, layout, self._working(), slab, self._words, momenta, self._disk)
         self._host = host
         layers = self._device_layers
         with memory_explained(plan, "building the engine"):
@@ -165,7 +179,8 @@ class GpuWorker:
     async def start(self, progress: Progress) -> None:
         """After `build`; `progress`: where the weights in the arenas stand."""
         # Not before shards have filled them: each page is then on the node of the shard that updates it.
-        for filled in (self._working(), *self._momenta[1]):
+        windows = [] if self._disk is None else [self._disk.memory]
+        for filled in (self._working(), *self._momenta[1], *windows):
             self._device.pin(filled.view(torch.uint8))
         self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._progress = progress
@@ -190,6 +205,18 @@ class GpuWorker:
             parts.append(part)
             tensors.append(state_views(arena, part, plan.precision)["m"])
         return parts, tensors
+
+    def _shard_files(self) -> list[ShardFile]:
+        """Where the shards have working copies on disk."""
+        plan, files = self._prepared.plan, []
+        for k in range(plan.num_shards):
+            part = shard_layout(plan, self._layout, k)
+            on_disk = spill_layout(plan, part)
+            if on_disk.layers:
+                arena = torch.frombuffer(self._holder.map(state_arena(k)).buffer, dtype=torch.uint8)
+                table = SpillTable(on_disk, spill_memory(arena, plan, part))
+                files.append(ShardFile(on_disk, table, *self._holder.spill(spill_file(k))))
+        return files
 
     async def step(self, step: int, save: bool) -> StepResult:
         """Runs one step. `save`: its update is marked as one that a save wants.

@@ -119,7 +119,8 @@ class ShardWorker:
         if layout.blob_bytes:
             store, name = self._holder.spill(spill_file(self._index), plan.disk_io)
         measured = MeasuredStore(store, self._disk)
-        return SpillRing(layout, spill_memory(arena, plan, part), measured, name, plan.update_deadline_s)
+        memory = spill_memory(arena, plan, part)
+        return SpillRing(layout, memory, measured, name, plan.update_deadline_s, written=self._words.ring)
 
     def handles(self) -> dict[str, ArenaHandle]:
         """Of all arenas of the run: this process keeps them alive too."""

@@ -22,6 +22,7 @@ from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.device_shard import DeviceShard
+from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
@@ -42,7 +43,9 @@ from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_layout import ShardLayout
+from megatrain_ray.engine.spill_layout import WORKING, SpillLayout
 from megatrain_ray.engine.spill_ring import SpillRing
+from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.engine.spilling_shard import SpillingShard
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
@@ -82,6 +85,7 @@ class Mode:
     mlp_chunk_tokens: int = 0  # 0: all at once
     spilled: frozenset[int] = frozenset()  # layers whose state is on disk and passes through two slots
     stored: frozenset[int] = frozenset()  # layers whose gradients wait on disk, through the same
+    on_disk: frozenset[int] = frozenset()  # layers of `spilled` whose working copies are there, too
     poison: bool = True
 
 
@@ -184,7 +188,9 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
 def _on_disk(plan: Plan, mode: Mode) -> Iterator[LayerPlan]:
     for i, layer in enumerate(plan.layers):
         state = Tier.NVME if i in mode.spilled else layer.state
-        yield dataclasses.replace(layer, state=state, gradients=Tier.NVME if i in mode.stored else layer.gradients)
+        gradients = Tier.NVME if i in mode.stored else layer.gradients
+        weights = Tier.NVME if i in mode.on_disk else layer.weights
+        yield dataclasses.replace(layer, state=state, gradients=gradients, weights=weights)
 
 
 def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
@@ -240,7 +246,8 @@ def train_engine(
     async def train() -> EngineResult:
         timeline = Timeline(cost)
         device = make_device(timeline, recipe.num_threads)
-        host = LocalHost(plan, state.layout, state.working, state.shards, timeline)
+        disk = state.disk_weights(poison=mode.poison) if plan.weights_on_disk else None
+        host = LocalHost(plan, state.layout, state.working, state.shards, timeline, disk=disk)
         if plan.hbm_layers:
             state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
             state.device_shard.load(source.weights())
@@ -334,12 +341,21 @@ class HostState:
 
     def __init__(self, layout: ModelLayout, plan: Plan, recipe: Recipe, *, saves_frozen: bool = True) -> None:
         self.layout = layout
-        self.working = _poisoned(layout.size_among(plan.host_layers), plan.precision.working_dtype)
+        self.plan = plan
+        self.working = _poisoned(layout.size_among(plan.weights_on_host), plan.precision.working_dtype)
         self.shard_layouts = [
-            ShardLayout(layout, k, plan.num_shards, layers=plan.host_layers, spilled=plan.spilled_layers)
+            ShardLayout(
+                layout,
+                k,
+                plan.num_shards,
+                layers=plan.host_layers,
+                spilled=plan.spilled_layers,
+                on_disk=plan.weights_on_disk,
+            )
             for k in range(plan.num_shards)
         ]
-        self.rings = [_ring(s, plan) for s in self.shard_layouts]
+        self.files = [_file(s, plan) for s in self.shard_layouts]
+        self.rings = [None if file is None else file.ring for file in self.files]
         self.tensors = [
             {kind: _poisoned(s.size_of(kind), dtype) for kind, dtype in plan.precision.state_kinds}
             for s in self.shard_layouts
@@ -364,6 +380,10 @@ class HostState:
         for shard in self.shards:
             shard.load(source)
 
+    def disk_weights(self, *, poison: bool) -> DiskWeights:
+        files = [file.shard_file for file in self.files if file is not None]
+        return DiskWeights(self.plan, self.layout, files, poison=poison)
+
     def whole(self, kind: str) -> Tensor:
         """One kind of all shards, every layer's padded flat at its start."""
         flat = torch.zeros(self.layout.size, dtype=self.tensors[0][kind].dtype)
@@ -373,9 +393,7 @@ class HostState:
                 span = s.span_of(i, kind)
                 part = t[kind][starts[i] :][: span.size]
                 if ring is not None and i in ring.layout.layers:
-                    extents = ring.layout.extents
-                    on_disk = (ring.read(k, extents[k].kinds[kind]) for k in ring.layout.state_of(i))
-                    part = torch.cat([torch.frombuffer(x, dtype=torch.uint8) for x in on_disk]).view(flat.dtype)
+                    part = _read(ring, i, kind).view(flat.dtype)
                 flat[start + span.start : start + span.stop] = part
         if self.device_shard is not None:
             of_device = self.device_shard.layout
@@ -398,6 +416,9 @@ class HostState:
         for i, layer in enumerate(self.layout.layers):
             if of_device is not None and self.device_shard is not None and i in self.device_shard.layers:
                 part = self.device_shard.memory[of_device.working_starts[i] :][: layer.size].cpu()
+            elif i in self.plan.weights_on_disk:
+                parts = [_read(ring, i, WORKING) for ring in self.rings if ring is not None and ring.layout.state_of(i)]
+                part = torch.cat(parts).view(flat.dtype)
             else:
                 part = self.working[self.shard_layouts[0].working_starts[i] :][: layer.size]
             flat[self.layout.starts[i] :][: layer.size] = part
@@ -430,15 +451,36 @@ class HostState:
         }
 
 
-def _ring(part: ShardLayout, plan: Plan) -> SpillRing | None:
-    """Over memory that stands for a disk; None where nothing spills."""
+@dataclass(frozen=True)
+class SpillMemory:
+    """Of one shard: memory that stands for a disk, and slots."""
+
+    layout: SpillLayout
+    memory: Tensor
+    store: MemoryStore
+    ring: SpillRing
+
+    @property
+    def shard_file(self) -> ShardFile:
+        return ShardFile(self.layout, SpillTable(self.layout, self.memory), self.store, "spill")
+
+
+def _file(part: ShardLayout, plan: Plan) -> SpillMemory | None:
+    """None where nothing spills."""
     layout = spill_layout(plan, part)
     if not layout.extents:
         return None
     store = MemoryStore()
     store._blobs["spill"] = bytearray(layout.blob_bytes)
     memory = torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8)
-    return SpillRing(layout, memory, store, "spill", WAIT_S, poison=True)
+    return SpillMemory(layout, memory, store, SpillRing(layout, memory, store, "spill", WAIT_S, poison=True))
+
+
+def _read(ring: SpillRing, layer: int, kind: str) -> Tensor:
+    """A shard's part of a layer, as bytes."""
+    extents = ring.layout.extents
+    on_disk = (ring.read(k, extents[k].kinds[kind]) for k in ring.layout.state_of(layer))
+    return torch.cat([torch.frombuffer(x, dtype=torch.uint8) for x in on_disk])
 
 
 def _shard_class(ring: SpillRing | None) -> Callable[..., AdamShard]:

@@ -35,6 +35,7 @@ from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.simulated_slab import SimulatedSlab
 from megatrain_ray.engine.simulated_spill import SimulatedSpill
+from megatrain_ray.engine.simulated_windows import SimulatedWindows
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.planning import Question
 from megatrain_ray.trace import CostModel, Op, Record, Stage, Timeline
@@ -75,6 +76,9 @@ class StandIn:
         host = LocalHost(plan, state.layout, state.working, state.shards, timeline)
         # State is in memory, and on the clock as far away as the plan has it.
         host._spill = SimulatedSpill(
+            self.plan, self._layout, lambda stage, op, *after_s: timeline.account(stage, op, after_s)
+        )
+        host._windows = SimulatedWindows(
             self.plan, self._layout, lambda stage, op, *after_s: timeline.account(stage, op, after_s)
         )
         host._room = SimulatedSlab(self.plan, self._layout)

@@ -16,11 +16,19 @@ from tests.runs import write_config
 def spilling(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with a little less host memory than it needs, and a folder on disk."""
     too_little = _too_little_ram(question_of(load_config(write_config(folder / "question.yaml", tree))))
-    return {
-        **tree,
-        "hardware": {**tree.get("hardware", {}), "ram_limit": too_little},
-        "spill": {"path": str(folder / "spill")},
-    }
+    return _limited(tree, too_little, folder / "spill")
+
+
+def with_weights_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with a folder on disk, and just as much host memory as it needs then."""
+    limited = _limited(tree, 1 << 36, folder / "spill")
+    question = question_of(load_config(write_config(folder / "question.yaml", limited)))
+    return _limited(tree, _too_little_ram(question) + 4096, folder / "spill")
+
+
+def _limited(tree: Mapping[str, Any], ram_bytes: int, on_disk: Path) -> dict[str, Any]:
+    hardware = {**tree.get("hardware", {}), "ram_limit": ram_bytes}
+    return {**tree, "hardware": hardware, "spill": {"path": str(on_disk)}}
 
 
 def _too_little_ram(question: Question) -> int:

@@ -357,3 +357,31 @@ def test_another_recipe_would_be_seen(tmp_path: Path, ours: Recipe, theirs: Reci
     assert_equal(result, train_reference(tmp_path, batches, ours))
     with pytest.raises(AssertionError):
         assert_equal(result, train_reference(tmp_path, batches, theirs))
+
+
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "clip", "num_fragments", "on_disk"),
+    [("bf16", 1.0, 1, {2, 3}), ("bf16", None, 1, {1, 2, 3}), ("fp32", 1.0, 3, {1, 3})],
+    ids=["clipped", "unclipped", "fp32, fragments"],
+)
+def test_weights_on_disk_are_bit_equal(
+    tmp_path: Path, order: LoopOrder, num_shards: int, precision: str, clip: float | None, num_fragments: int,
+    on_disk: set[int],
+) -> None:  # fmt: skip
+    """They come from the shards' files for every load, once what the update made of them is there, and with the state
+    for every update."""
+    recipe = Recipe(STEPS, precision=precision, clip=clip)
+    stored = {2, 3} if clip else set[int]()
+    mode = Mode(
+        order, num_shards=num_shards, num_fragments=num_fragments,
+        spilled=frozenset({1, 2, 3}), stored=frozenset(stored), on_disk=frozenset(on_disk),
+    )  # fmt: skip
+    ours, theirs = run(tmp_path, recipe, mode)
+    assert_mode_ran(ours, recipe, mode)
+    assert ours.plan.weights_on_disk == on_disk
+    loads = [r.op for records in ours.records for r in records if r.op.name == "load" and r.op.layer in on_disk]
+    reads = [r.op for records in ours.records for r in records if r.stage is Stage.WEIGHTS]
+    assert [(op.layer, op.fragment) for op in reads] == [(op.layer, op.fragment) for op in loads]
+    assert_equal(ours, theirs)

@@ -200,10 +200,10 @@ def test_a_run_takes_no_more_than_is_counted(num_shards: int, num_nodes: int, pr
         plan = planned(missing, machine, num_shards=num_shards, precision=precision)
         counted, taken = bytes_of(plan, shape()[0])
         assert all(counted[tier] >= taken[tier] for tier in Tier)
-        cut = 3 * plan.state_slots * num_shards * plan.shard_cut_elements * plan.precision.state_bytes
+        cut = 3 * plan.state_slots * num_shards * plan.shard_cut_elements * plan.precision.element_bytes
         assert counted[Tier.HOST] - taken[Tier.HOST] <= max(cut, 4096 * num_shards)
         filled_up = 3 * len(plan.spilled_layers) * num_shards * 3 * 4096  # at most 3 extents of 3 kinds
-        filled_up += 3 * len(plan.stored_layers) * num_shards * 4096
+        filled_up += 3 * (len(plan.stored_layers) + len(plan.weights_on_disk)) * num_shards * 4096
         assert counted[Tier.NVME] - taken[Tier.NVME] <= filled_up
 
 

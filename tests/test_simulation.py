@@ -24,6 +24,7 @@ BEHIND = Stage.OPTIMIZER, Stage.DISK  # what goes on under the next step
 OUTER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER
 EVERY = frozenset(range(8))
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
+ON_DISK = Mode(spilled=frozenset({2, 3, 4, 5}), on_disk=frozenset({3, 4, 5}))
 
 
 def costs(seed: int, **scales: float) -> CostModel:
@@ -69,6 +70,10 @@ def at_work(records: tuple[Record, ...], stage: Stage) -> float:
         (Mode(spilled=frozenset({2, 3, 4, 5})), Recipe(NUM_STEPS, micro_batch_size=4, clip=None), "DISK"),
         (Mode(LAYERS, stored=frozenset(range(8))), Recipe(NUM_STEPS), "DISK"),
         (Mode(stored=frozenset({3, 4, 5, 6}), spilled=frozenset({5, 6})), Recipe(NUM_STEPS), "OPTIMIZER"),
+        (ON_DISK, Recipe(NUM_STEPS), "WEIGHTS"),
+        (replace(ON_DISK, order=LAYERS), Recipe(NUM_STEPS), "DISK"),
+        (replace(ON_DISK, num_fragments=3), Recipe(NUM_STEPS, clip=None), "WEIGHTS"),
+        (replace(ON_DISK, num_block_slots=4), Recipe(NUM_STEPS, micro_batch_size=4), "COMPUTE"),
     ],
     ids=[
         "keep",
@@ -85,6 +90,10 @@ def at_work(records: tuple[Record, ...], stage: Stage) -> float:
         "spilled, unclipped",
         "stored",
         "stored and spilled",
+        "weights",
+        "weights, layers outer",
+        "weights, unclipped",
+        "weights, computing",
     ],
 )
 def test_steps_take_as_long_as_the_engines(tmp_path: Path, mode: Mode, recipe: Recipe, slow: str) -> None:
@@ -96,8 +105,8 @@ def test_steps_take_as_long_as_the_engines(tmp_path: Path, mode: Mode, recipe: R
     steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
     assert [step.step_s for step in expected] == pytest.approx(steps_s)
     for step, records in zip(expected, result.records, strict=True):
-        for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H):
-            assert step.busy_s[stage] == pytest.approx(at_work(records, stage))
+        for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H, Stage.WEIGHTS):
+            assert step.busy_s.get(stage, 0.0) == pytest.approx(at_work(records, stage))
             moved = sum(r.op.num_bytes for r in records if r.stage is stage)
             assert step.num_bytes.get(stage, 0) == moved
     of_disk = sum(at_work(records, Stage.DISK) for records in result.records)  # under which step is a matter of threads

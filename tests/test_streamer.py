@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import CancelledError
 
 import pytest
 import torch
 
 from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.device import Event
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.residency import FragmentId, SlotSpec, plan_residency
-from megatrain_ray.engine.seams import HostWeights
+from megatrain_ray.engine.seams import HostWeights, WeightPart
 from megatrain_ray.engine.slots import SlotRing, SlotStateError
 from megatrain_ray.engine.streamer import LayerStreamer
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -30,13 +31,21 @@ class Source:
         self.changed = asyncio.Condition()
         self.error: Exception | None = None
 
-    async def fetch(self, layer: int, generation: int) -> HostWeights:
+    def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
+        self.released: list[FragmentId] = []
+
+    def release(self, fragment: FragmentId, uploaded: Event) -> None:
+        self.released.append(fragment)
+
+    async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
         async with self.changed:
             await self.changed.wait_for(lambda: self.generation >= generation or self.error)
         if self.error:
             raise self.error
-        self.fetched.append(layer)
-        return HostWeights(torch.full((SIZE,), 10.0 * generation + layer), 0.0)
+        self.fetched.append(fragment.layer)
+        flat = torch.full((SIZE,), 10.0 * generation + fragment.layer)
+        cut = SIZE // 3  # from two places
+        return HostWeights([WeightPart(0, flat[:cut]), WeightPart(cut, flat[cut:])], 0.0)
 
     async def reach(self, generation: int) -> None:
         async with self.changed:
