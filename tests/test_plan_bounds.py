@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -23,6 +24,7 @@ from tests.shapes import qwen
 
 MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=1 << 41, hbm_bytes=None, profile=TYPICAL_GPU)
 SHORT = replace(MACHINE, ram_bytes=16 << 30, spill=SpillSpace(1 << 40, 3e9))  # of RAM: most of the plans spill
+SHORTER = replace(SHORT, ram_bytes=6 << 30)  # most of them working copies, too
 REQUEST = Request(Precision.BF16, False, True, 2, 4, 512)
 CANDIDATE = Candidate(LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 3, 2)
 PROFILES = {
@@ -77,15 +79,17 @@ def test_no_plan_is_faster(changes: dict[str, Any], profile: str) -> None:
 @pytest.mark.parametrize("changes", [{}, {"num_micro_batches": 9}, {"clip": False}])
 def test_no_plan_that_spills_is_faster(changes: dict[str, Any], disk_bytes_per_s: float) -> None:
     request, basis, prices = replace(REQUEST, **changes), basis_of(TYPICAL_GPU, disk_bytes_per_s), SharedPrices()
-    counts, tight = set(), 0.0
-    for plan, activations in plans(request, SHORT):
+    counts, tight, with_weights = set(), 0.0, 0
+    for plan, activations in itertools.chain(plans(request, SHORT), plans(request, SHORTER)):
         step_s = predict(plan, basis, activations, prices).step_s
         bounds = Bounds(plan, basis, activations, prices)
         most = max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s, bounds.disk_s)
         assert most <= step_s * (1 + 1e-9)
         counts.add(len(plan.spilled_layers))
+        with_weights += bool(plan.weights_on_disk)
         tight = max(tight, bounds.disk_s / step_s)
     assert len(counts) > 2
+    assert with_weights > 10
     assert tight > 0.95 or disk_bytes_per_s > 1e9
 
 

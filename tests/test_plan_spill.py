@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from megatrain_ray.arenas import arena_sizes, spill_files, state_arena
+from megatrain_ray.arenas import WORKING, arena_sizes, spill_files, state_arena
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_model import CostBasis, Prices, predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
@@ -181,13 +181,13 @@ def test_the_folder_of_spill_files_is_the_drivers(tmp_path: Path, monkeypatch: p
 
 
 def bytes_of(plan: Plan, structure: ModelStructure) -> tuple[dict[Tier, int], dict[Tier, int]]:
-    """Of optimizer state, by tier, and of gradients on disk: as counted, and as a run takes them."""
-    names, layout = ("optimizer state", "state slots"), structure.layout()
+    """Of optimizer state and working copies, by tier, and of gradients on disk: as counted, and as a run takes them."""
+    names, layout = ("optimizer state", "state slots", "working copy"), structure.layout()
     counted = {tier: sum(x.num_bytes for x in plan.rows if x.tier is tier and x.name in names) for tier in Tier}
     counted[Tier.NVME] = plan.total_bytes(Tier.NVME)
     arenas = arena_sizes(plan, layout)
     on_disk = sum(file.nbytes for file in spill_files(plan, layout, "/nowhere").values())
-    in_memory = sum(arenas[state_arena(k)] for k in range(plan.num_shards))
+    in_memory = arenas[WORKING] + sum(arenas[state_arena(k)] for k in range(plan.num_shards))
     return counted, {Tier.HOST: in_memory, Tier.NVME: on_disk, Tier.HBM: 0}
 
 

@@ -26,7 +26,7 @@ def ended_s(records: tuple[Record, ...], plan: Plan) -> float:
     return max(record.end_s for record in records if record.stage in stages)
 
 
-@pytest.mark.parametrize("settings", COMMANDS[:4], ids=["120b", "72b", "7.6b", "105b"])
+@pytest.mark.parametrize("settings", COMMANDS[:5], ids=["120b", "72b", "72b in 128 GB", "7.6b", "105b"])
 def test_a_step_takes_as_long_as_predicted(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one does, to the last digits. Where what enters layers comes and goes, with several micro-batches at a
     layer, it shares each direction with loads, and which of two comes first is a matter of threads in the engine: up

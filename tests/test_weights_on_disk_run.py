@@ -46,7 +46,9 @@ def test_a_save_goes_on_where_weights_live_elsewhere(tmp_path: Path, ray_address
     """From disk to memory and back, a process each; evaluations read them, too."""
     model = small_model(tmp_path, num_layers=NUM_LAYERS)
     common = config(tmp_path / "run", model, train__precision="bf16", train__schedule="constant")
-    common = {**common, "eval_every": 2, "data": {**common["data"], "eval_path": common["data"]["path"]}}
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("Now is the winter of our discontent\n" * 20)
+    common = {**common, "eval_every": 2, "data": {**common["data"], "eval_path": str(held_out)}}
     on_disk = with_weights_on_disk(tmp_path, common)
     for tree, steps in ((on_disk, 4), (common, 7), (on_disk, 10)):
         path = write_config(tmp_path / "config.yaml", {**tree, "train": {**tree["train"], "steps": steps}})
