@@ -44,6 +44,7 @@ from tests.shards import (
 )
 
 SPILLED = frozenset({0, 2})  # layer 1 is partly Muon's
+ON_DISK = frozenset[int](), frozenset({2}), SPILLED  # layers whose working copies are there, too
 FORWARD, BACKWARD = (0, 1, 2), (2, 1, 0)
 WAIT_S = 60.0
 BLOB = "spill"
@@ -137,14 +138,16 @@ def memory_of(
     spilled: frozenset[int] = SPILLED,
     stored: frozenset[int] = frozenset(),
     wire_dtype: torch.dtype = torch.float32,
+    on_disk: frozenset[int] = frozenset(),
 ) -> Memory:
+    """`on_disk`: layers of `spilled` whose working copies are there, too."""
     model = model_layout()
-    part = ShardLayout(model, index, num_shards, spilled=spilled)
+    part = ShardLayout(model, index, num_shards, spilled=spilled, on_disk=on_disk)
     layout = SpillLayout.of(part, Precision.BF16, order, num_slots, EXTENT_ELEMENTS, stored, wire_dtype)
     return Memory(
         part,
         layout,
-        poisoned(model.size, torch.bfloat16) if working is None else working,
+        poisoned(part.working_size, torch.bfloat16) if working is None else working,
         {kind: poisoned(part.size_of(kind), dtype) for kind, dtype in Precision.BF16.state_kinds},
         torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8),
         memoryview(bytearray(Journal.num_bytes(part, Precision.BF16, 2))),
@@ -206,9 +209,12 @@ def updated_in_memory(num_shards: int, num_updates: int, order: Sequence[int]) -
 
 @pytest.mark.parametrize("order", [FORWARD, BACKWARD], ids=["forward", "backward"])
 @pytest.mark.parametrize(("num_shards", "num_slots"), [(1, 1), (1, 2), (2, 1), (3, 2)])
-def test_updates_are_those_of_state_in_memory(num_shards: int, num_slots: int, order: Sequence[int]) -> None:
-    working = poisoned(model_layout().size, torch.bfloat16)
-    memories = [memory_of(k, num_shards, order, num_slots, working) for k in range(num_shards)]
+@pytest.mark.parametrize("on_disk", ON_DISK, ids=["state", "a working copy", "working copies"])
+def test_updates_are_those_of_state_in_memory(
+    on_disk: frozenset[int], num_shards: int, num_slots: int, order: Sequence[int]
+) -> None:
+    working = memory_of(on_disk=on_disk).working
+    memories = [memory_of(k, num_shards, order, num_slots, working, on_disk=on_disk) for k in range(num_shards)]
     with opened(memories) as shards:
         for shard in shards:
             shard.load(Dictionary(random_masters(model_layout())), 2)
@@ -230,8 +236,9 @@ def test_in_a_file_on_disk(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_save_restores_what_spills() -> None:
-    with opened([memory_of()]) as shards, opened([memory_of(num_slots=1)]) as others:
+@pytest.mark.parametrize("on_disk", ON_DISK)
+def test_a_save_restores_what_spills(on_disk: frozenset[int]) -> None:
+    with opened([memory_of(on_disk=on_disk)]) as shards, opened([memory_of(num_slots=1, on_disk=on_disk)]) as others:
         shards[0].load(Dictionary(random_masters(model_layout())))
         update(shards, 1, FORWARD)
         saved = content(shards)
@@ -244,8 +251,9 @@ def test_a_save_restores_what_spills() -> None:
         assert content(others) == content(shards)
 
 
-def test_a_copy_of_a_layer_that_is_on_disk() -> None:
-    with opened([memory_of(num_slots=1)]) as shards:
+@pytest.mark.parametrize("on_disk", ON_DISK)
+def test_a_copy_of_a_layer_that_is_on_disk(on_disk: frozenset[int]) -> None:
+    with opened([memory_of(num_slots=1, on_disk=on_disk)]) as shards:
         shards[0].load(Dictionary(random_masters(model_layout())))
         update(shards, 1, FORWARD)
         expected = content(shards)
@@ -349,9 +357,10 @@ def test_a_save_reads_a_layer_once_the_blob_has_its_update() -> None:
             assert seen == [content(expected.shards)]
 
 
-def test_another_process_goes_on_with_a_slot_that_is_ahead_of_the_blob() -> None:
+@pytest.mark.parametrize("on_disk", ON_DISK)
+def test_another_process_goes_on_with_a_slot_that_is_ahead_of_the_blob(on_disk: frozenset[int]) -> None:
     """The first one died in the middle of an update: its journal takes that back, and it is made again."""
-    memory = memory_of(num_slots=1)
+    memory = memory_of(num_slots=1, on_disk=on_disk)
     store = memory.store
     assert isinstance(store, Watched)
     first = memory.shard()
