@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.device import Event
+from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.residency import FragmentId
@@ -56,8 +57,8 @@ class DiskWeights:
     """Of one plan. On one event loop. What is expected is taken and let go of in the same order."""
 
     def __init__(self, plan: Plan, layout: ModelLayout, files: Sequence[ShardFile], *, poison: bool = False) -> None:
-        """`files`: of all shards that own something of these layers. `poison`: windows are filled with NaN when they
-        are let go of."""
+        """`files`: of all shards that own something of these layers. `poison`: windows that
+        were let go of are filled with NaN before they are read into."""
         self.layers = plan.weights_on_disk
         self._layout = layout
         self._files = files
@@ -139,35 +140,44 @@ class DiskWeights:
         return window
 
     async def _fill(self, window: _Window, fragment: FragmentId, blobs: Sequence[Blob]) -> None:
-        span = self._layout.layers[fragment.layer].fragments[fragment.index]
-        room, at = asyncio.Semaphore(TRANSFERS), 0
-        window.parts, memory = [], window.memory.numpy().data
-
-        async def read(shard: int, extent: Extent, index: int, start: int) -> None:
-            file, block = self._files[shard], extent.working_blocks[index]
-            content = memory[start + block.start : start + block.stop]
-            async with room:
-                where = file.store.describe(file.name)
-                await read_block(blobs[shard], where, file.table.checksums, extent, index, block, content)
-
+        room, at, window.parts = asyncio.Semaphore(TRANSFERS), 0, []
         try:
             async with asyncio.TaskGroup() as group:
-                for shard, extent in self._extents(fragment.layer):
-                    first, last = max(span.start, extent.span.start), min(span.stop, extent.span.stop)
-                    if first >= last:
-                        continue
-                    for index in range(len(extent.working_blocks)):
-                        group.create_task(read(shard, extent, index, at))
-                    values = window.memory[at : at + extent.kinds[WORKING].size].view(self._dtype)
-                    window.parts.append(WeightPart(first, values[first - extent.span.start : last - extent.span.start]))
-                    at += _working_bytes(extent)
+                for shard, extent, span in self._wanted(fragment):
+                    memory = window.memory[at : at + _working_bytes(extent)]
+                    for index, block in enumerate(extent.working_blocks):
+                        content = memory.numpy().data[slice(*block)]
+                        group.create_task(self._read(shard, blobs[shard], extent, index, content, room))
+                    values = memory[: extent.kinds[WORKING].size].view(self._dtype)
+                    inside = values[span.start - extent.span.start : span.stop - extent.span.start]
+                    window.parts.append(WeightPart(span.start, inside))
+                    at += memory.nbytes
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
+        await self._offer(window, fragment)
+
+    async def _read(
+        self, shard: int, blob: Blob, extent: Extent, index: int, content: memoryview, room: asyncio.Semaphore
+    ) -> None:
+        file, block = self._files[shard], extent.working_blocks[index]
+        async with room:
+            where = file.store.describe(file.name)
+            await read_block(blob, where, file.table.checksums, extent, index, block, content)
+
+    async def _offer(self, window: _Window, fragment: FragmentId) -> None:
         window.fragment, window.emptied = fragment, asyncio.get_running_loop().create_future()
         self._windows.append(window)
         async with self._changed:
             self._filled.append(window)
             self._changed.notify_all()
+
+    def _wanted(self, fragment: FragmentId) -> Iterator[tuple[int, Extent, Span]]:
+        """The extents with something of the fragment, whose file each is in, and which elements."""
+        span = self._layout.layers[fragment.layer].fragments[fragment.index]
+        for shard, extent in self._extents(fragment.layer):
+            inside = Span(max(span.start, extent.span.start), min(span.stop, extent.span.stop))
+            if inside.start < inside.stop:
+                yield shard, extent, inside
 
     def _extents(self, layer: int) -> list[tuple[int, Extent]]:
         """Those with the layer's working copy, and whose file they are in."""

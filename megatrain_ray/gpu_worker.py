@@ -11,24 +11,13 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.arenas import (
-    SLAB,
-    WORDS,
-    WORKING,
-    shard_layout,
-    spill_file,
-    spill_layout,
-    spill_memory,
-    state_arena,
-    state_views,
-)
+from megatrain_ray.arenas import SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.device_memory import check_free, memory_explained
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.compiled_call import keep_compiled_graphs
 from megatrain_ray.engine.deadlines import DEADLINE_S
-from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.loss import Objective
@@ -39,7 +28,6 @@ from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.slab import held_slab_bytes
-from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.working_arena import WorkingArena
 from megatrain_ray.errors import DeadlineError
@@ -50,6 +38,7 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planned_device import make_device
 from megatrain_ray.planning import Prepared, muon_of
+from megatrain_ray.shard_files import open_disk_weights
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 from megatrain_ray.step_rows import StepRows
 
@@ -162,7 +151,7 @@ class GpuWorker:
         device = self._device
         device.pin(slab)
         self._momenta = self._find_momenta()
-        self._disk = DiskWeights(plan, layout, self._shard_files()) if plan.weights_on_disk else None
+        self._disk = open_disk_weights(plan, layout, self._holder)
         momenta = Momenta(*self._momenta)
         host = SharedHost(plan, layout, self._working(), slab, self._words, momenta, self._disk)
         self._host = host
@@ -205,18 +194,6 @@ class GpuWorker:
             parts.append(part)
             tensors.append(state_views(arena, part, plan.precision)["m"])
         return parts, tensors
-
-    def _shard_files(self) -> list[ShardFile]:
-        """Where the shards have working copies on disk."""
-        plan, files = self._prepared.plan, []
-        for k in range(plan.num_shards):
-            part = shard_layout(plan, self._layout, k)
-            on_disk = spill_layout(plan, part)
-            if on_disk.layers:
-                arena = torch.frombuffer(self._holder.map(state_arena(k)).buffer, dtype=torch.uint8)
-                table = SpillTable(on_disk, spill_memory(arena, plan, part))
-                files.append(ShardFile(on_disk, table, *self._holder.spill(spill_file(k))))
-        return files
 
     async def step(self, step: int, save: bool) -> StepResult:
         """Runs one step. `save`: its update is marked as one that a save wants.

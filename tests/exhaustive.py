@@ -4,7 +4,8 @@ tries few of them, is held to.
 Tried are every split into micro-batches, both loop orders, every set of layers on the device, every number of slots,
 what each block keeps for itself, where sums, gradients and what enters blocks wait, every length of a segment, and
 every set of layers whose state is on disk. Of those only what cannot be faster than asked is not simulated: that its
-bounds hold tests/test_plan_bounds.py tells.
+bounds hold tests/test_plan_bounds.py tells. Not tried are working copies on disk: windows and slots take what those of
+five blocks have, and so many blocks cannot be tried.
 """
 
 from __future__ import annotations

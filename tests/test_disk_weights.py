@@ -4,6 +4,7 @@ have what updates made of them."""
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,10 @@ from torch import Tensor
 from megatrain_ray.arenas import shard_layout, spill_layout
 from megatrain_ray.engine.cpu_device import CpuEvent
 from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
+from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.momenta import Momenta
 from megatrain_ray.engine.residency import FragmentId
+from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.spill_layout import WORKING
 from megatrain_ray.engine.spill_ring import SpillRing
 from megatrain_ray.engine.spill_table import SpillTable
@@ -41,19 +45,22 @@ class Rig:
         plan = replace(plan, state_slots=8)  # of a layer that cannot be written yet
         self.layout = structure.layout(num_fragments)
         self.rings, self.stores, files = [], [], []
-        self.written, loop = asyncio.Condition(), asyncio.get_running_loop()
+        self.plan, num_layers = plan, len(plan.layers)
+        self.words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, 2))), num_layers, 2)
+        self.words.reset(0, plan.updated_layers)
+        self.written, self._loop = asyncio.Condition(), asyncio.get_running_loop()
         for k in range(2):
             layout = spill_layout(plan, shard_layout(plan, self.layout, k))
             memory = torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8)
             self.stores.append(Watched(layout.blob_bytes))
-            self.rings.append(
-                SpillRing(
-                    layout, memory, self.stores[k], BLOB, WAIT_S,
-                    written=lambda: asyncio.run_coroutine_threadsafe(self._tell(), loop) and None,
-                )
-            )  # fmt: skip
+            self.rings.append(SpillRing(layout, memory, self.stores[k], BLOB, WAIT_S, written=self._ring))
             files.append(ShardFile(layout, SpillTable(layout, memory), self.stores[k], BLOB))
         self.disk = DiskWeights(plan, self.layout, files, poison=True)
+
+    def _ring(self) -> None:
+        """On a thread of a ring's."""
+        self.words.ring()
+        asyncio.run_coroutine_threadsafe(self._tell(), self._loop)
 
     async def _tell(self) -> None:
         async with self.written:
@@ -170,3 +177,26 @@ async def test_a_damaged_block_is_told(rig: Rig) -> None:
     rig.expect(FragmentId(2, 0))
     with pytest.raises(MegatrainError, match="are not what was written there"):
         await rig.take(FragmentId(2, 0))
+
+
+async def test_a_published_generation_is_fetched_once_it_is_on_disk(rig: Rig) -> None:
+    """The bell rings when the last shard has written it, and nobody publishes anything more."""
+    working = torch.empty(rig.layout.size_among(rig.plan.weights_on_host), dtype=torch.bfloat16)
+    slab = torch.empty(rig.plan.slab_bytes, dtype=torch.uint8)
+    host = SharedHost(rig.plan, rig.layout, working, slab, rig.words, Momenta([], []), rig.disk)
+    for store in rig.stores:
+        store.held.add("write")
+    flat = await asyncio.to_thread(rig.write, 3, 1)
+    host.expect([FragmentId(3, 0)], 1)
+    for shard in range(2):
+        rig.words.finish(shard, 3, 1)
+    fetching = asyncio.create_task(host.fetch(FragmentId(3, 0), 1))
+    try:
+        await asyncio.sleep(0.05)  # nothing wakes what must go on waiting
+        assert (rig.num_reads(), fetching.done()) == (0, False)
+        for store in rig.stores:
+            store.release("write")
+        parts = (await asyncio.wait_for(fetching, WAIT_S)).parts
+        assert torch.equal(torch.cat([values for _, values in parts]), flat)
+    finally:
+        await host.close()
