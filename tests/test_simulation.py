@@ -229,3 +229,17 @@ def test_gradients_that_wait_on_the_device(tmp_path: Path, mode: Mode, slow: str
     computed = [max(r.end_s for r in records if r.stage is Stage.COMPUTE) for records in result.records]
     steps_s = [b - a for a, b in itertools.pairwise([0.0, *computed])]
     assert [step.step_s for step in simulated(folder, recipe, mode, cost)] == pytest.approx(steps_s)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_weights_are_read_once_they_are_written(tmp_path: Path, clip: float | None) -> None:
+    """Not when their update is over."""
+    folder, cost = build_tiny(tmp_path, num_layers=6), costs(0, DISK=4.0)
+    result = train_engine(folder, tiny_batches(NUM_STEPS), Recipe(NUM_STEPS, clip=clip), ON_DISK, cost=cost)
+    every = [record for records in result.records for record in records]
+    for layer in ON_DISK.on_disk:
+        written_s = [r.end_s for r in every if (r.stage, r.op.name, r.op.layer) == (Stage.DISK, "write", layer)]
+        of_update = len(written_s) // NUM_STEPS
+        for step in range(1, NUM_STEPS):
+            reads = [r for r in result.records[step] if (r.stage, r.op.layer) == (Stage.WEIGHTS, layer)]
+            assert reads and all(read.start_s >= written_s[step * of_update - 1] for read in reads)
