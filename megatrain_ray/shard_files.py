@@ -23,5 +23,5 @@ def open_disk_weights(plan: Plan, layout: ModelLayout, holder: ArenaHolder) -> D
         if on_disk.layers:
             arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
             table = SpillTable(on_disk, spill_memory(arena, plan, part))
-            files.append(ShardFile(on_disk, table, *holder.spill(spill_file(k))))
+            files.append(ShardFile(on_disk, table, *holder.spill(spill_file(k), plan.disk_io)))
     return DiskWeights(plan, layout, files)
