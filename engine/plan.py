@@ -200,6 +200,7 @@ class Plan:
     disk_io: DiskIo = DiskIo.POSIX  # by whom what is on disk is read and written
     weight_windows: int = 0  # host memory of a layer's working copy each, which those on disk pass through
     weight_read_bytes: int = 0  # of working copies on disk, read for the uploads of a step
+    disk_packed: bool = False  # blocks of floats take fewer bytes there than they have (packed_store.py)
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:

@@ -10,7 +10,7 @@ from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.plan import NARROW_MOMENTS, ActivationPolicy, ByteCount, Plan, Tier, UpdateOrder
 from megatrain_ray.engine.plan_spill import beyond_disk
 from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.io.disk_io import DiskIo
+from megatrain_ray.io.disk_io import PLAIN, DiskWay
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_NAMED = 4  # layers
@@ -158,7 +158,8 @@ def _spill_lines(plan: Plan) -> list[str]:
     what = f"{', '.join(first)} and {last}" if first else last
     written = plan.total_bytes(Tier.NVME)
     read = format_bytes(written + plan.weight_read_bytes)
-    by = "" if plan.disk_io is DiskIo.POSIX else f" by {plan.disk_io.value}"
+    way = DiskWay(plan.disk_io, plan.disk_packed)
+    by = "" if way == PLAIN else f" by {way}"
     return [f"spill     on disk: {what}; {read} read and {format_bytes(written)} written a step{by}"]
 
 

@@ -8,16 +8,17 @@ from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.hardware_profile import HardwareProfile, typical
 from megatrain_ray.engine.plan import ActivationPolicy, Precision, Tier
 from megatrain_ray.engine.visits import LoopOrder
-from megatrain_ray.io.disk_io import DiskIo
+from megatrain_ray.io.disk_io import PLAIN, DiskWay
 
 
 @dataclass(frozen=True)
 class SpillSpace:
-    """What may be spilled to disk: bytes, how fast it reads and writes at the same time, both together, and by whom."""
+    """What may be spilled to disk: bytes, how fast they are read and written at the same time, both together, and in
+    which way."""
 
     limit_bytes: int
     bytes_per_s: float
-    io: DiskIo = DiskIo.POSIX
+    way: DiskWay = PLAIN
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,15 @@ from megatrain_ray.engine.plan import LayerPlan, Plan, Tier, UpdateOrder
 from megatrain_ray.engine.plan_gradients import in_flight
 from megatrain_ray.engine.spill_layout import (
     BLOCK_BYTES,
+    BLOCK_WORDS,
     SLACK_ELEMENTS,
     SLOT_WORDS,
     kinds_on_disk,
     parts_per_gradient,
 )
+from megatrain_ray.engine.spill_transfers import TRANSFERS
 from megatrain_ray.io.blob_store import ALIGN_BYTES, aligned
+from megatrain_ray.io.packed_store import Packer
 from megatrain_ray.io.words import WORD_BYTES
 
 # Of a layer's state on disk; 80 MiB with bf16.
@@ -193,7 +196,7 @@ class _Spilling:
             yield freed - sums - self.slots_bytes(largest, self.num_slots(largest))
         for size in state:
             freed += size * self.plan.precision.state_bytes
-            sums += self._sums(self.state_bytes(size), self._extents_of_shard(size))
+            sums += self._sums(self.state_bytes(size), self._kinds_of_shard(size))
             largest = largest._replace(state=max(size, largest.state))
             yield freed - sums - self.slots_bytes(largest, self.num_slots(largest))
         for size in weights:
@@ -209,7 +212,7 @@ class _Spilling:
         return min(STATE_SLOTS, max(LAYERS_AT_ONCE, LAYERS_AT_ONCE * of_layer // self.plan.extent_elements))
 
     def slots_bytes(self, largest: _Largest, num_slots: int) -> int:
-        """Without checksums."""
+        """With what packs blocks, without the blocks' words."""
         plan = self.plan
         size = min(self._of_shard(largest.state), plan.extent_elements)
         of_state = sum(aligned(size * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
@@ -219,17 +222,27 @@ class _Spilling:
         size = min(self._of_shard(largest.gradient), plan.extent_elements * self._together)
         slot_bytes = max(of_state, of_whole, aligned(size * plan.wire_dtype.itemsize))
         # Slots and the end of the table are aligned.
-        return plan.num_shards * (num_slots * (slot_bytes + SLOT_WORDS * WORD_BYTES) + 2 * ALIGN_BYTES)
+        slots = plan.num_shards * (num_slots * (slot_bytes + SLOT_WORDS * WORD_BYTES) + 2 * ALIGN_BYTES)
+        return slots + self._packers_bytes(slot_bytes)
 
     def sums_bytes(self, sizes: _Sizes) -> int:
-        """Of the checksums of all blocks."""
+        """Of the words of all blocks."""
         of_gradients = (self._sums(self.gradient_bytes(x), self._gradients_of_shard(x)) for x in sizes.gradients)
         of_weights = (self._sums(self.weight_bytes(x), self._extents_of_shard(x)) for x in sizes.weights)
-        of_state = (self._sums(self.state_bytes(x), self._extents_of_shard(x)) for x in sizes.state)
+        of_state = (self._sums(self.state_bytes(x), self._kinds_of_shard(x)) for x in sizes.state)
         return sum(of_gradients) + sum(of_state) + sum(of_weights)
 
     def windows_bytes(self, largest: _Largest) -> int:
-        return WEIGHT_WINDOWS * self.weight_bytes(largest.whole) if largest.whole else 0
+        """With what unpacks blocks."""
+        if not largest.whole:
+            return 0
+        return WEIGHT_WINDOWS * self.weight_bytes(largest.whole) + self._packers_bytes(self.weight_bytes(largest.whole))
+
+    def _packers_bytes(self, most: int) -> int:
+        """Of a process that moves blocks of every shard's file; `most`: bytes of what they are parts of."""
+        if not self.plan.disk_packed:
+            return 0
+        return self.plan.num_shards * TRANSFERS * Packer.num_bytes(min(BLOCK_BYTES, most))
 
     def gradient_bytes(self, size: int) -> int:
         """On disk, of the gradient of so many elements: what fills every extent up to whole pages included."""
@@ -238,7 +251,7 @@ class _Spilling:
     def state_bytes(self, size: int) -> int:
         """The same of the state, of which every kind is filled up."""
         precision = self.plan.precision
-        return size * precision.state_bytes + self._filled_up(self._extents_of_shard(size) * len(precision.state_kinds))
+        return size * precision.state_bytes + self._filled_up(self._kinds_of_shard(size))
 
     def weight_bytes(self, size: int) -> int:
         """The same of the working copy, which is one more kind."""
@@ -247,9 +260,9 @@ class _Spilling:
     def _filled_up(self, num_of_shard: int) -> int:
         return self.plan.num_shards * num_of_shard * ALIGN_BYTES
 
-    def _sums(self, num_bytes: int, extents_of_shard: int) -> int:
-        """Of the checksums of so many bytes on disk: the last block of an extent is smaller."""
-        return WORD_BYTES * (num_bytes // BLOCK_BYTES + self.plan.num_shards * extents_of_shard)
+    def _sums(self, num_bytes: int, kinds_of_shard: int) -> int:
+        """Of the words of all blocks of so many bytes on disk: the last one of a kind in an extent is smaller."""
+        return BLOCK_WORDS * WORD_BYTES * (num_bytes // BLOCK_BYTES + self.plan.num_shards * kinds_of_shard)
 
     def _extents_of_shard(self, size: int) -> int:
         """With the state of a layer of so many elements, at most."""
@@ -257,6 +270,10 @@ class _Spilling:
         if of_shard <= self.plan.extent_elements:
             return 1
         return 1 + of_shard // (self.plan.extent_elements - SLACK_ELEMENTS)
+
+    def _kinds_of_shard(self, size: int) -> int:
+        """Of state, in all of these extents."""
+        return self._extents_of_shard(size) * len(self.plan.precision.state_kinds)
 
     def _gradients_of_shard(self, size: int) -> int:
         """The same with its gradient."""

@@ -235,7 +235,8 @@ class _Builder:
             rows=(),
             captured=bool(r.captured),
             mlp_chunk_tokens=r.mlp_chunk_tokens,
-            disk_io=m.spill.io if m.spill else DiskIo.POSIX,
+            disk_io=m.spill.way.io if m.spill else DiskIo.POSIX,
+            disk_packed=bool(m.spill and m.spill.way.packed),
         )
 
     def _spilling(self, plan: Plan) -> Plan:

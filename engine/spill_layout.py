@@ -6,7 +6,8 @@ whatever the size of a layer. Updates see them through slots in host memory, as 
     extent: residual | m | v, each from a multiple of ALIGN_BYTES on, and before them the working copy where that is
         here, too; or gradient, of as many elements as take no more
     blob: of each part of a layer the gradient, then the state, in the order of updates
-    memory: slot after slot | the table: what each slot holds, and the checksum of every block of the blob
+    memory: slot after slot | the table: what each slot holds, of every block of the blob its checksum, and how much of
+        it is stored where it is packed (packed_store.py)
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from megatrain_ray.engine.journal import UNIT_ELEMENTS
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.io.blob_store import aligned
+from megatrain_ray.io.packed_store import Packable
 from megatrain_ray.io.words import WORD_BYTES
 
 BLOCK_BYTES = 8 << 20  # one transfer, under one checksum; disks have their full rate from some MiB on
 SLOT_WORDS = 2  # of the table: the extent that a slot holds, and whether the blob lacks what it holds
+BLOCK_WORDS = 2  # of the table: a block's checksum, and how many bytes of it are stored
 # By how much an extent may be smaller than it may be, but for the last of a layer: it ends where a unit of the journal
 # begins, not in what aligns parameters and fills the layer up.
 SLACK_ELEMENTS = UNIT_ELEMENTS + CUT_ELEMENTS
@@ -52,18 +55,23 @@ class Extent:
 
     @cached_property
     def blocks(self) -> list[Span]:
-        """The bytes of each block, in the extent. A working copy has blocks of its own: it is read alone, too."""
-        return [*_blocks(Span(0, self._working_bytes)), *_blocks(Span(self._working_bytes, self.nbytes))]
+        """The bytes of each block, in the extent."""
+        return [block for _, block in self.kinds_and_blocks]
+
+    @property
+    def kinds_and_blocks(self) -> list[tuple[str, Span]]:
+        """The blocks, of one kind each, with what fills it up."""
+        filled = ((kind, Span(span.start, aligned(span.stop))) for kind, span in self.kinds.items())
+        return [(kind, block) for kind, span in filled for block in _blocks(span)]
 
     @property
     def working_blocks(self) -> list[Span]:
-        """Of these the ones with the working copy, which are the first."""
-        return _blocks(Span(0, self._working_bytes))
+        """Of these the ones with the working copy, which are the first: it is read alone, too."""
+        return [block for kind, block in self.kinds_and_blocks if kind == WORKING]
 
-    @property
-    def _working_bytes(self) -> int:
-        """With what fills them up."""
-        return aligned(self.kinds[WORKING].stop) if WORKING in self.kinds else 0
+    def itemsize(self, kind: str) -> int:
+        """Bytes of an element."""
+        return self.kinds[kind].size // self.span.size
 
 
 @dataclass(frozen=True)
@@ -131,9 +139,35 @@ class SpillLayout:
         return max((extent.nbytes for extent in self.extents), default=0)
 
     @property
+    def block_bytes(self) -> int:
+        """Of a block at most."""
+        return min(BLOCK_BYTES, self.slot_bytes)
+
+    @property
     def num_words(self) -> int:
         """Of the table."""
-        return SLOT_WORDS * self.num_slots + sum(len(extent.blocks) for extent in self.extents)
+        return self.first_checksum + BLOCK_WORDS * self.num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the blob."""
+        return sum(len(extent.blocks) for extent in self.extents)
+
+    @property
+    def first_checksum(self) -> int:
+        """The table's word that block 0 has its checksum in."""
+        return SLOT_WORDS * self.num_slots
+
+    @property
+    def packable(self) -> Mapping[int, Packable]:
+        """Blocks of floats, by where they begin in the blob; a residual's bytes are all like chance."""
+        first = self.first_checksum + self.num_blocks
+        return {
+            extent.start + block.start: Packable(first + extent.first_block + index, extent.itemsize(kind))
+            for extent in self.extents
+            for index, (kind, block) in enumerate(extent.kinds_and_blocks)
+            if kind != "residual"
+        }
 
     @property
     def memory_bytes(self) -> int:

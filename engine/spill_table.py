@@ -1,6 +1,6 @@
-"""SpillTable: the words beside a shard's slots: which extent each holds, whether it is ahead of the blob, and the
-checksum of every block of the blob. In shared memory: a shard that follows one that died goes on from them, and whoever
-reads working copies from the blob sees when it has them."""
+"""SpillTable: the words beside a shard's slots: which extent each holds, whether it is ahead of the blob, and of every
+block of the blob its checksum and how much of it is stored. In shared memory: a shard that follows one that died goes
+on from them, and whoever reads working copies from the blob sees when it has them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megatrain_ray.engine.spill_layout import SLOT_WORDS, SpillLayout
 from megatrain_ray.engine.spill_transfers import Checksums
+from megatrain_ray.io.blob_store import BlobStore
+from megatrain_ray.io.packed_store import PackedStore
 from megatrain_ray.io.words import Words
 
 
@@ -20,8 +22,12 @@ class SpillTable:
         """`memory`: 1-D uint8, of slots and table."""
         start = layout.num_slots * layout.slot_bytes
         self._words = Words(memory[start : layout.memory_bytes].numpy().data, layout.num_words)
-        self._num_slots = layout.num_slots
-        self.checksums = Checksums(self._words, SLOT_WORDS * layout.num_slots)
+        self._layout = layout
+        self.checksums = Checksums(self._words, layout.first_checksum)
+
+    def packing(self, store: BlobStore) -> BlobStore:
+        """The store with the blob, whose blocks of floats are packed: the table says how much of each it has."""
+        return PackedStore(store, self._words, self._layout.packable, self._layout.block_bytes)
 
     def extent_of(self, slot: int) -> int | None:
         """What the slot holds."""
@@ -40,4 +46,4 @@ class SpillTable:
 
     def lacks(self, extents: Collection[int]) -> bool:
         """Whether some slot is ahead of the blob with one of these."""
-        return any(self.is_ahead(slot) and self.extent_of(slot) in extents for slot in range(self._num_slots))
+        return any(self.is_ahead(slot) and self.extent_of(slot) in extents for slot in range(self._layout.num_slots))

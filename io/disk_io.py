@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from megatrain_ray.io.spill_file import HeldFiles
 
@@ -12,6 +13,19 @@ class DiskIo(Enum):
 
     POSIX = "posix"
     KVIKIO = "kvikio"
+
+
+class DiskWay(NamedTuple):
+    """`packed`: floats take fewer bytes of the disk than they have (packed_store.py)."""
+
+    io: DiskIo = DiskIo.POSIX
+    packed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.io.value} with zstd" if self.packed else self.io.value
+
+
+PLAIN = DiskWay()
 
 
 def held_files(io: DiskIo) -> HeldFiles:

@@ -239,6 +239,9 @@ class SpillConfig(Group):
     io: Literal["auto", "posix", "kvikio"] = "auto"
     """Who reads and writes there: posix, threads of ours past the page cache; kvikio, those of that library, an extra
     that needs CUDA's driver; auto: kvikio where it is installed, works there and was measured to be faster."""
+    compression: Literal["auto", "none", "zstd"] = "auto"
+    """zstd: what is alike in floats takes less of that disk, for the work of some cores; auto: where that was measured
+    to be faster."""
 
 
 class LogConfig(Group):

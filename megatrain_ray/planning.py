@@ -30,6 +30,7 @@ from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.flop_count import active_experts, windows
+from megatrain_ray.io.disk_io import DiskWay
 from megatrain_ray.machine import probe_machine
 from megatrain_ray.model_source import ModelSource, checked, read_model
 from megatrain_ray.profiles import with_profile
@@ -98,7 +99,8 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
 
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
-        spill = None if plan.spill_limit_bytes is None else SpillSpace(plan.spill_limit_bytes, disk, plan.disk_io)
+        way = DiskWay(plan.disk_io, plan.disk_packed)
+        spill = None if plan.spill_limit_bytes is None else SpillSpace(plan.spill_limit_bytes, disk, way)
         by_profile = replace(machine, profile=profile, spill=spill)
         return predict_plan(plan, question.structure, question.activations, by_profile, question.request)
 

@@ -23,5 +23,6 @@ def open_disk_weights(plan: Plan, layout: ModelLayout, holder: ArenaHolder) -> D
         if on_disk.layers:
             arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
             table = SpillTable(on_disk, spill_memory(arena, plan, part))
-            files.append(ShardFile(on_disk, table, *holder.spill(spill_file(k), plan.disk_io)))
+            store, name = holder.spill(spill_file(k), plan.disk_io)
+            files.append(ShardFile(on_disk, table, table.packing(store) if plan.disk_packed else store, name))
     return DiskWeights(plan, layout, files)

@@ -35,6 +35,7 @@ from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.engine.spill_ring import SpillRing
+from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.engine.spilling_shard import SpillingShard
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arena import ArenaHandle
@@ -118,8 +119,10 @@ class ShardWorker:
         name = ""
         if layout.blob_bytes:
             store, name = self._holder.spill(spill_file(self._index), plan.disk_io)
-        measured = MeasuredStore(store, self._disk)
         memory = spill_memory(arena, plan, part)
+        if plan.disk_packed:
+            store = SpillTable(layout, memory).packing(store)
+        measured = MeasuredStore(store, self._disk)
         return SpillRing(layout, memory, measured, name, plan.update_deadline_s, written=self._words.ring)
 
     def handles(self) -> dict[str, ArenaHandle]:

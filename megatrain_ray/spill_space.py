@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.util
+import itertools
 import logging
 import os
 import tempfile
@@ -27,7 +28,7 @@ from megatrain_ray.engine.plan_request import Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
 from megatrain_ray.io.disk_errors import free_bytes
-from megatrain_ray.io.disk_io import DiskIo
+from megatrain_ray.io.disk_io import DiskIo, DiskWay
 from megatrain_ray.io.disk_rate import measure_mixed
 from megatrain_ray.io.kvikio_store import unusable
 from megatrain_ray.logs import say
@@ -37,18 +38,18 @@ log = logging.getLogger(__name__)
 PROBE_BYTES = 512 << 20  # each way
 MARGIN_BYTES = 1 << 30  # of what is free that stays free
 ANY_ROOM = 1 << 60  # bytes of a disk that is not here
-GAIN = 1.05  # by which kvikio must be faster: rates that are measured once differ by about as much
+GAIN = 1.05  # by which a way must be faster than a simpler one: rates that are measured once differ by about as much
 
 
 @dataclass(frozen=True)
 class DiskRate:
-    """What the cache keeps. `device`: st_dev of the file system that `folder` is on. `bytes_per_s`: by each who was
-    tried."""
+    """What the cache keeps. `device`: st_dev of the file system that `folder` is on. `bytes_per_s`: in each way
+    that was tried, by its name."""
 
     version: Literal[2]
     folder: str
     device: int
-    bytes_per_s: dict[DiskIo, Rate]
+    bytes_per_s: dict[str, Rate]
 
 
 _DISK_RATE = TypeAdapter(DiskRate)
@@ -67,15 +68,13 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
     limit_bytes = spill.limit or ANY_ROOM
     if is_here:
         limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
-    able = _able(folder, spill.io) if is_here else _asked(spill.io)
+    able = _able(folder, spill) if is_here else _asked(spill)
     if machine.profile and machine.profile.disk_bytes_per_s:
         return replace(machine, spill=SpillSpace(limit_bytes, machine.profile.disk_bytes_per_s, able[0]))
     rates = _kept(folder)
-    if is_here and limit_bytes and not set(able) <= set(rates):
+    if is_here and limit_bytes and not {str(way) for way in able} <= set(rates):
         rates = _measured(folder, able)
-    return replace(
-        machine, spill=SpillSpace(limit_bytes, *_fastest({io: rates[io] for io in able if io in rates}, able[0]))
-    )
+    return replace(machine, spill=SpillSpace(limit_bytes, *_fastest(able, rates)))
 
 
 def rate_file(folder: Path) -> Path:
@@ -107,36 +106,44 @@ def _check(folder: Path, *, make: bool) -> bool:
     return is_here
 
 
-def _asked(io: str) -> tuple[DiskIo, ...]:
-    """By the setting alone; of `auto` the one that is everywhere."""
-    return (DiskIo.POSIX if io == "auto" else DiskIo(io),)
+def _asked(spill: SpillConfig) -> tuple[DiskWay, ...]:
+    """By the settings alone; of `auto` the simpler one."""
+    return (DiskWay(DiskIo.POSIX if spill.io == "auto" else DiskIo(spill.io), spill.compression == "zstd"),)
 
 
-def _able(folder: Path, io: str) -> tuple[DiskIo, ...]:
-    """Who may be chosen for the folder, ours first. Raises ConfigError where the one who is asked for does not work."""
-    asked = _asked(io)
+def _able(folder: Path, spill: SpillConfig) -> tuple[DiskWay, ...]:
+    """The ways that may be chosen for the folder, simpler ones first. Raises ConfigError for kvikio that is asked for
+    and does not work."""
+    asked = _asked(spill)[0]
+    packed = (False, True) if spill.compression == "auto" else (asked.packed,)
+    return tuple(itertools.starmap(DiskWay, itertools.product(_able_io(folder, spill.io, asked.io), packed)))
+
+
+def _able_io(folder: Path, io: str, asked: DiskIo) -> tuple[DiskIo, ...]:
     if io == "posix" or (io == "auto" and importlib.util.find_spec("kvikio") is None):
-        return asked
+        return (asked,)
     if (reason := unusable(folder)) is None:
-        return (*asked, DiskIo.KVIKIO) if io == "auto" else asked
+        return (asked, DiskIo.KVIKIO) if io == "auto" else (asked,)
     if io == "kvikio":
         raise ConfigError(
             f"spill.io: kvikio does not work for {folder}: {reason}; docs/hardware_profile.md says what it needs, auto "
             "and posix do without"
         )
     log.warning("kvikio is installed and not used for spill.path: %s", reason)
-    return asked
+    return (asked,)
 
 
-def _fastest(rates: Mapping[DiskIo, float], otherwise: DiskIo) -> tuple[float, DiskIo]:
-    """Bytes per second and who reaches it. `otherwise`: where nobody was measured."""
-    if not rates:
-        return TYPICAL_DISK_BYTES_PER_S, otherwise
-    best = max(rates, key=lambda io: rates[io] / (GAIN if io is DiskIo.KVIKIO else 1.0))
-    return rates[best], best
+def _fastest(able: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float, DiskWay]:
+    """Bytes per second, and in which way; the simplest where nothing was measured."""
+    best_rate, best = 0.0, able[0]
+    for way in able:
+        rate = rates.get(str(way), 0.0)
+        if rate > best_rate * GAIN:
+            best_rate, best = rate, way
+    return best_rate or TYPICAL_DISK_BYTES_PER_S, best
 
 
-def _kept(folder: Path) -> Mapping[DiskIo, float]:
+def _kept(folder: Path) -> Mapping[str, float]:
     """Empty where nothing was measured, or what is kept is damaged."""
     try:
         return _DISK_RATE.validate_json(rate_file(folder).read_bytes()).bytes_per_s
@@ -147,16 +154,14 @@ def _kept(folder: Path) -> Mapping[DiskIo, float]:
         return {}
 
 
-def _measured(folder: Path, able: Sequence[DiskIo]) -> Mapping[DiskIo, float]:
+def _measured(folder: Path, able: Sequence[DiskWay]) -> Mapping[str, float]:
     """Empty where it cannot be measured, which is no reason not to train."""
     try:
-        rates = {io: measure_mixed(folder, PROBE_BYTES, io) for io in able}
+        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in able}
     except MegatrainError as error:
         log.warning("spill.path is taken to be on a typical NVMe drive: %s", error)
         return {}
-    by = " and ".join(
-        f"{rate / 1e9:.2f} GB/s" + (f" by {io.value}" if len(rates) > 1 else "") for io, rate in rates.items()
-    )
+    by = ", ".join(f"{rate / 1e9:.2f} GB/s by {way}" for way, rate in rates.items())
     say(f"measured the disk of {folder}, which is done once: {by}, read and written at the same time")
     try:
         file = rate_file(folder)

@@ -86,6 +86,7 @@ class Mode:
     spilled: frozenset[int] = frozenset()  # layers whose state is on disk and passes through two slots
     stored: frozenset[int] = frozenset()  # layers whose gradients wait on disk, through the same
     on_disk: frozenset[int] = frozenset()  # layers of `spilled` whose working copies are there, too
+    packed: bool = False  # in fewer bytes there
     poison: bool = True
 
 
@@ -172,7 +173,11 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     if mode.mlp_chunk_tokens:
         activations = activations.in_chunks() or activations
     plan = build_plan(structure, activations, MACHINE, request, candidate)
-    changes: dict[str, Any] = {"num_compute_threads": recipe.num_threads, "captured": mode.captured}
+    changes: dict[str, Any] = {
+        "num_compute_threads": recipe.num_threads,
+        "captured": mode.captured,
+        "disk_packed": mode.packed,
+    }
     if recipe.loss_chunk_tokens:
         changes["loss_chunk_tokens"] = recipe.loss_chunk_tokens
     if mode.spilled | mode.stored:
@@ -470,9 +475,10 @@ def _file(part: ShardLayout, plan: Plan) -> SpillMemory | None:
     layout = spill_layout(plan, part)
     if not layout.extents:
         return None
-    store = MemoryStore()
-    store._blobs["spill"] = bytearray(layout.blob_bytes)
+    blobs = MemoryStore()
+    blobs._blobs["spill"] = bytearray(layout.blob_bytes)
     memory = torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8)
+    store = SpillTable(layout, memory).packing(blobs) if plan.disk_packed else blobs
     return SpillMemory(layout, memory, store, SpillRing(layout, memory, store, "spill", WAIT_S, poison=True))
 
 

@@ -28,7 +28,8 @@ def with_weights_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any
 
 def _limited(tree: Mapping[str, Any], ram_bytes: int, on_disk: Path) -> dict[str, Any]:
     hardware = {**tree.get("hardware", {}), "ram_limit": ram_bytes}
-    return {**tree, "hardware": hardware, "spill": {"path": str(on_disk)}}
+    spill = {"path": str(on_disk), "compression": "none", **tree.get("spill", {})}
+    return {**tree, "hardware": hardware, "spill": spill}
 
 
 def _too_little_ram(question: Question) -> int:

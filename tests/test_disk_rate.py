@@ -16,7 +16,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io import disk_rate
 from megatrain_ray.io.blob_store import Blob
 from megatrain_ray.io.disk_errors import DiskFullError
-from megatrain_ray.io.disk_io import DiskIo
+from megatrain_ray.io.disk_io import DiskIo, DiskWay
 from megatrain_ray.io.disk_rate import BLOCK_BYTES, IN_FLIGHT, measure_mixed
 from megatrain_ray.io.spill_file import HeldFiles
 
@@ -34,7 +34,7 @@ class Spy:
     num_zeros: int = 0
     fail_on: Call | None = None
 
-    def store(self, io: DiskIo) -> HeldFiles:
+    def files(self, io: DiskIo) -> HeldFiles:
         assert io is DiskIo.POSIX
         return _SpiedStore(self)
 
@@ -74,7 +74,7 @@ class _SpiedBlob:
 @pytest.fixture
 def spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spy:
     spy = Spy(tmp_path)
-    monkeypatch.setattr(disk_rate, "held_files", spy.store)
+    monkeypatch.setattr(disk_rate, "held_files", spy.files)
     return spy
 
 
@@ -89,6 +89,28 @@ def test_as_much_is_read_as_written_in_a_file_without_a_name(tmp_path: Path, spy
     assert sorted(mixed) == sorted((kind, k) for kind in ("read", "write") for k in range(6))
     assert spy.num_zeros == 0
     assert spy.entries == []
+
+
+def test_what_is_packed_counts_whole_and_less_of_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of five blocks: the fifth is residuals. The rate is of what a step moves."""
+    written: list[int] = []
+    real_write = os.pwrite
+
+    def pwrite(fd: int, part: memoryview, offset: int) -> int:
+        written.append(len(part))
+        return real_write(fd, part, offset)
+
+    clock = iter(range(100, 1000))
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(disk_rate, "FILL_S", math.inf)
+    monkeypatch.setattr(disk_rate, "MIXED_S", math.inf)
+    monkeypatch.setattr(disk_rate.time, "monotonic", lambda: float(next(clock)))
+    rate = measure_mixed(tmp_path, 5 * BLOCK_BYTES, DiskWay(packed=True))
+    seconds = (2 * 5 * BLOCK_BYTES) / rate
+    assert seconds == pytest.approx(round(seconds))  # of this clock: all bytes were counted
+    assert len(written) == 10
+    assert sorted(written)[-2:] == [BLOCK_BYTES] * 2
+    assert all(1.15 < BLOCK_BYTES / size < 1.2 for size in sorted(written)[:-2])
 
 
 def test_a_slow_disk_ends_it_early(tmp_path: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:

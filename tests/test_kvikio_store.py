@@ -17,7 +17,7 @@ import pytest
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.blob_store import aligned_block
 from megatrain_ray.io.disk_errors import DiskFullError, UnreadableError
-from megatrain_ray.io.disk_io import DiskIo, held_files
+from megatrain_ray.io.disk_io import DiskIo, DiskWay, held_files
 from megatrain_ray.io.disk_rate import BLOCK_BYTES, measure_mixed
 from megatrain_ray.io.kvikio_store import NUM_THREADS, KvikioFiles, unusable
 from megatrain_ray.io.spill_file import create_spill_file
@@ -157,6 +157,6 @@ def test_its_rate_is_measured_with_it(tmp_path: Path, monkeypatch: pytest.Monkey
         return real_update(self, name)
 
     monkeypatch.setattr(KvikioFiles, "update", update)
-    assert measure_mixed(tmp_path, BLOCK_BYTES, DiskIo.KVIKIO) > 0
+    assert measure_mixed(tmp_path, BLOCK_BYTES, DiskWay(DiskIo.KVIKIO)) > 0
     assert measure_mixed(tmp_path, BLOCK_BYTES) > 0
     assert len(opened) == 1

@@ -15,6 +15,7 @@ from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.plan import ActivationPolicy, Tier, UpdateOrder
 from megatrain_ray.engine.plan_spill import room_in_slots
 from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.io.packed_store import Packer
 from megatrain_ray.trace import Stage
 from tests.reference import Recipe, Result, train_reference
 from tests.run_engine import EngineResult, Mode, train_engine
@@ -247,6 +248,32 @@ def test_state_that_spills_is_bit_equal(
     assert state > 2 * room_in_slots(ours.plan, ours.layout)
     ahead = room_in_slots(ours.plan, ours.layout)
     assert (ours.moved("write"), ours.moved("read")) == (STEPS * state, STEPS * state + ahead)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+def test_what_is_packed_on_disk_is_bit_equal(
+    tmp_path: Path, precision: str, grad_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = frozenset(range(5))
+    lengths: dict[int, set[int]] = {}
+    real_pack = Packer.pack
+
+    def pack(self: Packer, block: memoryview, itemsize: int) -> memoryview:
+        packed = real_pack(self, block, itemsize)
+        lengths.setdefault(itemsize, set()).add(len(block) - len(packed))
+        return packed
+
+    monkeypatch.setattr(Packer, "pack", pack)
+    recipe = Recipe(STEPS, precision=precision, grad_dtype=grad_dtype)
+    blocks = frozenset({1, 2, 3})
+    mode = Mode(num_shards=2, stored=everything, spilled=everything, on_disk=blocks, packed=True)
+    ours, theirs = run(tmp_path, recipe, mode, tied=True)
+    assert_mode_ran(ours, recipe, mode)
+    assert ours.plan.disk_packed and ours.plan.weights_on_disk == blocks
+    assert set(lengths) == {4, ours.plan.wire_dtype.itemsize, ours.plan.precision.working_dtype.itemsize}
+    assert all(max(saved) > 0 for saved in lengths.values())
     assert_equal(ours, theirs)
 
 

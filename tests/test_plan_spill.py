@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from megatrain_ray.arenas import WORKING, arena_sizes, spill_files, state_arena
+from megatrain_ray.arenas import WORKING, arena_sizes, shard_layout, spill_files, spill_layout, state_arena
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_model import CostBasis, Prices, predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
@@ -30,9 +30,12 @@ from megatrain_ray.engine.plan_search import TIE, make_plan
 from megatrain_ray.engine.planner import build_plan, fits, spare_ram
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.simulation import Simulation
+from megatrain_ray.engine.spill_transfers import TRANSFERS
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
+from megatrain_ray.io.disk_io import DiskIo, DiskWay
+from megatrain_ray.io.packed_store import Packer
 from megatrain_ray.units import format_bytes
 from tests.shapes import deepened, qwen
 
@@ -216,6 +219,20 @@ def test_checksums_of_many_blocks_are_counted(num_shards: int) -> None:
     assert plan.total_bytes(Tier.NVME) > 20 << 30
     counted, taken = bytes_of(plan, structure)
     assert all(counted[tier] >= taken[tier] for tier in Tier)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_what_packs_blocks_is_counted(num_shards: int) -> None:
+    """Of every shard; the rest is as it was."""
+    packing = replace(CUDA, spill=replace(DISK, way=DiskWay(DiskIo.KVIKIO, packed=True)))
+    plain, packed = (planned(1 << 40, machine, num_shards=num_shards) for machine in (CUDA, packing))
+    assert (packed.disk_io, packed.disk_packed) == (DiskIo.KVIKIO, True)
+    assert "on disk" in describe(packed) and "by kvikio with zstd" in describe(packed)
+    (before,), (now,) = ([x.num_bytes for x in plan.rows if x.name == "state slots"] for plan in (plain, packed))
+    parts = [spill_layout(packed, shard_layout(packed, shape()[0].layout(), k)) for k in range(num_shards)]
+    needed = sum(TRANSFERS * Packer.num_bytes(part.block_bytes) for part in parts)
+    assert needed <= now - before <= 1.1 * needed
+    assert replace(packed, rows=(), disk_io=DiskIo.POSIX, disk_packed=False) == replace(plain, rows=())
 
 
 def test_no_more_is_on_disk_than_may_be() -> None:
