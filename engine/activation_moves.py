@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from megatrain_ray.engine.plan import LayerPlan, Plan, Tier
+from megatrain_ray.engine.plan import ELSEWHERE, LayerPlan, Plan, Tier
 from megatrain_ray.engine.visits import Phase, Visit
 
 RETURNING = (Phase.REPLAY, Phase.BACKWARD)
@@ -31,9 +31,13 @@ class Stop(NamedTuple):
 
 
 def away(layer: LayerPlan) -> tuple[Activations, ...]:
-    """Of one micro-batch, what leaves for the host behind the layer's forward, in this order."""
-    boundary = (Activations.BOUNDARY,) if layer.boundary is Tier.HOST else ()
-    return (*boundary, Activations.KEPT) if layer.kept is Tier.HOST else boundary
+    """Of one micro-batch, what leaves the device behind the layer's forward, in this order."""
+    boundary = (Activations.BOUNDARY,) if layer.boundary in ELSEWHERE else ()
+    return (*boundary, Activations.KEPT) if layer.kept in ELSEWHERE else boundary
+
+
+def is_on_disk(layer: LayerPlan, kind: Activations) -> bool:
+    return (layer.boundary if kind is Activations.BOUNDARY else layer.kept) is Tier.NVME
 
 
 def num_bytes(layer: LayerPlan, kind: Activations) -> int:

@@ -1,5 +1,5 @@
-"""Activations that do not wait on the device: what enters a layer, and what its forward keeps, leave for the host
-behind the forward and come back ahead of the backward; or what enters is let go of and computed again
+"""Activations that do not wait on the device: what enters a layer, and what its forward keeps, leave for the host, or
+for the disk, behind the forward and come back ahead of the backward; or what enters is let go of and computed again
 (LayerCall.replay). Compute thread only.
 
 The tensors stay what they are, for the model and for autograd alike; their storage is emptied, once the copy has left
@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from megatrain_ray.engine.activation_moves import Activations, Stop, away, needed, stops
-from megatrain_ray.engine.device import Device, Event
-from megatrain_ray.engine.layer_call import bytes_of
+from megatrain_ray.engine.activation_file import ActivationFile, OnDisk
+from megatrain_ray.engine.activation_moves import Activations, Stop, away, is_on_disk, needed, stops
+from megatrain_ray.engine.activation_places import HostPlaces, OnHost
+from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.owned_storages import owned_storages
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.visits import Visit
-from megatrain_ray.errors import MegatrainError
-from megatrain_ray.trace import Op, Stage
+from megatrain_ray.trace import Op
 
 
 class Entry(NamedTuple):
@@ -33,20 +32,6 @@ class Entry(NamedTuple):
     kind: Activations
     layer: int
     micro_batch: int
-
-
-@dataclass
-class _Away:
-    """`places`: where each storage's bytes are on the host. `event`: of the last copy, out or in."""
-
-    storages: list[torch.UntypedStorage]
-    places: list[torch.Tensor]
-    event: Event
-    is_back: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(place.nbytes for place in self.places)
 
 
 def held_activation_bytes(plan: Plan, layout: ModelLayout) -> int:
@@ -61,21 +46,33 @@ def held_activation_bytes(plan: Plan, layout: ModelLayout) -> int:
 class ActivationStore:
     """What is away now."""
 
-    def __init__(self, plan: Plan, device: Device, held_bytes: int) -> None:
-        """`held_bytes`: of host memory, which is taken in turn where the plan has more."""
+    def __init__(self, plan: Plan, device: Device, held_bytes: int, file: ActivationFile | None = None) -> None:
+        """`held_bytes`: of host memory, which is taken in turn where the plan has more. `file`: where some are on
+        disk."""
         self._plan = plan
         self._device = device
-        self._places = _HostPlaces(device, plan.host_activation_bytes, held_bytes)
+        self._places = HostPlaces(device, plan.host_activation_bytes, held_bytes)
+        self._file = file
         self._next: dict[Stop, Stop] = {}
-        self._away: dict[Entry, _Away] = {}
-        self._leaving: list[_Away] = []
+        self._away: dict[Entry, OnHost | OnDisk] = {}
+        self._leaving: list[OnHost | OnDisk] = []
+        self._unread: list[Entry] = []  # of those on disk, what has left since something came back
+        self._numbers: dict[Stop, int] = {}
+        self._wanted: dict[Entry, int] = {}  # of those on disk, the number of the stop that they come back for
 
     def begin(self, visits: Sequence[Visit]) -> None:
         """Before a step of these visits."""
-        self._next = dict(itertools.pairwise(stops(visits)))
+        order = stops(visits)
+        self._next = dict(itertools.pairwise(order))
+        self._numbers = {stop: i for i, stop in enumerate(order)}
         self._away.clear()
         self._leaving.clear()
+        self._unread.clear()
         self._places.clear()
+        if self._file:
+            self._file.begin()
+            numbers = self._numbers.items()
+            self._wanted = {e: i for stop, i in numbers for e in self._needed(stop) if self._is_on_disk(e)}
 
     def leave(
         self, layer: int, micro_batch: int, entered: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]
@@ -87,7 +84,7 @@ class ActivationStore:
         if plan.boundary is None:
             for storage in _storages(entered):
                 storage.resize_(0)  # for what is submitted next
-        leaving: list[_Away] = []
+        leaving: list[OnHost | OnDisk] = []
         for kind in away(plan):
             of_kind = _storages(entered) if kind is Activations.BOUNDARY else owned_storages(kept, plan.kept_bytes)
             if of_kind:
@@ -99,80 +96,64 @@ class ActivationStore:
     def bring_back(self, stop: Stop) -> None:
         """Ahead of it: what it needs is there again for what is submitted next; what the next one needs is on its
         way."""
+        if self._unread and stop in self._numbers:  # the head has none
+            self._read_ahead()
         now = self._entries(stop)
         coming = self._entries(self._next[stop]) if stop in self._next else []
         if not now and not coming:
             return
         self._let_go()
         for entry in (*now, *coming):
-            self._fetch(entry)
+            self._away[entry].fetch()
         for entry in now:
             # From here on the memory is freed with the tensors, and the place is somebody else's behind what is
             # submitted next.
-            self._device.wait(self._away.pop(entry).event, "h2d")
+            self._device.wait(self._away.pop(entry).back(), "h2d")
         if not self._away:  # the next micro-batch, where they come one after the other, has the same places
             self._places.clear()
+            if self._file:
+                self._file.clear()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file:
+            self._file.close()
 
     def _entries(self, stop: Stop) -> list[Entry]:
         """What is away and comes back for it."""
-        entries = (Entry(kind, stop.layer, stop.micro_batch) for kind in needed(self._plan, stop.phase, stop.layer))
-        return [entry for entry in entries if entry in self._away]
+        return [entry for entry in self._needed(stop) if entry in self._away]
 
-    def _send(self, entry: Entry, storages: list[torch.UntypedStorage]) -> _Away:
-        places = [self._places.take(storage.nbytes()) for storage in storages]
-        pairs = [(place, bytes_of(storage)) for storage, place in zip(storages, places, strict=True)]
-        sent = _Away(storages, places, self._device.record())
-        sent.event = self._device.copy_all(Stage.D2H, pairs, _op(entry, sent), [sent.event])
-        self._away[entry] = sent
-        return sent
+    def _needed(self, stop: Stop) -> list[Entry]:
+        return [Entry(kind, stop.layer, stop.micro_batch) for kind in needed(self._plan, stop.phase, stop.layer)]
 
-    def _fetch(self, entry: Entry) -> None:
-        found = self._away[entry]
-        if found.is_back:
-            return
-        for storage, place in zip(found.storages, found.places, strict=True):
-            storage.resize_(place.nbytes)
-        after = [self._device.record(), found.event]  # the first: of memory that something submitted before may use
-        pairs = [(bytes_of(storage), place) for storage, place in zip(found.storages, found.places, strict=True)]
-        found.event, found.is_back = self._device.copy_all(Stage.H2D, pairs, _op(entry, found), after), True
+    def _is_on_disk(self, entry: Entry) -> bool:
+        return is_on_disk(self._plan.layers[entry.layer], entry.kind)
+
+    def _send(self, entry: Entry, storages: list[torch.UntypedStorage]) -> OnHost | OnDisk:
+        num_bytes = sum(storage.nbytes() for storage in storages)
+        op = Op(entry.kind.value, entry.layer, entry.micro_batch, num_bytes=num_bytes)
+        if self._file and self._is_on_disk(entry):
+            self._unread.append(entry)
+            self._away[entry] = sent = self._file.send(op, storages)
+            return sent
+        self._away[entry] = kept = self._places.send(op, storages)
+        return kept
+
+    def _read_ahead(self) -> None:
+        """All that this sweep leaves on disk has left: from here on it is read in the order in which it is wanted."""
+        self._let_go()
+        assert self._file is not None
+        coming = (self._away[entry] for entry in sorted(self._unread, key=lambda entry: self._wanted[entry]))
+        self._file.expect([each for each in coming if isinstance(each, OnDisk)])
+        self._unread.clear()
 
     def _let_go(self) -> None:
         """What left last frees its memory, for what is submitted next."""
         for left in self._leaving:
-            self._device.wait(left.event, "d2h")
+            self._device.wait(left.gone(), "d2h")
             for storage in left.storages:
                 storage.resize_(0)
         self._leaving = []
-
-
-class _HostPlaces:
-    """Pinned memory, taken from its start on until all of it is free again."""
-
-    def __init__(self, device: Device, planned_bytes: int, held_bytes: int) -> None:
-        self._planned_bytes = planned_bytes
-        self._memory = torch.empty(held_bytes, dtype=torch.uint8)
-        if held_bytes:
-            device.pin(self._memory)
-        self.clear()
-
-    def clear(self) -> None:
-        self._taken_bytes = self._end = 0
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """1-D uint8. Raises MegatrainError beyond what the plan has."""
-        self._taken_bytes += num_bytes
-        if self._taken_bytes > self._planned_bytes:
-            raise MegatrainError(
-                f"activations take {self._taken_bytes} bytes of host memory, the plan has {self._planned_bytes} for "
-                "them: micro-batches are larger than planned"
-            )
-        start = self._end if self._end + num_bytes <= self._memory.nbytes else 0
-        self._end = start + num_bytes
-        return self._memory[start : self._end]
-
-
-def _op(entry: Entry, moved: _Away) -> Op:
-    return Op(entry.kind.value, entry.layer, entry.micro_batch, num_bytes=moved.num_bytes)
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -76,6 +76,17 @@ class Device(ABC):
     ) -> Event:
         """The same of several, at least one, of (target, source): one operation, whose event is that of the last."""
         end_s = self.timeline.account(stage, op, [e.at_s for e in after])
+        return self.copy_part(stage, pairs, op, after, end_s)
+
+    def copy_part(
+        self,
+        stage: Stage,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        op: Op,
+        after: Sequence[Event],
+        end_s: float,
+    ) -> Event:
+        """The same of some pairs of an operation that is on the virtual clock already, and ends at `end_s`."""
         for target, source in pairs:
             after = [self._copy(stage, target, source, replace(op, num_bytes=source.nbytes), after, end_s)]
         return after[-1]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatrain_ray.engine.activation_file import ActivationFile
 from megatrain_ray.engine.activation_store import ActivationStore, held_activation_bytes
 from megatrain_ray.engine.bound_modules import BoundModules
 from megatrain_ray.engine.captured_step import CapturedStep
@@ -48,6 +49,7 @@ from megatrain_ray.engine.streamer import LayerStreamer, NoStreamer
 from megatrain_ray.engine.task_failures import first_failure
 from megatrain_ray.engine.visits import Visit, forward_visits
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.blob_store import BlobStore
 from megatrain_ray.spans import Row
 from megatrain_ray.trace import Stage
 
@@ -87,10 +89,11 @@ class Engine:
     def __init__(
         self, factory: ModelFactory, structure: ModelStructure, plan: Plan, device: Device, host: Host, *,
         muon: Muon | None = None, device_shard: DeviceShard | None = None, gate: UpdateGate | None = None,
-        poison: bool = False,
+        spill: tuple[BlobStore, str] | None = None, poison: bool = False,
     ) -> None:  # fmt: skip
         """`muon`: its constants, where it trains something. `device_shard`: the layers that live on the device, where
-        there are any; `gate`: where these are saved. `poison` fills released device memory with NaN: a use after
+        there are any; `gate`: where these are saved. `spill`: a blob of `activation_file_bytes`, where activations wait
+        on disk, by its store and name. `poison` fills released device memory with NaN: a use after
         release becomes a wrong loss."""
         self.device = device
         self._plan = plan
@@ -129,6 +132,7 @@ class Engine:
             orthogonalizer = Orthogonalizer(
                 plan, self._layout, device, store, muon, self._gradients.transfer, poison=poison
             )
+        self._activations = self._activation_store(spill, poison=poison) if plan.moves_activations else None
         self.runner = StepRunner(
             plan=plan,
             structure=structure,
@@ -140,7 +144,7 @@ class Engine:
             modules=modules,
             step_loss=step_loss,
             store=store,
-            activations=self._activations() if plan.moves_activations else None,
+            activations=self._activations,
             orthogonalizer=orthogonalizer,
             transfer=self._gradients.transfer,
             device_shard=device_shard,
@@ -150,8 +154,10 @@ class Engine:
         self._device_shard = device_shard
         self._gate = gate
 
-    def _activations(self) -> ActivationStore:
-        return ActivationStore(self._plan, self.device, held_activation_bytes(self._plan, self._layout))
+    def _activation_store(self, spill: tuple[BlobStore, str] | None, *, poison: bool) -> ActivationStore:
+        plan, device = self._plan, self.device
+        file = ActivationFile(plan, device, *spill, poison=poison) if spill else None
+        return ActivationStore(plan, device, held_activation_bytes(plan, self._layout), file)
 
     async def rehearse(self, coming: Coming) -> None:
         """Compiles what steps like those need compiled, and captures them where the plan says so; before the first
@@ -307,6 +313,8 @@ class Engine:
         """Stops the compute thread and the device. Idempotent."""
         await self._gradients.cancel()
         self._thread.shutdown()
+        if self._activations:
+            self._activations.close()
         self.device.close()
         if self._captured_step:
             self._captured_step.close()

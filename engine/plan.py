@@ -34,6 +34,9 @@ class Tier(Enum):
     NVME = "nvme"
 
 
+ELSEWHERE = (Tier.HOST, Tier.NVME)  # than on the device
+
+
 class ActivationPolicy(Enum):
     """What of a layer's forward waits for its backward: KEEP all that autograd saves, of a compiled layer what its
     `activation_budget` allows; or its inputs only."""
@@ -137,6 +140,12 @@ class LayerPlan:
     kept: Tier = Tier.HBM  # where what the forward keeps for the backward waits
     kept_bytes: int = 0  # of it, of one micro-batch, at most; 0 on the device
 
+    @property
+    def disk_activations(self) -> tuple[int, ...]:
+        """Bytes, of one micro-batch, of what enters and of what is kept, where that waits on disk."""
+        entering = (self.boundary_bytes,) if self.boundary is Tier.NVME else ()
+        return (*entering, self.kept_bytes) if self.kept is Tier.NVME else entering
+
 
 @dataclass(frozen=True)
 class ByteCount:
@@ -201,6 +210,8 @@ class Plan:
     weight_windows: int = 0  # host memory of a layer's working copy each, which those on disk pass through
     weight_read_bytes: int = 0  # of working copies on disk, read for the uploads of a step
     disk_packed: bool = False  # blocks of floats take fewer bytes there than they have (packed_store.py)
+    num_windows: int = 0  # in host memory, through which activations go to the disk and come back
+    window_bytes: int = 0  # of each
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -324,12 +335,28 @@ class Plan:
     @property
     def kept_bytes(self) -> int:
         """Host memory for what layers keep for their backward."""
-        return self.num_live_micro_batches * sum(layer.kept_bytes for layer in self.layers)
+        on_host = (layer.kept_bytes for layer in self.layers if layer.kept is Tier.HOST)
+        return self.num_live_micro_batches * sum(on_host)
 
     @property
     def host_activation_bytes(self) -> int:
         """Host memory for activations."""
         return self.boundary_bytes + self.kept_bytes
+
+    @cached_property
+    def disk_activations(self) -> tuple[int, ...]:
+        """Bytes of all activations that are on disk at the same time, each of one layer and micro-batch."""
+        return self.num_live_micro_batches * tuple(b for layer in self.layers for b in layer.disk_activations)
+
+    @property
+    def num_sweeps(self) -> int:
+        """Forwards through all layers in a step, each with as many micro-batches as are live."""
+        return self.num_micro_batches // self.num_live_micro_batches
+
+    @property
+    def written_bytes(self) -> int:
+        """To the disk in a step, and read from it as much."""
+        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * sum(self.disk_activations)
 
     @property
     def moves_activations(self) -> bool:

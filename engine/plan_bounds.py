@@ -47,10 +47,11 @@ class Bounds:
 
     @property
     def disk_s(self) -> float:
-        """State that spills, with working copies, comes and goes once, and so do gradients that wait there. That
-        working copies come for uploads, too, is left out."""
+        """State that spills, with working copies, comes and goes once, and so do gradients that wait there; activations
+        in every sweep. That working copies come for uploads, too, is left out."""
         spilled, stored = self._plan.spilled_layers, self._plan.stored_layers
-        return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)))
+        activations_s = self._num_sweeps * sum(self._plan.disk_activations) / self._basis.disk_bytes_per_s
+        return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)) + activations_s)
 
     def _state_s(self, layer: int) -> float:
         """Of reading or writing a layer's state, and its working copy where that is on disk."""
@@ -106,7 +107,7 @@ class Bounds:
     @property
     def h2d_s(self) -> float:
         """Blocks come for each forward and each backward, but for what the slots hold from one to the next; unfinished
-        sums for every micro-batch after the first; activations that wait on the host."""
+        sums for every micro-batch after the first; activations that wait elsewhere."""
         plan, layers = self._plan, self._basis.layout.layers
         item, lowest = plan.precision.working_dtype.itemsize, self._basis.layout.lowest_trained
         streamed = [i for i in plan.host_layers if self._basis.structure.layers[i].kind is LayerKind.BLOCK]
@@ -117,5 +118,5 @@ class Bounds:
         if plan.sums is Tier.HOST:
             summed = sum(layer.trained.size for layer in layers)
             num_bytes += (self._num_sweeps - 1) * summed * plan.accumulation_dtype.itemsize
-        num_bytes += plan.host_activation_bytes * self._num_sweeps
+        num_bytes += (plan.host_activation_bytes + sum(plan.disk_activations)) * self._num_sweeps
         return num_bytes / self._basis.profile.both_bytes_per_s

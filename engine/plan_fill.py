@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import ELSEWHERE, Plan, Tier
 from megatrain_ray.engine.plan_request import Candidate
 from megatrain_ray.engine.plan_spill import beyond_disk
 from megatrain_ray.engine.planner import fits, spare_ram
@@ -18,6 +18,7 @@ from megatrain_ray.engine.planner import fits, spare_ram
 FILLED_SHARE = 0.97
 # Rows of it that may take less the more layers live there.
 SHRINKING = ("slots", "gradient slots", "gradients in HBM")
+SHARES_ON_DISK = (1.0, 0.75, 0.5, 0.25)  # of blocks that could keep more there, those that are tried
 NUM_BETWEEN = 2  # counts of layers on the device that are tried between the fewest and the most
 
 
@@ -68,9 +69,8 @@ class Filling:
         for count in dict.fromkeys((*range(most, self.fewest, -step), self.fewest)):
             if not may_win(self._most_kept_with(count)):
                 return
-            plan = self._offloading(count) if self._offloads else self._with_late(count)
-            if plan is not None and may_win(plan):
-                yield plan
+            plans = self._offloading(count) if self._offloads else (self._with_late(count),)
+            yield from filter(may_win, plans)
 
     def _most_kept_with(self, count: int) -> Plan:
         """All blocks keep more, and all of it stays."""
@@ -140,8 +140,9 @@ class Filling:
         most = first_above(lambda waiting: beyond(self._on_device(count, num_late, waiting)), num_others + 1) - 1
         return self._plan(count, num_late, most) if most > 0 else without
 
-    def _offloading(self, count: int) -> Plan | None:
-        """None where nothing can be kept on the host, or all on the device."""
+    def _offloading(self, count: int) -> Iterator[Plan]:
+        """With as much kept elsewhere as has room there, and where that is on disk, whose time it takes, with less.
+        None where nothing can be, or all on the device."""
         blocks = self.num_blocks
 
         def beyond_device(staying: int) -> int:
@@ -153,8 +154,11 @@ class Filling:
 
         staying = first_above(beyond_device, blocks) - 1
         most = first_above(beyond_host, blocks + 1) - 1
-        plan = self._plan(count, most, num_staying=staying)
-        return plan if plan.kept_bytes and fits(plan) else None
+        shares = SHARES_ON_DISK if self.candidate.spills_activations else (1.0,)
+        for num_late in dict.fromkeys(round(share * most) for share in shares):
+            plan = self._plan(count, num_late, num_staying=staying)
+            if any(layer.kept in ELSEWHERE for layer in plan.layers) and fits(plan):
+                yield plan
 
 
 def fewest_layers(draft: Callable[[Candidate], Plan], candidate: Candidate, able: Sequence[int]) -> int:

@@ -149,18 +149,21 @@ def _optimizers(plan: Plan) -> str:
 
 def _spill_lines(plan: Plan) -> list[str]:
     """Nothing where nothing spills."""
-    if not plan.uses_disk:
-        return []
     counts = {
-        "gradients": len(plan.stored_layers), "state": len(plan.spilled_layers), "weights": len(plan.weights_on_disk)
-    }  # fmt: skip
-    *first, last = (f"{name} of {count} layers" for name, count in counts.items() if count)
-    what = f"{', '.join(first)} and {last}" if first else last
-    written = plan.total_bytes(Tier.NVME)
-    read = format_bytes(written + plan.weight_read_bytes)
+        "gradients": len(plan.stored_layers),
+        "state": len(plan.spilled_layers),
+        "weights": len(plan.weights_on_disk),
+        "boundary activations": sum(layer.boundary is Tier.NVME for layer in plan.layers),
+        "kept activations": sum(layer.kept is Tier.NVME for layer in plan.layers),
+    }
+    found = [f"{name} of {count} layers" for name, count in counts.items() if count]
+    if not found:
+        return []
+    what = f"{', '.join(found[:-1])} and {found[-1]}" if found[1:] else found[0]
+    read = format_bytes(plan.written_bytes + plan.weight_read_bytes)
     way = DiskWay(plan.disk_io, plan.disk_packed)
     by = "" if way == PLAIN else f" by {way}"
-    return [f"spill     on disk: {what}; {read} read and {format_bytes(written)} written a step{by}"]
+    return [f"spill     on disk: {what}; {read} read and {format_bytes(plan.written_bytes)} written a step{by}"]
 
 
 def _muon_lines(plan: Plan) -> list[str]:

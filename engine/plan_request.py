@@ -90,3 +90,4 @@ class Candidate:
     late_budget: float = 1.0  # theirs
     kept: Tier = Tier.HBM  # where what they keep waits for their backward
     num_staying: int = 0  # of these the last ones keep it on the device all the same
+    spills_activations: bool = False  # what waits on the host goes to the disk where the host has too little room

@@ -8,12 +8,22 @@ from itertools import accumulate, groupby
 import torch
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.activation_space import activation_file_bytes, windows_of
 from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.muon import work_bytes
-from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, ActivationPolicy, ByteCount, LayerPlan, Plan, Precision, Tier
+from megatrain_ray.engine.plan import (
+    ELSEWHERE,
+    SECOND_MOMENT_BYTES,
+    ActivationPolicy,
+    ByteCount,
+    LayerPlan,
+    Plan,
+    Precision,
+    Tier,
+)
 from megatrain_ray.engine.plan_loss import loss_bytes
 from megatrain_ray.engine.plan_spill import slots_bytes, spilled_bytes, windows_bytes
 from megatrain_ray.io.words import WORD_BYTES
@@ -54,7 +64,7 @@ def hbm_rows(
     # Not of the head, whose forward and backward are in one visit.
     of_blocks = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
-    staying = [0 if layer.kept is Tier.HOST else b for b, layer in zip([*of_blocks, 0], plan.layers, strict=True)]
+    staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*of_blocks, 0], plan.layers, strict=True)]
     held = [live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)]
     of_loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
     work = max(of_loss, backward_bytes(plan, layout, activations))
@@ -92,11 +102,11 @@ def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
 
 
 def _boundaries(plan: Plan, staying: int) -> tuple[int, str]:
-    """Of layers whose inputs wait on the host there are those of one layer and what its forward or backward makes of
+    """Of layers whose inputs wait elsewhere there are those of one layer and what its forward or backward makes of
     them, and one that comes or goes; the work of a backward counts the two of one micro-batch. Of those that are
     computed again there are those of one segment, and one that is copied there."""
     live = plan.num_live_micro_batches
-    passing = max((layer.boundary_bytes for layer in plan.layers if layer.boundary is Tier.HOST), default=0)
+    passing = max((layer.boundary_bytes for layer in plan.layers if layer.boundary in ELSEWHERE), default=0)
     of_segments = [
         sum(layer.boundary_bytes for layer in segment)
         for replayed, segment in groupby(plan.layers, lambda layer: layer.boundary is None)
@@ -116,7 +126,7 @@ def _boundaries(plan: Plan, staying: int) -> tuple[int, str]:
 
 
 def _kept(plan: Plan, staying: Sequence[int]) -> tuple[int, str]:
-    """Of layers whose own wait on the host there are those of one micro-batch in one layer, and others that come or go.
+    """Of layers whose own wait elsewhere there are those of one micro-batch in one layer, and others that come or go.
     `staying`: of one micro-batch, by layer. What stays of layers behind all of these is there while none go, and what
     has gone of them makes room for the first that come."""
     live, num_passing = plan.num_live_micro_batches, 0
@@ -213,6 +223,9 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         rows |= {"boundary activations": (plan.boundary_bytes, "what enters layers, until their backward")}
     if plan.kept_bytes:
         rows |= {"kept activations": (plan.kept_bytes, "what layers keep, until their backward")}
+    if on_disk := plan.disk_activations:
+        formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)} on their way between device and disk"
+        rows |= {"activation windows": (windows_of(plan).memory_bytes(on_disk), formula)}
     if plan.num_muon:
         rows |= {"directions in waiting": (plan.direction_slab_bytes, "Muon's, bf16, of four layers at most")}
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
@@ -237,6 +250,10 @@ def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     if on_disk := plan.weights_on_disk:
         formula = f"working copies of {len(on_disk)} layers, read and written once a step, and read for every upload"
         yield ByteCount(Tier.NVME, "weights", of_weights, formula)
+    if plan.disk_activations:
+        times = "once" if plan.num_sweeps == 1 else f"{plan.num_sweeps} times"
+        formula = f"of {len(plan.disk_activations)} layers and micro-batches, written and read {times} a step"
+        yield ByteCount(Tier.NVME, "activations", activation_file_bytes(plan), formula)
 
 
 def _of_muon(plan: Plan, layout: ModelLayout) -> tuple[int, str]:

@@ -162,6 +162,9 @@ class _SplitSearch:
         self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in basis.structure.layers)
         self._fixed = self._fixed_count()
         self._candidates = list(candidates(basis.structure, request))
+        if machine.spill is not None:
+            moving = [c for c in self._candidates if Tier.HOST in (c.boundaries, c.kept)]
+            self._candidates += [replace(candidate, spills_activations=True) for candidate in moving]
         self._shared = SharedPrices()
         self._drafts = Drafts(basis.structure, basis.layout, activations, machine, request)
         self._draft = cache(self._drafts.plan)
@@ -170,7 +173,7 @@ class _SplitSearch:
 
     def run(self) -> None:
         for candidate in self._candidates:
-            if self._waits_needlessly(candidate):
+            if self._waits_needlessly(candidate) or self._spills_needlessly(candidate):
                 continue
             for able in self._orders:
                 filling = self._filling(candidate, able)
@@ -227,11 +230,16 @@ class _SplitSearch:
         on_host = replace(candidate, gradients=Tier.HOST)
         return not self._fewest(on_host, self._able) and not self._draft(on_host).uses_disk
 
+    def _spills_needlessly(self, candidate: Candidate) -> bool:
+        """Whether activations may go to the disk where something fits without, and sequences are too short for what a
+        layer moves to take less time than what it computes."""
+        return candidate.spills_activations and bool(self._found.plans) and not may_chunk(self._request.seq_len)
+
     def _fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
         """Layers that must live on the device. Slots and what is kept there make no difference to the host, so one
         candidate stands for all that differ in nothing else."""
-        order, sums, gradients, boundaries = candidate.order, candidate.sums, candidate.gradients, candidate.boundaries
-        alike = replace(self._candidates[0], order=order, sums=sums, gradients=gradients, boundaries=boundaries)
+        names = "order", "sums", "gradients", "boundaries", "spills_activations"
+        alike = replace(self._candidates[0], **{name: getattr(candidate, name) for name in names})
         return self._fewest_of(alike, able)
 
     def _count_fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:

@@ -1,5 +1,5 @@
-"""What of layers is on disk, gradients that wait for their update, optimizer state and working copies: as little as
-host memory needs. Pure."""
+"""What of layers is on disk, activations, gradients that wait for their update, optimizer state and working copies: as
+little as host memory needs. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatrain_ray.engine.activation_moves import Activations, away, num_bytes
+from megatrain_ray.engine.activation_space import Windows
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import LayerPlan, Plan, Tier, UpdateOrder
@@ -40,24 +42,34 @@ class OnDisk(NamedTuple):
     gradients: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
     weights: frozenset[int] = frozenset()
+    boundaries: frozenset[int] = frozenset()  # what enters them
+    kept: frozenset[int] = frozenset()  # what their forward keeps
+
+    @property
+    def of_shards(self) -> bool:
+        """Whether something is what optimizer shards have there."""
+        return bool(self.gradients or self.state)
 
 
 @dataclass(frozen=True)
 class SpillOrder:
-    """What of a plan can spill, what spills first before the rest: gradients of these layers, then their state, then
-    working copies of blocks. `gained`: by how many bytes of host memory it takes less with none, one, two, … of all
-    that on disk."""
+    """What of a plan can spill, what spills first before the rest: activations of these layers, gradients, then state,
+    then working copies of blocks. `gained`: by how many bytes of host memory it takes less with none, one, two, … of
+    all that on disk."""
 
+    activations: tuple[tuple[Activations, int], ...]
     gradients: tuple[int, ...]
     state: tuple[int, ...]
     weights: tuple[int, ...]
     gained: tuple[int, ...]
 
     @staticmethod
-    def of(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> SpillOrder:
-        """A byte of a gradient or of state costs two that move a step. A gradient's are written in the backward, when
-        nothing else wants the disk; state comes and goes with the updates alone, which the next forward waits for. A
-        byte of a working copy comes and goes with the state, and comes again for every upload.
+    def of(plan: Plan, structure: ModelStructure, layout: ModelLayout, *, activations: bool) -> SpillOrder:
+        """A byte of a gradient or of state costs two that move a step, of activations in every sweep. These have the
+        time of all that is computed between a layer's forward and its backward, the first layers the most. A gradient's
+        are written in the backward, when else nothing wants the disk; state comes and goes with the updates alone,
+        which the next forward waits for. A byte of a working copy comes and goes with the state, and comes again for
+        every upload. `activations`: whether these may spill.
 
         Blocks from the last on: the next forward comes to them last, so there is most time until their update must
         be done. Then the ends, which may be many times as large, and slots with them. Not what Muon trains something
@@ -73,19 +85,36 @@ class SpillOrder:
         of_gradients, of_state, of_weights = (
             [layout.trained_sizes[i] for i in layers] for layers in (waiting, order, weights)
         )
+        moving = tuple((kind, i) for i, layer in enumerate(plan.layers) for kind in away(layer)) if activations else ()
+        by_moving = [*_gained(plan, [num_bytes(plan.layers[i], kind) for kind, i in moving])]
         gained = spilling.gained(of_gradients, of_state, of_weights, _late_bytes(plan, layout))
-        return SpillOrder(waiting, order, weights, tuple(gained))
+        of_all = (*by_moving[:-1], *(by_moving[-1] + more for more in gained))
+        return SpillOrder(moving, waiting, order, weights, of_all)
 
     def first(self, missing: int) -> OnDisk:
         """As little as makes up for so many bytes; what frees the most, which may be nothing, where it is not
         enough."""
-        enough = (count for count, num_bytes in enumerate(self.gained) if num_bytes >= missing)
+        enough = (count for count, gained in enumerate(self.gained) if gained >= missing)
         count = next(enough, self.gained.index(max(self.gained)))
-        of_state = max(0, count - len(self.gradients))
+        of_gradients = max(0, count - len(self.activations))
+        of_state = max(0, of_gradients - len(self.gradients))
         of_weights = max(0, of_state - len(self.state))
+        moving = {k: frozenset(i for kind, i in self.activations[:count] if kind is k) for k in Activations}
         return OnDisk(
-            frozenset(self.gradients[:count]), frozenset(self.state[:of_state]), frozenset(self.weights[:of_weights])
+            frozenset(self.gradients[:of_gradients]),
+            frozenset(self.state[:of_state]),
+            frozenset(self.weights[:of_weights]),
+            moving[Activations.BOUNDARY],
+            moving[Activations.KEPT],
         )
+
+
+def _gained(plan: Plan, activations: Sequence[int]) -> Iterator[int]:
+    """By how much host memory is less with none, one, two, … of these on disk: bytes of one micro-batch of each."""
+    yield 0
+    for count in range(1, len(activations) + 1):
+        on_disk = plan.num_live_micro_batches * list(activations[:count])
+        yield sum(on_disk) - Windows.of(on_disk).memory_bytes(on_disk)
 
 
 def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout) -> Plan:

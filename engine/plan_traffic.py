@@ -30,11 +30,12 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     spilled = plan.precision.state_bytes * sum(layout.layers[i].trained.size for i in plan.spilled_layers)
     weights = plan.precision.working_dtype.itemsize * sum(layout.layers[i].size for i in plan.weights_on_disk)
     stored = plan.wire_dtype.itemsize * sum(layout.layers[i].trained.size for i in plan.stored_layers)
-    activations = plan.host_activation_bytes * plan.num_micro_batches // plan.num_live_micro_batches
+    on_disk = sum(plan.disk_activations) * plan.num_sweeps
+    activations = plan.host_activation_bytes * plan.num_sweeps + on_disk
     return {
         Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + activations + of_muon,
         Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + activations + sum(layout.direction_bytes),
-        Stage.DISK.value: 2 * (spilled + stored + weights) + plan.weight_read_bytes,
+        Stage.DISK.value: 2 * (spilled + stored + weights + on_disk) + plan.weight_read_bytes,
     }
 
 

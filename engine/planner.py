@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.activation_space import with_windows
 from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
@@ -63,8 +64,8 @@ class Drafts:
     layers: dict[tuple[Candidate, OnDisk], tuple[LayerPlan, ...]] = field(default_factory=dict)  # and what spills
     layer: dict[Candidate, dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
     chunks: dict[Candidate, int] = field(default_factory=dict)
-    # By layers on the device, and by where gradients and sums wait.
-    spill_orders: dict[tuple[frozenset[int], Tier, int, Tier], SpillOrder] = field(default_factory=dict)
+    # By layers on the device, and by where gradients and sums wait; of all where activations may spill.
+    spill_orders: dict[tuple[frozenset[int], Tier, int, Tier] | Candidate, SpillOrder] = field(default_factory=dict)
 
     def plan(self, candidate: Candidate) -> Plan:
         return self._builder(candidate).plan()
@@ -240,19 +241,20 @@ class _Builder:
         )
 
     def _spilling(self, plan: Plan) -> Plan:
-        """With gradients, state and working copies on disk where the host has too little memory. `plan`: in which
-        nothing is there."""
+        """With as much on disk as the host has too little memory for. `plan`: in which nothing is there."""
         missing = -spare_ram(plan)
         if self.machine.spill is None or missing <= 0:
             return plan
         orders, c = self.drafts.spill_orders, self.candidate
-        key = c.hbm_layers, c.gradients, c.num_waiting, c.sums
+        key = c if c.spills_activations else (c.hbm_layers, c.gradients, c.num_waiting, c.sums)
         if key not in orders:
-            orders[key] = SpillOrder.of(plan, self.structure, self.layout)
+            orders[key] = SpillOrder.of(plan, self.structure, self.layout, activations=c.spills_activations)
         on_disk = orders[key].first(missing)
         if not any(on_disk):
             return plan
-        plan = with_spilled(plan, self._layers(on_disk), self.layout)
+        layers = self._layers(on_disk)
+        plan = with_spilled(plan, layers, self.layout) if on_disk.of_shards else replace(plan, layers=layers)
+        plan = with_windows(plan)
         of_device = (row for row in plan.rows if row.tier is Tier.HBM)
         return replace(plan, rows=(*of_device, *host_rows(plan, self.layout), *nvme_rows(plan, self.layout)))
 
@@ -288,12 +290,11 @@ class _Builder:
         return self.drafts.layers[alike, on_disk]
 
     def _make_layers(self, alike: Candidate, on_disk: OnDisk) -> tuple[LayerPlan, ...]:
-        on_device, first_late, spilled = self.candidate.hbm_layers, self._first_late, on_disk
+        on_device, first_late = self.candidate.hbm_layers, self._first_late
         known = self.drafts.layer.setdefault(replace(alike, hbm_layers=frozenset(), num_late=0, num_staying=0), {})
         layers, offloaded = range(len(self.layout.layers)), self._offloaded
         keys = [
-            (i, i in on_device, i >= first_late, i in offloaded, *(i in of_class for of_class in spilled))
-            for i in layers
+            (i, i in on_device, i >= first_late, i in offloaded, *(i in of_kind for of_kind in on_disk)) for i in layers
         ]
         return tuple([known.get(key) or known.setdefault(key, self._layer(key[0], on_disk)) for key in keys])
 
@@ -311,7 +312,7 @@ class _Builder:
             weights=Tier.NVME if index in on_disk.weights else tier,
             state=Tier.NVME if index in on_disk.state else tier,
             gradients=Tier.NVME if index in on_disk.gradients else waits,
-            boundary=self._boundary(index),
+            boundary=Tier.NVME if index in on_disk.boundaries else self._boundary(index),
             boundary_bytes=self.activations.boundary[index],
             activations=ActivationPolicy.KEEP if compiled else self._policy(index),
             compiled=compiled,
@@ -319,7 +320,8 @@ class _Builder:
             updated_by=("gpu" if tier is Tier.HBM else "cpu") if layer.num_trained else "nobody",
         )
         kept = kept_bytes(self.activations, index, plan) if index in self._offloaded else 0
-        return replace(plan, kept=Tier.HOST, kept_bytes=kept) if kept else plan
+        where = Tier.NVME if index in on_disk.kept else Tier.HOST
+        return replace(plan, kept=where, kept_bytes=kept) if kept else plan
 
     def _boundary(self, index: int) -> Tier | None:
         """Where what enters the layer waits. Where nothing is trained before it no gradient goes back, and what enters
@@ -346,7 +348,7 @@ class _Builder:
 
     @property
     def _offloaded(self) -> range:
-        """Layers whose kept activations wait on the host, those with a backward."""
+        """Layers whose kept activations wait elsewhere, those with a backward."""
         if self.candidate.kept is Tier.HBM:
             return range(0)
         first = max(self._first_late, self.layout.lowest_trained)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -264,14 +263,7 @@ class SpillRing:
 
     def _await(self, condition: Callable[[], Found | None], what: str) -> Found:
         """What the condition gives, once that is neither None nor False. With the lock held."""
-        deadline_s = time.monotonic() + self._transfers.timeout_s
-        while not (found := condition()):
-            if self._transfers.error is not None:
-                raise self._transfers.error
-            if time.monotonic() > deadline_s:
-                raise self._transfers.late(what)
-            self._changed.wait(deadline_s - time.monotonic())
-        return found
+        return self._transfers.wait_for(self._changed, condition, what)
 
     def _wake(self) -> None:
         with self._changed:

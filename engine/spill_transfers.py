@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from megatrain_ray.engine.spill_layout import Extent
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.blob_store import Blob, BlobStore, aligned_block
 from megatrain_ray.io.words import Words
+
+Found = TypeVar("Found")
 
 TRANSFERS = 8  # blocks on their way at once, those of all slots together
 CLOSE_S = 1.0  # for what a disk is at when nobody needs it any more: blocks of a few MiB
@@ -98,6 +101,18 @@ class SpillTransfers:
             self._finish(self._read_block(extent, index, block, memory), f"block {number} to be read")
             last = self._last = _Block(number, checksum, memory)
         return last.content
+
+    def wait_for(self, changed: threading.Condition, condition: Callable[[], Found | None], what: str) -> Found:
+        """What the condition gives, once that is neither None nor False. With the lock of `changed` held, which
+        `failed` notifies. Raises what failed, DeadlineError."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while not (found := condition()):
+            if self.error is not None:
+                raise self.error
+            if time.monotonic() > deadline_s:
+                raise self.late(what)
+            changed.wait(deadline_s - time.monotonic())
+        return found
 
     def late(self, what: str) -> DeadlineError:
         where = self._store.describe(self._name)

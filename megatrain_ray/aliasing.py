@@ -40,11 +40,11 @@ def with_aliases(prepared: Prepared, num_bytes: int) -> Prepared:
     if prepared.config.save_every is not None:
         raise ConfigError(f"{OPTION}: save_every is {prepared.config.save_every}: nothing of such a run can be saved")
     plan, layout = prepared.plan, prepared.structure.layout(prepared.plan.num_fragments)
-    if plan.uses_disk:
-        count = len(plan.spilled_layers.union(plan.stored_layers))
+    if plan.uses_disk or plan.disk_activations:
+        count = len(plan.spilled_layers.union(plan.stored_layers)) or len(plan.disk_activations)
         raise ConfigError(
-            f"{OPTION}: the plan has state or gradients of {count} layers on disk, which is not aliased: raise "
-            "hardware.ram_limit, or leave spill.path out"
+            f"{OPTION}: the plan has state, gradients or activations of {count} layers on disk, which is not aliased: "
+            "raise hardware.ram_limit, or leave spill.path out"
         )
     largest = max((layout.layers[i].size for i in plan.host_layers), default=0)
     size = num_bytes // _element_bytes(plan) // CUT_ELEMENTS * CUT_ELEMENTS

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megatrain_ray.engine.activation_space import activation_file_bytes
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
@@ -31,6 +32,9 @@ def journal_arena(shard: int) -> str:
 
 def spill_file(shard: int) -> str:
     return f"spill-{shard}"
+
+
+ACTIVATIONS = "spill-activations"  # the file of those that wait on disk; the GPU worker's
 
 
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
@@ -77,12 +81,12 @@ def spill_layout(plan: Plan, part: ShardLayout) -> SpillLayout:
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:
-    """One for each shard that has something on disk. `folder`: spill.path, of this process: another one may work
-    elsewhere."""
-    num_bytes = {k: spill_layout(plan, shard_layout(plan, layout, k)).blob_bytes for k in range(plan.num_shards)}
-    return {
-        spill_file(k): SpillFile(Path(folder or ".").absolute(), nbytes) for k, nbytes in num_bytes.items() if nbytes
-    }
+    """One for each shard that has something on disk, and one for activations. `folder`: spill.path, of this process:
+    another one may work elsewhere."""
+    shards = range(plan.num_shards)
+    num_bytes = {spill_file(k): spill_layout(plan, shard_layout(plan, layout, k)).blob_bytes for k in shards}
+    num_bytes[ACTIVATIONS] = activation_file_bytes(plan)
+    return {name: SpillFile(Path(folder or ".").absolute(), nbytes) for name, nbytes in num_bytes.items() if nbytes}
 
 
 def spill_memory(arena: torch.Tensor, plan: Plan, part: ShardLayout) -> torch.Tensor:

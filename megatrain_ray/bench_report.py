@@ -158,6 +158,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "spilled_layers": len(plan.spilled_layers),
         "weights_on_disk": len(plan.weights_on_disk),
         "stored_layers": len(plan.stored_layers),
+        "activations_on_disk": len(plan.disk_activations),
         "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
         "kept_on_host": sum(layer.kept is Tier.HOST for layer in plan.layers),
         "boundaries_computed_again": len(plan.replayed_layers),

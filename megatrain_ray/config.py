@@ -231,9 +231,9 @@ class HardwareConfig(Group):
 
 class SpillConfig(Group):
     path: Text | None = None
-    """Folder, made when missing, for gradients that wait, optimizer state and weights of layers that host memory has no
-    room for; it should be on a local NVMe drive. Nothing of it stays on the disk after a run, however that ended. null:
-    all is in memory."""
+    """Folder, made when missing, for activations and gradients that wait, optimizer state and weights of layers that
+    host memory has no room for; it should be on a local NVMe drive. Nothing of it stays on the disk after a run,
+    however that ended. null: all is in memory."""
     limit: Size | None = None
     """Bytes of that disk that the plan may use; null: what is free there but for 1 GiB."""
     io: Literal["auto", "posix", "kvikio"] = "auto"

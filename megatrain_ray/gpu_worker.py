@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.arenas import SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
+from megatrain_ray.arenas import ACTIVATIONS, SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.device_memory import check_free, memory_explained
@@ -162,6 +162,7 @@ class GpuWorker:
                 muon=muon_of(self._prepared.config.train),
                 device_shard=layers.shard if layers else None,
                 gate=layers.gate if layers else None,
+                spill=self._holder.spill(ACTIVATIONS, plan.disk_io) if plan.disk_activations else None,
             )  # fmt: skip
             await self._engine.rehearse(self._coming())
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatrain_ray.config import TrainConfig
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.planning import Question
@@ -35,7 +35,7 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
             f"saves     one of {format_bytes(plan.save_bytes)} every {config.save_every} steps: "
             f"{format_bytes(int(of_day))} written a day"
         )
-    if spilled := plan.total_bytes(Tier.NVME):
+    if spilled := plan.written_bytes:
         of_day = spilled * DAY_S / plan.prediction.step_s
         yield (
             f"spilled   {format_bytes(spilled)} every step: {format_bytes(int(of_day))} written a day; a drive rated "

@@ -117,7 +117,7 @@ def compare(
     usual, prediction = rows[1:], plan.prediction
     if len(usual) < MIN_STEPS or prediction is None:
         return None
-    terms = (*_times(prediction, usual), *_work(prediction, work), *_bytes(plan, usual, work, host_bytes))
+    terms = (*_times(prediction, usual), *_work(plan, prediction, work), *_bytes(plan, usual, work, host_bytes))
     return Comparison(rows[0]["step"], rows[-1]["step"], plan.sha256, terms)
 
 
@@ -131,12 +131,13 @@ def _times(prediction: Prediction, usual: Sequence[Mapping[str, Any]]) -> Iterat
     yield from (Term(cause, Kind.PART, expected[cause], measured[cause]) for cause in WAITS)
 
 
-def _work(prediction: Prediction, work: StepWork | None) -> Iterator[Term]:
+def _work(plan: Plan, prediction: Prediction, work: StepWork | None) -> Iterator[Term]:
+    """The disk where it is all the shards', who measured it."""
     if work is None:
         return
     if work.update_s:
         yield Term("updates", Kind.WORK, prediction.busy_s.get("optimizer", 0.0), work.update_s)
-    if work.disk_bytes:
+    if work.disk_bytes and not plan.disk_activations:
         yield Term("disk", Kind.WORK, prediction.busy_s.get("disk", 0.0), work.disk_s)
 
 
@@ -153,7 +154,7 @@ def _bytes(
         slack = PROCESSES_TOLERANCE * of.get((Tier.HOST, "processes"), 0)
         yield Term("host", Kind.HELD, planned, host_bytes, slack)
     if plan.uses_disk and work is not None:
-        spilled = plan.total_bytes(Tier.NVME)
+        spilled = plan.total_bytes(Tier.NVME) - of.get((Tier.NVME, "activations"), 0)  # the shards'
         yield Term("disk traffic", Kind.MOVED, 2 * spilled, work.disk_bytes)
         yield Term("on disk", Kind.HELD, spilled, work.spill_bytes)
 

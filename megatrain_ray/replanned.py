@@ -37,6 +37,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "layers with gradients on disk", str(len(plan.stored_layers))
     yield "layers with state on disk", str(len(plan.spilled_layers))
     yield "layers with weights on disk", str(len(plan.weights_on_disk))
+    yield "activations on disk", str(len(plan.disk_activations))
     yield "boundaries on the host", str(sum(layer.boundary is Tier.HOST for layer in plan.layers))
     yield "kept on the host", str(sum(layer.kept is Tier.HOST for layer in plan.layers))
     yield "steps", f"{plan.num_micro_batches} × {plan.micro_batch_size}, {plan.order.value.replace('_', ' ')}"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatrain_ray.arenas import spill_layout
 from megatrain_ray.config import LoraConfig, ModelConfig
+from megatrain_ray.engine.activation_space import activation_file_bytes
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.cpu_device import CpuDevice
@@ -52,7 +53,7 @@ from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import join
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.io.blob_store import MemoryStore, aligned_block
+from megatrain_ray.io.blob_store import BlobStore, MemoryStore, aligned_block
 from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.trace import CostModel, Record, Timeline, unit_cost
 from tests.reference import Recipe
@@ -87,6 +88,9 @@ class Mode:
     stored: frozenset[int] = frozenset()  # layers whose gradients wait on disk, through the same
     on_disk: frozenset[int] = frozenset()  # layers of `spilled` whose working copies are there, too
     packed: bool = False  # in fewer bytes there
+    to_disk: frozenset[int] = frozenset()  # of layers whose activations are elsewhere, those on disk
+    num_windows: int = 3  # that these pass through
+    window_bytes: int = 4096
     poison: bool = True
 
 
@@ -183,6 +187,9 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     if mode.spilled | mode.stored:
         plan = with_spilled(plan, tuple(_on_disk(plan, mode)), structure.layout(mode.num_fragments))
         changes |= {"state_slots": 2, "extent_elements": 1 << 13}
+    if mode.to_disk:
+        layers = tuple(_with_activations_on_disk(plan, mode))
+        changes |= {"layers": layers, "num_windows": mode.num_windows, "window_bytes": mode.window_bytes}
     if mode.stored:
         sizes = structure.layout(mode.num_fragments).gradient_bytes(plan.wire_dtype.itemsize, mode.hbm_layers)
         staying = sum(size for i, size in enumerate(sizes) if i not in plan.passing_layers)
@@ -196,6 +203,12 @@ def _on_disk(plan: Plan, mode: Mode) -> Iterator[LayerPlan]:
         gradients = Tier.NVME if i in mode.stored else layer.gradients
         weights = Tier.NVME if i in mode.on_disk else layer.weights
         yield dataclasses.replace(layer, state=state, gradients=gradients, weights=weights)
+
+
+def _with_activations_on_disk(plan: Plan, mode: Mode) -> Iterator[LayerPlan]:
+    for i, layer in enumerate(plan.layers):
+        moved = {kind: Tier.NVME for kind in ("boundary", "kept") if getattr(layer, kind) is Tier.HOST}
+        yield dataclasses.replace(layer, **moved) if i in mode.to_disk else layer
 
 
 def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
@@ -239,9 +252,10 @@ def train_engine(
     trust_remote_code: bool = False,
     held_out: Sequence[Batch] = (),
     lora: LoraConfig | None = None,
+    disk: Callable[[int], MemoryStore] | None = None,
 ) -> EngineResult:
     """Trains the model of `folder` on one batch an update through the engine. `lora`: pairs, if not those of the
-    recipe's adapter."""
+    recipe's adapter. `disk`: where activations wait, of so many bytes, in a blob "spill"."""
     batches = list(batches)
     source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
     structure, plan = plan_for(source.factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
@@ -251,14 +265,15 @@ def train_engine(
     async def train() -> EngineResult:
         timeline = Timeline(cost)
         device = make_device(timeline, recipe.num_threads)
-        disk = state.disk_weights(poison=mode.poison) if plan.weights_on_disk else None
-        host = LocalHost(plan, state.layout, state.working, state.shards, timeline, disk=disk)
+        weights = state.disk_weights(poison=mode.poison) if plan.weights_on_disk else None
+        host = LocalHost(plan, state.layout, state.working, state.shards, timeline, disk=weights)
         if plan.hbm_layers:
             state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
             state.device_shard.load(source.weights())
         engine = Engine(
             source.factory, structure, plan, device, host,
-            muon=muon_of(recipe), device_shard=state.device_shard, poison=mode.poison,
+            muon=muon_of(recipe), device_shard=state.device_shard, spill=_blob(plan, disk or _memory),
+            poison=mode.poison,
         )  # fmt: skip
         return await Training(engine, host, timeline, recipe, EngineResult(plan, state.layout)).run(batches, held_out)
 
@@ -456,13 +471,25 @@ class HostState:
         }
 
 
+def _blob(plan: Plan, disk: Callable[[int], MemoryStore]) -> tuple[MemoryStore, str] | None:
+    """Where activations wait; None where none do on disk."""
+    return (disk(activation_file_bytes(plan)), "spill") if plan.disk_activations else None
+
+
+def _memory(num_bytes: int) -> MemoryStore:
+    """Memory that stands for a disk."""
+    store = MemoryStore()
+    store._blobs["spill"] = bytearray(num_bytes)
+    return store
+
+
 @dataclass(frozen=True)
 class SpillMemory:
     """Of one shard: memory that stands for a disk, and slots."""
 
     layout: SpillLayout
     memory: Tensor
-    store: MemoryStore
+    store: BlobStore
     ring: SpillRing
 
     @property
@@ -475,8 +502,7 @@ def _file(part: ShardLayout, plan: Plan) -> SpillMemory | None:
     layout = spill_layout(plan, part)
     if not layout.extents:
         return None
-    blobs = MemoryStore()
-    blobs._blobs["spill"] = bytearray(layout.blob_bytes)
+    blobs = _memory(layout.blob_bytes)
     memory = torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8)
     store = SpillTable(layout, memory).packing(blobs) if plan.disk_packed else blobs
     return SpillMemory(layout, memory, store, SpillRing(layout, memory, store, "spill", WAIT_S, poison=True))

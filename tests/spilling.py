@@ -26,6 +26,14 @@ def with_weights_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any
     return _limited(tree, _too_little_ram(question) + 4096, folder / "spill")
 
 
+def least_ram(folder: Path, tree: Mapping[str, Any]) -> int:
+    """A hardware.ram_limit with which the configuration, which has a spill.path, just fits: with all that may be on
+    disk there."""
+    question = question_of(load_config(write_config(folder / "question.yaml", tree)))
+    assert question.machine.spill is not None
+    return _too_little_ram(question) + 4096
+
+
 def _limited(tree: Mapping[str, Any], ram_bytes: int, on_disk: Path) -> dict[str, Any]:
     hardware = {**tree.get("hardware", {}), "ram_limit": ram_bytes}
     spill = {"path": str(on_disk), "compression": "none", **tree.get("spill", {})}

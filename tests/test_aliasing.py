@@ -170,7 +170,7 @@ def test_state_on_disk_is_refused(tmp_path: Path) -> None:
     ready = prepared(tmp_path)
     first, *others = ready.plan.layers
     layers = (dataclasses.replace(first, state=type(first.state).NVME), *others)
-    with pytest.raises(ConfigError, match=r"state or gradients of 1 layers on disk, .* leave spill.path out"):
+    with pytest.raises(ConfigError, match=r"activations of 1 layers on disk, .* leave spill.path out"):
         with_aliases(dataclasses.replace(ready, plan=dataclasses.replace(ready.plan, layers=layers)), GIVEN)
 
 

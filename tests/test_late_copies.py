@@ -15,6 +15,7 @@ from tests.run_engine import Mode, train_engine
 from tests.tiny import build_tiny, tiny_batches
 
 STEPS = 3
+EVERY = frozenset(range(7))
 LAYERS, RECOMPUTE = LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE
 
 
@@ -25,6 +26,8 @@ LAYERS, RECOMPUTE = LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE
         pytest.param(Mode(LAYERS, RECOMPUTE, boundaries=Tier.HOST), Recipe(STEPS), id="boundaries, layers outer"),
         pytest.param(Mode(kept=Tier.HOST), Recipe(STEPS), id="kept"),
         pytest.param(Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, num_staying=1), Recipe(STEPS), id="kept, both"),
+        pytest.param(Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, to_disk=EVERY), Recipe(STEPS), id="on disk"),
+        pytest.param(Mode(kept=Tier.HOST, to_disk=frozenset({1, 2})), Recipe(STEPS), id="some on disk"),
         pytest.param(Mode(sums=Tier.HOST), Recipe(STEPS, clip=None, loss_chunk_tokens=24), id="sums"),
         pytest.param(
             Mode(sums=Tier.HOST, gradients=Tier.HBM, hbm_layers=frozenset({0, 2})), Recipe(STEPS), id="sums, moved"

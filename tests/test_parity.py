@@ -153,6 +153,46 @@ def test_what_is_kept_on_the_host_is_bit_equal(
         assert 0.9 * planned < per_micro_batch <= planned
 
 
+EVERY = frozenset(range(5))
+
+
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+@pytest.mark.parametrize(
+    ("precision", "mode"),
+    [
+        pytest.param("fp32", Mode(boundaries=Tier.HOST, to_disk=EVERY), id="fp32, boundaries"),
+        pytest.param("bf16", Mode(kept=Tier.HOST, num_staying=1, to_disk=frozenset({1})), id="bf16, some kept"),
+        pytest.param(
+            "bf16",
+            Mode(boundaries=Tier.HOST, kept=Tier.HOST, to_disk=EVERY, stored=EVERY, spilled=EVERY),
+            id="all",
+        ),
+        pytest.param(
+            "fp32",
+            Mode(boundaries=Tier.HOST, kept=Tier.HOST, segment=3, to_disk=EVERY, num_windows=1),
+            id="segments",
+        ),
+        pytest.param("fp32", Mode(boundaries=Tier.HOST, to_disk=EVERY, window_bytes=1 << 20), id="large windows"),
+    ],
+)
+def test_activations_on_disk_are_bit_equal(
+    tmp_path: Path, order: LoopOrder, micro_batch_size: int, precision: str, mode: Mode
+) -> None:
+    """Through windows that are smaller than what one layer leaves; each is written and read once a step."""
+    recipe = Recipe(3, micro_batch_size=micro_batch_size, precision=precision)
+    mode = replace(mode, order=order, num_shards=2)
+    ours, theirs = run(tmp_path, recipe, mode, steps=3)
+    assert_equal(ours, theirs)
+    plan, kinds = ours.plan, ("boundary", "kept")
+    assert {i for i, layer in enumerate(plan.layers) if layer.disk_activations} == mode.to_disk & {1, 2, 3}
+    left = [r.op for r in ours.records[-1] if r.op.name in kinds and r.stage is Stage.D2H]
+    on_disk = sum(op.num_bytes for op in left if op.layer in mode.to_disk)
+    assert 0.9 * sum(plan.disk_activations) < on_disk / plan.num_sweeps <= sum(plan.disk_activations)
+    moved = sum(r.op.num_bytes for r in ours.records[-1] if r.op.name in kinds and r.stage is Stage.DISK)
+    assert moved == 2 * on_disk
+
+
 @pytest.mark.parametrize("order", LoopOrder)
 @pytest.mark.parametrize("activations", ActivationPolicy)
 @pytest.mark.parametrize("chunk", [None, 16])

@@ -1,5 +1,5 @@
 """The engine takes as long as plans say on machines that nobody here has: those of docs/worked_plans.md, with fewer
-tokens a step, but for that of one long sequence."""
+tokens a step, but for those of one long sequence."""
 
 from __future__ import annotations
 

@@ -208,6 +208,35 @@ def test_what_is_kept_waits_on_the_host(
             assert step.num_bytes[stage] == sum(r.op.num_bytes for r in records if r.stage is stage)
 
 
+BOTH_ON_DISK = Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, hbm_layers=EVERY, to_disk=EVERY)
+
+
+@pytest.mark.parametrize("slow", ["COMPUTE", "D2H", "DISK"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        BOTH_ON_DISK,
+        replace(BOTH_ON_DISK, order=OUTER, num_staying=2, to_disk=frozenset({1, 2, 3}), num_windows=20),
+        replace(BOTH_ON_DISK, segment=3, to_disk=frozenset({2, 4}), num_windows=5),
+        Mode(boundaries=Tier.HOST, to_disk=frozenset({1, 2, 3})),
+    ],
+    ids=["layers outer", "outer, some", "segments, some", "streaming"],
+)
+def test_activations_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, slow: str) -> None:
+    """Where nothing else moves the order is always the same; else as above."""
+    monkeypatch.setattr(owned_storages, "SMALL_BYTES", 1)
+    folder = build_tiny(tmp_path, num_layers=6)
+    recipe, cost = Recipe(NUM_STEPS, micro_batch_size=2), costs(4, **{slow: 4.0})
+    result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, mode, cost=cost)
+    steps_s = [b - a for a, b in zip([0.0, *ends(result)], ends(result), strict=False)]
+    expected = simulated(folder, recipe, mode, cost)
+    assert [step.step_s for step in expected] == pytest.approx(steps_s, rel=1e-6 if mode.hbm_layers else 0.1)
+    for step, records in zip(expected, result.records, strict=True):
+        for stage in (Stage.H2D, Stage.D2H, Stage.DISK):
+            assert step.busy_s[stage] == pytest.approx(at_work(records, stage))
+            assert step.num_bytes[stage] == sum(r.op.num_bytes for r in records if r.stage is stage)
+
+
 SOME_WAITING = Mode(LAYERS, num_waiting=3, stored=frozenset({6, 7}), spilled=frozenset({7}))
 
 

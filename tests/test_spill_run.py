@@ -124,10 +124,11 @@ def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> N
         assert "Traceback" not in run.text()
 
 
-def spill_file_of(folder: Path) -> Path:
-    """As one of the processes has it open."""
+def spill_file_of(folder: Path, name: str = "") -> Path:
+    """As one of the processes has it open. `name`: a part of its own."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
-            if str(link.readlink()).startswith(f"{folder}/"):
+            path = str(link.readlink())
+            if path.startswith(f"{folder}/") and name in path:
                 return link
     raise AssertionError(f"no process has a file of {folder}")

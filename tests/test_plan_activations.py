@@ -1,0 +1,169 @@
+"""Activations on disk in plans: where the host has no room for them and a step is faster for it, as few as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatrain_ray.arenas import ACTIVATIONS, spill_files
+from megatrain_ray.engine.activation_moves import away, is_on_disk
+from megatrain_ray.engine.activation_space import NUM_WINDOWS, activation_file_bytes
+from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
+from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
+from megatrain_ray.engine.layer_work import work_of
+from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan_bounds import Bounds
+from megatrain_ray.engine.plan_report import describe
+from megatrain_ray.engine.plan_request import Candidate, Machine, SpillSpace
+from megatrain_ray.engine.plan_rows import host_rows
+from megatrain_ray.engine.plan_search import TIE, make_plan
+from megatrain_ray.engine.plan_traffic import moved_bytes
+from megatrain_ray.engine.planner import build_plan, fits, spare_ram
+from megatrain_ray.engine.spill_layout import BLOCK_BYTES
+from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.errors import CapacityError
+from tests.test_plan_offload import MACHINE, NUM_BLOCKS, REQUEST, offloading, row, shape, step_s
+
+DISK = SpillSpace(1 << 40, 2e10)  # so small a model computes for no longer than one that is faster than any takes
+SHORT = replace(MACHINE, ram_bytes=6 << 30)
+CANDIDATE = replace(offloading(1), boundaries=Tier.HOST, spills_activations=True)
+
+
+def moving(plan: Plan) -> list[bool]:
+    """Of what waits elsewhere, in the order of the layers: whether on disk."""
+    return [is_on_disk(layer, kind) for layer in plan.layers for kind in away(layer)]
+
+
+def planned(ram_bytes: int, candidate: Candidate = CANDIDATE, **changes: int) -> Plan:
+    """Of one candidate."""
+    machine = replace(MACHINE, ram_bytes=ram_bytes, spill=DISK)
+    return build_plan(*shape(), machine, replace(REQUEST, **changes), candidate)
+
+
+def needed_bytes(candidate: Candidate = CANDIDATE, **changes: int) -> int:
+    """Host memory with nothing on disk."""
+    plan = planned(1 << 50, candidate, **changes)
+    return plan.ram_limit_bytes - spare_ram(plan)
+
+
+def test_what_the_host_has_no_room_for_goes_to_the_disk_where_that_is_faster() -> None:
+    structure, _ = shape()
+    without, plan = make_plan(*shape(), SHORT, REQUEST), make_plan(*shape(), replace(SHORT, spill=DISK), REQUEST)
+    assert fits(plan)
+    assert plan.disk_activations and not plan.uses_disk
+    assert step_s(plan) < (1 - TIE) * step_s(without)
+    assert (plan.extent_elements, plan.state_slots) == (0, 0)
+    assert (plan.num_windows, plan.window_bytes) == (NUM_WINDOWS, BLOCK_BYTES)
+    assert moved_bytes(plan, structure)["disk"] == 2 * sum(plan.disk_activations)
+    entering = sum(layer.boundary is Tier.NVME for layer in plan.layers)
+    keeping = sum(layer.kept is Tier.NVME for layer in plan.layers)
+    kinds = {"boundary activations": entering, "kept activations": keeping}
+    what = " and ".join(f"{kind} of {count} layers" for kind, count in kinds.items() if count)
+    assert f"\nspill     on disk: {what}; " in describe(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    (name,) = spill_files(plan, structure.layout(), "/nvme")
+    assert name == ACTIVATIONS
+    assert spill_files(plan, structure.layout(), "/nvme")[name].nbytes == plan.total_bytes(Tier.NVME)
+
+
+def test_where_the_host_has_room_or_the_disk_is_slow_nothing_goes_there() -> None:
+    """But for the disk the plan is the same."""
+    for machine, disk in ((replace(MACHINE, ram_bytes=256 << 30), DISK), (SHORT, SpillSpace(1 << 40, 3e9))):
+        with_disk = make_plan(*shape(), replace(machine, spill=disk), REQUEST)
+        without = make_plan(*shape(), machine, REQUEST)
+        assert with_disk.prediction and without.prediction
+        rates = replace(without.prediction, profile=with_disk.prediction.profile)
+        assert with_disk == replace(without, spill_limit_bytes=disk.limit_bytes, prediction=rates)
+        assert (with_disk.num_windows, with_disk.window_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("order", LoopOrder)
+def test_as_few_go_as_it_takes_the_first_layers_first(order: LoopOrder, num_micro_batches: int) -> None:
+    """They have the most time until they come back."""
+    candidate, layout = replace(CANDIDATE, order=order), shape()[0].layout()
+    needed = needed_bytes(candidate, num_micro_batches=num_micro_batches)
+    most = planned(needed, candidate, num_micro_batches=num_micro_batches).host_activation_bytes
+    counts = []
+    for missing in range(0, most - (300 << 20), most // 20):
+        plan = planned(needed - missing, candidate, num_micro_batches=num_micro_batches)
+        assert spare_ram(plan) >= 0
+        on_disk = moving(plan)
+        counts.append(sum(on_disk))
+        assert on_disk == sorted(on_disk, reverse=True)
+        assert not plan.uses_disk, "state stays where it is as long as activations are enough"
+        if counts[-1] > 1:
+            last = max(i for i, layer in enumerate(plan.layers) if layer.disk_activations)
+            layers = list(plan.layers)
+            kind = "kept" if layers[last].kept is Tier.NVME else "boundary"
+            layers[last] = replace(layers[last], **{kind: Tier.HOST})
+            fewer = replace(plan, layers=tuple(layers))
+            assert sum(r.num_bytes for r in host_rows(fewer, layout)) > plan.ram_limit_bytes
+    assert counts[0] == 0
+    assert all(fewer <= more for fewer, more in pairwise(counts))
+    assert len(set(counts)) > 4
+
+
+def test_the_arithmetic_counts_windows_files_and_every_sweep() -> None:
+    several = {"num_micro_batches": 3}
+    for order, live in ((LoopOrder.LAYERS_OUTER, 3), (LoopOrder.MICRO_BATCHES_OUTER, 1)):
+        candidate = replace(CANDIDATE, order=order)
+        plan = planned(needed_bytes(candidate, **several) - (1 << 30), candidate, **several)
+        assert len(plan.disk_activations) == live * sum(moving(plan))
+        assert row(plan, Tier.NVME, "activations") == activation_file_bytes(plan) == sum(plan.disk_activations)
+        windows = row(plan, Tier.HOST, "activation windows")
+        assert windows == NUM_WINDOWS * BLOCK_BYTES + 8 * sum(-(-b // BLOCK_BYTES) for b in plan.disk_activations)
+        kept = live * sum(layer.kept_bytes for layer in plan.layers if layer.kept is Tier.HOST)
+        assert row(plan, Tier.HOST, "kept activations") == plan.kept_bytes == kept
+        assert plan.written_bytes == 3 // live * sum(plan.disk_activations)
+
+
+def test_the_device_holds_what_passes_wherever_it_waits() -> None:
+    on_host, on_disk = planned(needed_bytes()), planned(needed_bytes() - (2 << 30))
+    assert on_disk.disk_activations
+    for name in ("boundary activations", "kept activations"):
+        assert row(on_disk, Tier.HBM, name) == row(on_host, Tier.HBM, name)
+
+
+def test_a_disk_without_room_is_refused_with_the_arithmetic() -> None:
+    """Where nothing else fits: state on disk is the least."""
+    machine = replace(MACHINE, spill=SpillSpace(1 << 20, 3e9))
+    with pytest.raises(CapacityError, match=r"of disk, 1\.00 MiB available: raise spill\.limit"):
+        make_plan(*shape(), replace(machine, ram_bytes=4 << 30), replace(REQUEST, hbm_layers=0))
+
+
+def drafts(machine: Machine, num_micro_batches: int) -> Iterator[Plan]:
+    request = replace(REQUEST, num_micro_batches=num_micro_batches)
+    for order in LoopOrder if num_micro_batches > 1 else [LoopOrder.MICRO_BATCHES_OUTER]:
+        for num_late in range(NUM_BLOCKS + 1):
+            yield build_plan(*shape(), machine, request, replace(CANDIDATE, order=order, num_late=num_late))
+
+
+@pytest.mark.parametrize("bytes_per_s", [3e9, 3e7])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_no_plan_is_faster_than_its_bounds(bytes_per_s: float, num_micro_batches: int) -> None:
+    structure, activations = shape()
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, bytes_per_s)
+    prices, tight = SharedPrices(), 0.0
+    for plan in drafts(replace(SHORT, spill=DISK), num_micro_batches):
+        predicted = predict(plan, basis, activations, prices)
+        bounds = Bounds(plan, basis, activations, prices)
+        moved = moved_bytes(plan, structure)["disk"]
+        assert predicted.busy_s.get("disk", 0.0) * bytes_per_s == pytest.approx(moved, rel=1e-6)
+        assert bounds.disk_s * bytes_per_s == pytest.approx(moved)
+        most = max(bounds.compute_s, bounds.chained_s, bounds.h2d_s, bounds.disk_s)
+        assert most <= predicted.step_s * (1 + 1e-9)
+        tight = max(tight, bounds.disk_s / predicted.step_s)
+    assert bytes_per_s > 1e9 or tight > 0.9
+
+
+def test_a_faster_disk_is_never_slower() -> None:
+    times = []
+    for bytes_per_s in (1e9, 3e9, 6e9, 2e10):
+        plan = make_plan(*shape(), replace(SHORT, spill=SpillSpace(1 << 40, bytes_per_s)), REQUEST)
+        times.append(step_s(plan))
+    assert all(later <= earlier * (1 + 2 * TIE) for earlier, later in pairwise(times))
+    assert times[-1] < times[0]
