@@ -79,7 +79,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "compile": "auto",
             "cuda_graphs": "auto",
         },
-        "spill": {"path": None, "limit": None},
+        "spill": {"path": None, "limit": None, "io": "auto", "compression": "auto"},
         "run_dir": "run",
         "resume": True,
         "save_every": 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -116,8 +116,14 @@ class SynchronousDevice(CpuDevice):
     """A device whose transfers block whoever submits them and the compute stage: what streaming is there to avoid."""
 
     def copy(self, stage: Stage, target: Tensor, source: Tensor, op: Op, after: Sequence[Event]) -> Event:
+        return self._blocking(stage, lambda: CpuDevice.copy(self, stage, target, source, op, after))
+
+    def copy_all(self, stage: Stage, pairs: Sequence[tuple[Tensor, Tensor]], op: Op, after: Sequence[Event]) -> Event:
+        return self._blocking(stage, lambda: CpuDevice.copy_all(self, stage, pairs, op, after))
+
+    def _blocking(self, stage: Stage, submit: Callable[[], Event]) -> Event:
         self.timeline.stage_waits(stage, self.timeline.now(Stage.COMPUTE))
-        event = super().copy(stage, target, source, op, after)
+        event = submit()
         self.timeline.stage_waits(Stage.COMPUTE, event.at_s)
         return event
 
