@@ -4,8 +4,8 @@
                                         [--chunks 512,4096]
 
 Shapes are those of Qwen2.5, weights and inputs random numbers. Model TFLOPS as in docs/bench.md. What plans count of a
-backward (plan_rows.COMPILED_BACKWARD) is `kept_bytes` + `backward_bytes` - 2 bytes for each weight, ÷ `kept_bytes` with
-a budget of 1; kept bytes here without the layer's output, which is there with any budget.
+backward (device_rows.COMPILED_BACKWARD) is `kept_bytes` + `backward_bytes` - 2 bytes for each weight, ÷ `kept_bytes`
+with a budget of 1; kept bytes here without the layer's output, which is there with any budget.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from torch import nn
 
 from megatrain_ray.engine.attention import Attention, mask_bytes
 from megatrain_ray.engine.compile_trial import BudgetCost, CompileTrial
+from megatrain_ray.engine.division import glue_saved
 from megatrain_ray.engine.model import LayerKind, Mlp, ModelStructure
-from megatrain_ray.engine.private_inputs import is_made_by, private_inputs, storages_of
+from megatrain_ray.engine.private_inputs import entered, is_made_by, private_inputs, storages_of
 from megatrain_ray.engine.trial import Call, Trial
 
 
@@ -23,7 +24,8 @@ class ActivationBytes:
     compiled one keeps; None where that was not asked for. `private`: whether nothing but the layer itself reads what
     enters it, from its forward to its backward; `replayable`: and the layer before makes all of it. `chunked`: the same
     where MLPs are computed in chunks, but for what a chunk takes; None where none can be, or that was not asked for.
-    `whole`: of such, where they are not."""
+    `whole`: of such, where they are not. `between`: of what is kept, what blocks that are divided save between the
+    modules of a part, which no part computes again; none where they are not divided."""
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
@@ -33,20 +35,28 @@ class ActivationBytes:
     replayable: tuple[bool, ...] = ()
     chunked: ActivationBytes | None = None
     whole: ActivationBytes | None = None
+    between: tuple[int, ...] = ()
 
     def times(self, count: int) -> ActivationBytes:
         """Of one micro-batch as large as `count` of these; at most, since what does not grow is multiplied, too."""
-        boundary, kept = (tuple(count * b for b in of_layers) for of_layers in (self.boundary, self.kept))
+        of_all = self.boundary, self.kept, self.between
+        boundary, kept, between = (tuple(count * b for b in of_layers) for of_layers in of_all)
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)
         chunked = self.chunked and self.chunked.times(count)
-        return replace(self, boundary=boundary, kept=kept, masks=count * self.masks, compiled=compiled, chunked=chunked)
+        counted = replace(self, boundary=boundary, kept=kept, between=between, masks=count * self.masks)
+        return replace(counted, compiled=compiled, chunked=chunked)
 
     def above(self, lowest: int, other: ActivationBytes) -> ActivationBytes:
         """With the kept bytes of `other`; nothing waits for a backward below layer `lowest`."""
         zeros = (0,) * lowest
         chunked = self.chunked.above(lowest, other.chunked) if self.chunked and other.chunked else None
         boundary, kept = zeros + self.boundary[lowest:], zeros + other.kept[lowest:]
-        return replace(self, boundary=boundary, kept=kept, chunked=chunked)
+        between = zeros + other.between[lowest:] if self.between else ()
+        return replace(self, boundary=boundary, kept=kept, between=between, chunked=chunked)
+
+    def kept_when_recomputed(self, layer: int) -> int:
+        """What waits for a backward of a layer that is not compiled though it computes its forward again."""
+        return self.between[layer] if self.between else 0
 
     def in_chunks(self) -> ActivationBytes | None:
         """Of layers whose MLPs are computed in chunks, beside these; None where none can be."""
@@ -135,8 +145,28 @@ def activation_bytes_of(
         for i, (is_private, layer) in enumerate(zip(private, structure.layers, strict=True))
     )
     whole = ActivationBytes(tuple(boundary), tuple(kept), masks, private=private, replayable=replayable)
+    if structure.is_divided:
+        return _with_parts(whole, trial, structure, weights)
     chunked = replace(whole, kept=tuple(in_chunks)) if any(layer.mlp for layer in structure.layers) else None
     return replace(whole, chunked=chunked)
+
+
+def _with_parts(whole: ActivationBytes, trial: Trial, structure: ModelStructure, weights: set[int]) -> ActivationBytes:
+    """Of a structure with divided blocks. `whole`: right but for these."""
+    boundary, kept, between = list(whole.boundary), list(whole.kept), [0] * len(whole.kept)
+    for block in structure.blocks:
+        parts = [structure.layers[i] for i in block]
+        calls = [call for part in parts for path in part.modules if (call := trial.first(path)) is not None]
+        given = storages_of(tensor for call in calls for tensor in call.inputs)
+        for k, (i, layer) in enumerate(zip(block, parts, strict=True)):
+            assert layer.part is not None  # all blocks are divided
+            boundary[i] = _unique_bytes(entered(trial, layer.part.leaving), set())
+            between[i] = _unique_bytes(glue_saved(trial, parts, k), weights | given)
+            kept[i] += between[i]
+    replayable = (False,) * len(kept)
+    return replace(
+        whole, boundary=tuple(boundary), kept=tuple(kept), between=tuple(between), replayable=replayable, chunked=None
+    )
 
 
 def _kept(trial: Trial, call: Call, weights: set[int]) -> int:

@@ -51,13 +51,14 @@ def stops(visits: Sequence[Visit]) -> list[Stop]:
     return [Stop(visit.phase, visit.layer, j) for visit in backward for j in visit.micro_batches]
 
 
-def needed(plan: Plan, phase: Phase, layer: int) -> tuple[Activations, ...]:
-    """What comes back for such a visit. What enters a layer that runs forward once more is there from then on."""
+def needed(plan: Plan, phase: Phase, layer: int) -> tuple[tuple[Activations, int], ...]:
+    """What comes back for such a visit, and of which layer. What enters a layer that runs forward once more is there
+    from then on."""
     if phase not in RETURNING:
         return ()
-    kinds = away(plan.layers[layer])
+    own = away(plan.layers[layer])
+    boundary = [(kind, layer) for kind in own if kind is Activations.BOUNDARY]
     if phase is Phase.REPLAY:
-        return tuple(kind for kind in kinds if kind is Activations.BOUNDARY)
-    if layer in plan.replayed_layers:
-        return tuple(kind for kind in kinds if kind is Activations.KEPT)
-    return kinds
+        return tuple(boundary)
+    kept = [(Activations.KEPT, i) for i in plan.kept_until[layer] if plan.layers[i].kept in ELSEWHERE]
+    return tuple(kept if layer in plan.replayed_layers else boundary + kept)

@@ -58,6 +58,7 @@ class ActivationStore:
         self._leaving: list[OnHost | OnDisk] = []
         self._unread: list[Entry] = []  # of those on disk, what has left since something came back
         self._numbers: dict[Stop, int] = {}
+        self._absent: dict[Entry, set[int]] = {}  # storages, by identity
         self._wanted: dict[Entry, int] = {}  # of those on disk, the number of the stop that they come back for
 
     def begin(self, visits: Sequence[Visit]) -> None:
@@ -67,6 +68,7 @@ class ActivationStore:
         self._numbers = {stop: i for i, stop in enumerate(order)}
         self._away.clear()
         self._leaving.clear()
+        self._absent.clear()
         self._unread.clear()
         self._places.clear()
         if self._file:
@@ -75,18 +77,27 @@ class ActivationStore:
             self._wanted = {e: i for stop, i in numbers for e in self._needed(stop) if self._is_on_disk(e)}
 
     def leave(
-        self, layer: int, micro_batch: int, entered: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]
+        self,
+        layer: int,
+        micro_batch: int,
+        entered: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        between: Sequence[torch.UntypedStorage] = (),
     ) -> None:
         """Behind the forward of a micro-batch through a layer, which `entered` entered and for whose backward `kept`
-        was saved (Residents.saving): nobody reads what leaves of them until `bring_back`, or a replay of the layer
-        before. What left behind the forward before has left by the time that this one has been computed."""
+        was saved (Residents.saving), and `between` by the forward of the block that it is a part of: nobody reads what
+        leaves of them until `bring_back`, or a replay of the layer before. What left behind the forward before has left
+        by the time that this one has been computed."""
         plan = self._plan.layers[layer]
         if plan.boundary is None:
             for storage in _storages(entered):
                 storage.resize_(0)  # for what is submitted next
         leaving: list[OnHost | OnDisk] = []
         for kind in away(plan):
-            of_kind = _storages(entered) if kind is Activations.BOUNDARY else owned_storages(kept, plan.kept_bytes)
+            of_kind = _storages(entered)
+            if kind is Activations.KEPT:
+                room = plan.kept_bytes - sum(storage.nbytes() for storage in between)
+                of_kind = [*between, *owned_storages(kept, room)]
             if of_kind:
                 leaving.append(self._send(Entry(kind, layer, micro_batch), of_kind))
         if leaving:
@@ -109,10 +120,16 @@ class ActivationStore:
             # From here on the memory is freed with the tensors, and the place is somebody else's behind what is
             # submitted next.
             self._device.wait(self._away.pop(entry).back(), "h2d")
+            del self._absent[entry]
         if not self._away:  # the next micro-batch, where they come one after the other, has the same places
             self._places.clear()
             if self._file:
                 self._file.clear()
+
+    def check_there(self, tensor: torch.Tensor) -> None:
+        """Raises RuntimeError for one that is away: what is about to read it would read anything."""
+        if any(tensor.untyped_storage()._cdata in storages for storages in self._absent.values()):
+            raise RuntimeError("a backward reads what has not come back: this is a defect of the plan")
 
     def close(self) -> None:
         """Idempotent."""
@@ -124,13 +141,15 @@ class ActivationStore:
         return [entry for entry in self._needed(stop) if entry in self._away]
 
     def _needed(self, stop: Stop) -> list[Entry]:
-        return [Entry(kind, stop.layer, stop.micro_batch) for kind in needed(self._plan, stop.phase, stop.layer)]
+        of_stop = needed(self._plan, stop.phase, stop.layer)
+        return [Entry(kind, layer, stop.micro_batch) for kind, layer in of_stop]
 
     def _is_on_disk(self, entry: Entry) -> bool:
         return is_on_disk(self._plan.layers[entry.layer], entry.kind)
 
     def _send(self, entry: Entry, storages: list[torch.UntypedStorage]) -> OnHost | OnDisk:
         num_bytes = sum(storage.nbytes() for storage in storages)
+        self._absent[entry] = {storage._cdata for storage in storages}
         op = Op(entry.kind.value, entry.layer, entry.micro_batch, num_bytes=num_bytes)
         if self._file and self._is_on_disk(entry):
             self._unread.append(entry)

@@ -22,7 +22,7 @@ from megatrain_ray.engine.model import LayerKind, Mlp, ModelStructure
 from megatrain_ray.engine.recorder import Recorder
 from megatrain_ray.engine.template import POSITION_ATTRIBUTES, Template
 from megatrain_ray.engine.template import structure as structure_of
-from megatrain_ray.engine.trial import Trial
+from megatrain_ray.engine.trial import Trial, draws
 from megatrain_ray.errors import ConfigError
 
 ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.05, 0.0)
@@ -175,19 +175,7 @@ class _Partitions:
 
 def _draws(graph: fx.Graph) -> bool:
     """Whether random numbers are drawn in it."""
-    return any(_draws_at(node) for node in graph.nodes)
-
-
-def _draws_at(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    names = [argument.name for argument in target._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")  # of attention, which draws nothing without
-    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return bool(given != 0.0)
+    return any(draws(node.target, node.args, node.kwargs) for node in graph.nodes)
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from typing import NamedTuple, TypeVar
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes, first_alike
+from megatrain_ray.engine.activation_moves import Activations
 from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layer_work import LayerWork, Product
@@ -22,7 +23,7 @@ from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, UpdateOrder
 from megatrain_ray.engine.plan_chunks import may_chunk
 from megatrain_ray.engine.plan_loss import logits_bytes
 from megatrain_ray.engine.planner import residency_of
-from megatrain_ray.engine.prediction import Prediction
+from megatrain_ray.engine.prediction import WEIGHTS_SHARE, Prediction
 from megatrain_ray.engine.residency import Residency
 from megatrain_ray.engine.simulation import SimulatedStep, Simulation
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
@@ -45,6 +46,7 @@ LAUNCHES = 20
 UPDATE_LAUNCHES = 40
 UPDATE_BYTES = 26  # of a parameter by which an update's rate is measured: bf16 gradient, split master, two moments
 NS_STEPS = 5  # of Muon's directions, as it does by itself
+ACTIVATIONS = frozenset(kind.value for kind in Activations)  # names of operations
 PERIODS = 3  # micro-batches that are simulated; those between the first and the last take equally long
 
 Key = TypeVar("Key", str, Stage)
@@ -79,6 +81,7 @@ class CostBasis:
     is_measured: bool  # on this machine
     z_loss: bool
     disk_bytes_per_s: float = math.inf  # read and written at the same time, both together
+    disk_plain_bytes_per_s: float | None = None  # where that is of what is packed: of activations, which never are
     schedules: dict[object, Schedule] = field(default_factory=dict)  # by what decides about them
 
     def schedule(self, plan: Plan) -> Schedule:
@@ -94,7 +97,13 @@ class CostBasis:
         """All that prices are made of."""
         if math.isinf(self.disk_bytes_per_s):
             return self.profile
-        return replace(self.profile, disk_bytes_per_s=self.disk_bytes_per_s)
+        plain = self.disk_plain_bytes_per_s
+        return replace(self.profile, disk_bytes_per_s=self.disk_bytes_per_s, disk_plain_bytes_per_s=plain)
+
+    @property
+    def activations_per_s(self) -> float:
+        """Bytes of activations, read and written."""
+        return self.disk_plain_bytes_per_s or self.disk_bytes_per_s
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -219,11 +228,10 @@ class Prices:
             # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
         if stage is Stage.DISK:
-            return op.num_bytes / self._basis.disk_bytes_per_s
-        if (
-            stage is Stage.WEIGHTS
-        ):  # as if updates and gradients, which are on disk then, too, always had the other half
-            return 2 * op.num_bytes / self._basis.disk_bytes_per_s
+            of_activations = op.name in ACTIVATIONS
+            return op.num_bytes / (self._basis.activations_per_s if of_activations else self._basis.disk_bytes_per_s)
+        if stage is Stage.WEIGHTS:
+            return op.num_bytes / (WEIGHTS_SHARE * self._basis.disk_bytes_per_s)
         return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
 
     def of_layer(self, name: str, layer: int) -> float:

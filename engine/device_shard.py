@@ -18,7 +18,7 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.residency import FragmentId
-from megatrain_ray.engine.restoring import restore_pieces
+from megatrain_ray.engine.restoring import as_saved, restore_pieces
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_state import ShardState
@@ -89,7 +89,7 @@ class DeviceShard(ShardState):
             for piece in self.pieces(layer):
                 for part in piece.cut(RESTORED_BYTES):
                     on_host = _on_host(part)
-                    restore_pieces(save_folder, manifest, [on_host])
+                    restore_pieces(save_folder, manifest, as_saved([on_host], manifest, self.layout.model))
                     for there, here in _pairs(part, on_host):
                         there.copy_(here)
 

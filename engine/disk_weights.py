@@ -29,7 +29,8 @@ from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.engine.spill_transfers import TRANSFERS, read_block
 from megatrain_ray.engine.task_failures import first_failure
 from megatrain_ray.errors import DeadlineError
-from megatrain_ray.io.blob_store import Blob, BlobStore, aligned, aligned_block
+from megatrain_ray.io.blob_store import Blob, BlobStore, aligned_block
+from megatrain_ray.spans import Row, SpanLog
 
 Reached = Callable[[int, int], Awaitable[None]]  # waits until a layer has a generation, and the files have it
 
@@ -56,16 +57,25 @@ class _Window:
 class DiskWeights:
     """Of one plan. On one event loop. What is expected is taken and let go of in the same order."""
 
-    def __init__(self, plan: Plan, layout: ModelLayout, files: Sequence[ShardFile], *, poison: bool = False) -> None:
-        """`files`: of all shards that own something of these layers. `poison`: windows that
-        were let go of are filled with NaN before they are read into."""
+    def __init__(
+        self,
+        plan: Plan,
+        layout: ModelLayout,
+        files: Sequence[ShardFile],
+        *,
+        spans: SpanLog | None = None,
+        poison: bool = False,
+    ) -> None:
+        """`files`: of all shards that own something of these layers. `spans`: gets what is read, and when. `poison`:
+        windows that were let go of are filled with NaN before they are read into."""
         self.layers = plan.weights_on_disk
         self._layout = layout
         self._files = files
         self._dtype = plan.precision.working_dtype
         self._deadline_s = plan.update_deadline_s
+        self._spans = spans or SpanLog()
         self._poison = poison
-        size = max(sum(_working_bytes(e) for _, e in self._extents(layer)) for layer in self.layers)
+        size = max(map(self._largest_bytes, self.layers))
         self.memory = torch.frombuffer(aligned_block(plan.weight_windows * size), dtype=torch.uint8)
         self._windows = deque(_Window(self.memory[i * size :][:size]) for i in range(plan.weight_windows))
         self._filled: deque[_Window] = deque()
@@ -144,7 +154,7 @@ class DiskWeights:
         try:
             async with asyncio.TaskGroup() as group:
                 for shard, extent, span in self._wanted(fragment):
-                    memory = window.memory[at : at + _working_bytes(extent)]
+                    memory = window.memory[at : at + extent.working_bytes]
                     for index, block in enumerate(extent.working_blocks):
                         content = memory.numpy().data[slice(*block)]
                         group.create_task(self._read(shard, blobs[shard], extent, index, content, room))
@@ -162,7 +172,8 @@ class DiskWeights:
         file, block = self._files[shard], extent.working_blocks[index]
         async with room:
             where = file.store.describe(file.name)
-            await read_block(blob, where, file.table.checksums, extent, index, block, content)
+            with self._spans.span(Row.DISK, "read weights", extent.layer, num_bytes=len(content)):
+                await read_block(blob, where, file.table.checksums, extent, index, block, content)
 
     async def _offer(self, window: _Window, fragment: FragmentId) -> None:
         window.fragment, window.emptied = fragment, asyncio.get_running_loop().create_future()
@@ -174,19 +185,11 @@ class DiskWeights:
     def _wanted(self, fragment: FragmentId) -> Iterator[tuple[int, Extent, Span]]:
         """The extents with something of the fragment, whose file each is in, and which elements."""
         span = self._layout.layers[fragment.layer].fragments[fragment.index]
-        for shard, extent in self._extents(fragment.layer):
-            inside = Span(max(span.start, extent.span.start), min(span.stop, extent.span.stop))
-            if inside.start < inside.stop:
-                yield shard, extent, inside
+        for shard, file in enumerate(self._files):
+            for number, inside in file.layout.working_of(fragment.layer, span):
+                yield shard, file.layout.extents[number], inside
 
-    def _extents(self, layer: int) -> list[tuple[int, Extent]]:
-        """Those with the layer's working copy, and whose file they are in."""
-        return [
-            (shard, file.layout.extents[number])
-            for shard, file in enumerate(self._files)
-            for number in file.layout.state_of(layer)
-        ]
-
-
-def _working_bytes(extent: Extent) -> int:
-    return aligned(extent.kinds[WORKING].size)
+    def _largest_bytes(self, layer: int) -> int:
+        """In a window, of a fragment of the layer at most."""
+        files = (file.layout for file in self._files)
+        return sum(file.extents[number].working_bytes for file in files for number in file.state_of(layer))

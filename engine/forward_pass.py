@@ -6,6 +6,7 @@ loop order, with masks, rotary embeddings and scaling computed by the model itse
 
 Backward goes over the calls in reverse. Gradients that leave a call go to the leaf they belong to, or, where the model
 did something between two calls, wait at the glue's end until every later call has sent its share, as autograd does.
+What enters a call begins at a leaf for the glue behind it, too: so a residual's gradient is summed in autograd's order.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from megatrain_ray.engine.layer_call import LayerCall, Outcome, leaves_behind
+from megatrain_ray.engine.layer_call import LayerCall, Outcome, handed, leaves_behind
 from megatrain_ray.errors import MegatrainError
 
 
@@ -62,6 +64,14 @@ class Handed(NamedTuple):
     node: Any
 
 
+class _Cut(NamedTuple):
+    """Where glue enters a call: the tensor, which begins at a leaf from there on, and how it was computed."""
+
+    tensor: torch.Tensor
+    leaf: torch.Tensor
+    origin: torch.Tensor
+
+
 class ForwardPass:
     """One micro-batch: forward call by call, then backward call by call. Compute thread only."""
 
@@ -73,6 +83,8 @@ class ForwardPass:
         self.calls: list[LayerCall] = []  # those that have a backward
         self._owner: dict[int, int] = {}  # id(leaf) → call; the calls keep their leaves alive
         self._handed: dict[int, Handed] = {}  # id(what the model got) → leaf; the calls keep these alive, too
+        self._cuts: dict[int, list[_Cut]] = {}  # by the first call that they enter
+        self._views: dict[int, list[torch.Tensor]] = {}  # of one leaf, by the same
         self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._recorded: dict[str, list[torch.Tensor]] = {}
 
@@ -99,6 +111,10 @@ class ForwardPass:
                 self.result[key] = tuple(values)
             self._recorded.clear()
 
+    def last_call(self, path: str) -> LayerCall | None:
+        """The latest that has a backward, of the module at this path."""
+        return next((call for call in reversed(self.calls) if call.path == path), None)
+
     def answer(self, result: Any) -> None:
         """Brings a result in the place of the pending call, which is not kept and has no backward."""
         self._switch(result)
@@ -117,6 +133,32 @@ class ForwardPass:
         self.pending = None if finished else answer
         if finished:
             self.result = answer
+        else:
+            glue = [port.tensor for port in answer.ports if self._is_glue(port.tensor)]
+            self._cuts[answer.index] = [self._cut(tensor, answer) for tensor in glue if not tensor._is_view()]
+            self._views[answer.index] = [tensor for tensor in glue if self._is_new_view(tensor)]
+
+    def _is_glue(self, tensor: torch.Tensor) -> bool:
+        return self._leaf(tensor) is None and tensor.grad_fn is not None
+
+    def _is_new_view(self, tensor: torch.Tensor) -> bool:
+        """Of something that begins at a leaf, and this is the first call that it enters: behind that one's backward its
+        gradient is complete, and goes to the leaf at once, not when that of all glue behind the leaf is."""
+        if tensor._base is None or self._leaf(tensor._base) is None:
+            return False
+        return not any(tensor is view for views in self._views.values() for view in views)
+
+    def _cut(self, tensor: torch.Tensor, call: LayerCall) -> _Cut:
+        """The tensor is the same one to the model. Its gradient is complete when `call` has sent its share. A view
+        cannot begin anew."""
+        with torch.enable_grad():  # whatever the model does there
+            origin, leaf = handed(tensor), tensor.detach().requires_grad_(True)
+            tensor.detach_()
+            with _unsafe_preserve_version_counter(tensor):  # its elements are what they were
+                _Rebased.apply(leaf, tensor)  # type: ignore[no-untyped-call]
+        self._owner[id(leaf)] = call.index
+        self._handed[id(tensor)] = Handed(leaf, tensor.grad_fn)
+        return _Cut(tensor, leaf, origin)
 
     def send(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Adds a gradient to a tensor of the forward: a call's output or glue computed from outputs."""
@@ -164,8 +206,17 @@ class ForwardPass:
         for port, gradient in zip(ports, gradients, strict=True):
             if gradient is not None:
                 self._put(port.tensor, gradient)
-        for tensor, leaf in zip(call.handed, call.leaves, strict=True):
-            del self._owner[id(leaf)], self._handed[id(tensor)]
+        for tensor in self._views.pop(call.index, []):
+            if entry := self._waiting.pop(id(tensor), None):
+                torch.autograd.backward([tensor], [entry[1]], retain_graph=True)
+        cuts = self._cuts.pop(call.index, [])
+        for cut in cuts:
+            if cut.leaf.grad is not None:
+                self._put(cut.origin, cut.leaf.grad)
+        ends = [(cut.tensor, cut.leaf) for cut in cuts]
+        for tensor, leaf in (*zip(call.handed, call.leaves, strict=True), *ends):
+            del self._owner[id(leaf)]
+            self._handed.pop(id(tensor), None)  # gone where it was changed in place and entered a call then
         call.free()
         self.calls.remove(call)
         return of_parameters
@@ -174,9 +225,24 @@ class ForwardPass:
         self.calls.clear()
         self._owner.clear()
         self._handed.clear()
+        self._cuts.clear()
+        self._views.clear()
         self._waiting.clear()
         self.result = None
 
     def _latest_call(self, tensor: torch.Tensor) -> int:
         """The last call whose output the tensor was computed from."""
         return max((self._owner.get(id(leaf), -1) for leaf in leaves_behind([tensor])), default=-1)
+
+
+class _Rebased(torch.autograd.Function):
+    """The tensor itself, one node behind the leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None

@@ -62,6 +62,7 @@ class HardwareProfile:
     matmul: Annotated[Mapping[str, RateCurve], Field(min_length=1)]  # by train.precision; size and rate: FLOPs
     attention: RateCurve  # size: tokens of a sequence; FLOP/s of forward and backward, causal counted once
     disk_bytes_per_s: Rate | None = None  # of the disk of spill.path, read and written at the same time, both together
+    disk_plain_bytes_per_s: Rate | None = None  # where that is of what is packed: of the rest
 
     def to_json(self) -> str:
         return TypeAdapter(HardwareProfile).dump_json(self, indent=1).decode() + "\n"

@@ -105,7 +105,7 @@ class LayerCall:
         for i, value in enumerate(values):
             if _is_floating(value):
                 self.leaves.append(value.detach().requires_grad_(True))
-                values[i] = _Handed.apply(self.leaves[-1])  # type: ignore[no-untyped-call]
+                values[i] = handed(self.leaves[-1])
                 self.handed.append(values[i])
         return Outcome(*tree_unflatten(values, spec))
 
@@ -221,6 +221,12 @@ class LayerCall:
         args, kwargs, fresh = self.stores.refilled(contents)
         result, recorded = function(*args, **kwargs)
         return Outcome(result, self.stores.added(contents, fresh), recorded)
+
+
+def handed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements in another tensor, one node behind."""
+    same: torch.Tensor = _Handed.apply(tensor)  # type: ignore[no-untyped-call]
+    return same
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

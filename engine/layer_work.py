@@ -67,9 +67,9 @@ def work_of(
     `active_experts`: how many a token goes to; None: all. `windows`: of each block; empty: none has one.
     """
     lowest, attention = structure.lowest_trained, dict[int, BlockAttention]()
-    blocks = [i for i, layer in enumerate(structure.layers) if layer.kind is LayerKind.BLOCK]
-    every_window = windows or [None] * len(blocks)
-    for i, width, window in zip(blocks, structure.attention_widths, every_window, strict=False):
+    every_window = windows or [None] * len(structure.blocks)
+    of_layers = [(i, window) for block, window in zip(structure.blocks, every_window, strict=False) for i in block]
+    for (i, window), width in zip(of_layers, structure.attention_widths, strict=False):
         attention[i] = BlockAttention(width, window, 3 if i >= lowest else 1)
     return tuple(
         LayerWork(tuple(_products(layer, structure, active_experts)), attention.get(i), i >= lowest)

@@ -33,16 +33,44 @@ class Mlp(NamedTuple):
     width: int
 
 
+class Entered(NamedTuple):
+    """A tensor that entered the call of a module: its place among the arguments, containers flattened."""
+
+    path: str
+    position: int
+
+
+class Returned(NamedTuple):
+    """A tensor that the call of a module returned: its place among the floating-point ones."""
+
+    path: str
+    number: int
+
+
+class Part(NamedTuple):
+    """What makes a layer one part of a block (division.py). `block`: its path. `leaving`: what entered calls of the
+    block, and nothing of its forward reads behind this part. `spent`: what calls of the block returned, and nothing
+    at all reads behind this part. `later`: what the block saves behind this part is read by a backward that begins so
+    many parts later."""
+
+    block: str
+    is_last: bool
+    later: int
+    leaving: tuple[Entered, ...]
+    spent: tuple[Returned, ...]
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """A layer of the schedule: the modules it is made of, by path, and their parameters in model order. `mlp`: what of
-    a block can be computed for some tokens at a time."""
+    a block can be computed for some tokens at a time. `part`: where it is not a whole block."""
 
     name: str
     kind: LayerKind
     modules: tuple[str, ...]
     parameters: tuple[ParameterSpec, ...]
     mlp: Mlp | None = None
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +83,8 @@ class ModelStructure:
     base: str  # path of the module that holds the layers and returns the final hidden state
     loss_modules: frozenset[str]  # of the head: called on the final hidden state, token chunk by token chunk
     vocab_size: int
-    attention_widths: tuple[float, ...] = ()  # of each block: heads × head_dim; 0: it does not attend to every token
+    # Of each layer that is a block, or a part of one: heads × head_dim; 0: it does not attend to every token.
+    attention_widths: tuple[float, ...] = ()
     looked_up: frozenset[str] = frozenset()  # parameters whose rows are picked by index: embeddings
     aliased_size: int | None = None  # of layouts
 
@@ -69,6 +98,29 @@ class ModelStructure:
             self.parameter_order,
             self.aliased_size,
         )
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each block: one, or its parts."""
+        found: dict[object, list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            if layer.kind is LayerKind.BLOCK:
+                found.setdefault(layer.part.block if layer.part else i, []).append(i)
+        return tuple(map(tuple, found.values()))
+
+    @property
+    def undivided_names(self) -> tuple[str, ...]:
+        """Of each layer what it is called, or its block where it is a part of one."""
+        names = [layer.name for layer in self.layers]
+        for number, block in enumerate(self.blocks):
+            for i in block:
+                names[i] = f"layers.{number}"
+        return tuple(names)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a block is more than one layer."""
+        return any(layer.part for layer in self.layers)
 
     @property
     def has_frozen(self) -> bool:

@@ -27,15 +27,20 @@ POSITIONS = (0, 1, 2, 0, 1, 0, 1, 2)  # of three documents
 def check_packing(factory: ModelFactory, structure: ModelStructure) -> None:
     """Raises ConfigError, naming the first one, unless every layer is given a mask that keeps documents apart, and has
     no convolution along the tokens, as layers with a state of their own do: that heeds no mask."""
-    blocks = {path for layer in structure.layers if layer.kind is LayerKind.BLOCK for path in layer.modules}
+    layers = {path: layer for layer in structure.layers if layer.kind is LayerKind.BLOCK for path in layer.modules}
     skeleton = Skeleton(build_empty(factory, torch.float32), structure, torch.device("cpu"))
+    keep_apart: dict[str, bool] = {}  # blocks, by path
     for call in _calls(skeleton, _trial(factory)):
-        if call.path not in blocks:
+        if call.path not in layers:
             continue
-        if not any(map(_keeps_apart, call.arguments)):
-            raise _refusal(f"{call.path} of this model is given no mask that keeps the documents of a row apart")
+        part = layers[call.path].part
+        block = part.block if part else call.path
+        keep_apart[block] = any(map(_keeps_apart, call.arguments)) or keep_apart.get(block, False)
         if any(isinstance(inner, nn.Conv1d) for inner in skeleton.modules[call.path].modules()):
-            raise _refusal(f"{call.path} of this model hands a state from token to token, across documents")
+            raise _refusal(f"{block} of this model hands a state from token to token, across documents")
+    for block, keeps in keep_apart.items():
+        if not keeps:
+            raise _refusal(f"{block} of this model is given no mask that keeps the documents of a row apart")
 
 
 def _refusal(reason: str) -> ConfigError:

@@ -19,6 +19,7 @@ from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.residency import SlotSpec
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
+from megatrain_ray.io.blob_store import aligned
 from megatrain_ray.io.disk_io import DiskIo
 
 SECOND_MOMENT_BYTES = 4  # of an element; what Muon trains has none, and where it trains anything moments are FP32
@@ -33,6 +34,8 @@ class Tier(Enum):
     HOST = "host"
     NVME = "nvme"
 
+    __hash__ = object.__hash__  # Enum's own is Python, and the search asks for it all the time
+
 
 ELSEWHERE = (Tier.HOST, Tier.NVME)  # than on the device
 
@@ -43,6 +46,8 @@ class ActivationPolicy(Enum):
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
+
+    __hash__ = object.__hash__  # Enum's own is Python, and the search asks for it all the time
 
 
 class Precision(Enum):
@@ -139,6 +144,7 @@ class LayerPlan:
     updated_by: str  # cpu, gpu, or nobody where nothing is trained
     kept: Tier = Tier.HBM  # where what the forward keeps for the backward waits
     kept_bytes: int = 0  # of it, of one micro-batch, at most; 0 on the device
+    kept_later: int = 0  # it comes back with the backward of the layer so many behind (Part.later)
 
     @property
     def disk_activations(self) -> tuple[int, ...]:
@@ -206,6 +212,7 @@ class Plan:
     captured: bool = False  # forward and backward of a step are one graph that the device has; it launches all at once
     prediction: Prediction | None = None  # of what a step takes
     mlp_chunk_tokens: int = 0  # of a micro-batch that an MLP computes at a time; 0: all of them
+    block_parts: int = 1  # into which blocks are divided at most, each a layer of its own (division.py)
     disk_io: DiskIo = DiskIo.POSIX  # by whom what is on disk is read and written
     weight_windows: int = 0  # host memory of a layer's working copy each, which those on disk pass through
     weight_read_bytes: int = 0  # of working copies on disk, read for the uploads of a step
@@ -356,7 +363,7 @@ class Plan:
     @property
     def written_bytes(self) -> int:
         """To the disk in a step, and read from it as much."""
-        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * sum(self.disk_activations)
+        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * sum(map(aligned, self.disk_activations))
 
     @property
     def moves_activations(self) -> bool:
@@ -367,6 +374,14 @@ class Plan:
     def replayed_layers(self) -> frozenset[int]:
         """Whose output is computed again for the backward of the layer behind."""
         return frozenset(i - 1 for i, layer in enumerate(self.layers) if layer.boundary is None)
+
+    @cached_property
+    def kept_until(self) -> tuple[tuple[int, ...], ...]:
+        """Of each layer those with what is kept for its backward: itself, but for parts of blocks."""
+        found: list[list[int]] = [[] for _ in self.layers]
+        for i, layer in reversed(list(enumerate(self.layers))):
+            found[i + layer.kept_later].append(i)
+        return tuple(map(tuple, found))
 
     def visits(self, lowest_trained: int) -> tuple[Visit, ...]:
         """Of a step."""

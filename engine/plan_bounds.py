@@ -10,7 +10,7 @@ from megatrain_ray.engine.cost_model import CostBasis, Prices, SharedPrices
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
 from megatrain_ray.engine.plan_spill import room_in_slots
-from megatrain_ray.engine.planner import group_of
+from megatrain_ray.engine.residency import group_of
 from megatrain_ray.engine.simulation import operations
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit
 
@@ -50,7 +50,7 @@ class Bounds:
         """State that spills, with working copies, comes and goes once, and so do gradients that wait there; activations
         in every sweep. That working copies come for uploads, too, is left out."""
         spilled, stored = self._plan.spilled_layers, self._plan.stored_layers
-        activations_s = self._num_sweeps * sum(self._plan.disk_activations) / self._basis.disk_bytes_per_s
+        activations_s = self._num_sweeps * sum(self._plan.disk_activations) / self._basis.activations_per_s
         return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)) + activations_s)
 
     def _state_s(self, layer: int) -> float:

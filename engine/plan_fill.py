@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from itertools import accumulate
 
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
+from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.plan import ELSEWHERE, Plan, Tier
+from megatrain_ray.engine.plan_limits import missing_bytes
 from megatrain_ray.engine.plan_request import Candidate
-from megatrain_ray.engine.plan_spill import beyond_disk
-from megatrain_ray.engine.planner import fits, spare_ram
 
 # Of the device's memory, for what need not be there: what a plan counts is an estimate. Three plans of 140 to 143 GB on
 # an H200 took 134 to 142 GB by NVML.
 FILLED_SHARE = 0.97
-# Rows of it that may take less the more layers live there.
-SHRINKING = ("slots", "gradient slots", "gradients in HBM")
 SHARES_ON_DISK = (1.0, 0.75, 0.5, 0.25)  # of blocks that could keep more there, those that are tried
 NUM_BETWEEN = 2  # counts of layers on the device that are tried between the fewest and the most
 
@@ -31,18 +29,15 @@ class Filling:
     what they kept. Where something is on disk gradients of other layers take it too, until their update.
     Where the candidate has what they keep wait on the host, as many keep more as that has room for, and only the last
     ones of them use the device's memory: what they keep would come straight back.
-    `draft`: the plan of a candidate; `draft_on_device`: the same with rows of device memory alone.
-    `able`: layers that may live there, in the order in which they do; `layer_bytes`: what each layer takes then;
-    `fewest` of them must (`fewest_layers`), `fixed`: and no more.
+    `able`: layers that may live there, in the order in which they do; `count_fewest`: how many of them must
+    (`fewest_layers`), `fixed`: and no more.
     """
 
-    draft: Callable[[Candidate], Plan]
-    draft_on_device: Callable[[Candidate], Plan]
+    drafts: Drafts
     candidate: Candidate
-    able: Sequence[int]
-    layer_bytes: Sequence[int]
+    able: tuple[int, ...]
     num_blocks: int
-    fewest: int
+    count_fewest: Callable[[Candidate, tuple[int, ...]], int]
     fixed: bool
 
     @property
@@ -54,35 +49,46 @@ class Filling:
     def smallest(self) -> Plan:
         """With as little on the device as the host allows, or with as much as it has room for, all of it used, where
         the host has too little in any case."""
-        return self._plan(self.fewest if self.fixed else min(self.fewest, max(0, self._most_within(1.0))), 0)
+        fewest = self._fewest
+        count = fewest if self.fixed else min(fewest, max(0, self._most_within(1.0)))
+        plans = [self.drafts.plan(self._candidate(count, num_late)) for num_late in self._least_late]
+        return min(plans, key=missing_bytes)
 
-    def plans(self, may_win: Callable[[Plan], bool]) -> Iterator[Plan]:
-        """Those that fit and may win, the one with the most layers on the device first."""
-        if not self._offloads and not fits(self._plan(self.fewest, 0)):
+    def candidates(self, may_win: Callable[[Plan], bool], best_s: Callable[[], float]) -> Iterator[Candidate]:
+        """Those that fit and may win, the one with the most layers on the device first. `may_win`: of a plan without
+        its arithmetic; `best_s`: what the best one takes that is known by now."""
+        if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
         # With more on the device, and with more kept, nothing takes longer: what cannot win then need not be filled.
-        at_most = self.fewest if self.fixed else max(self.fewest, self._at_most)
-        if not may_win(self._most_kept_with(at_most)):
+        at_most = self._fewest if self.fixed else max(self._fewest, self._at_most)
+        if self.drafts.least_disk_s(self._candidate(at_most)) >= best_s():
             return
-        most = self.fewest if self.fixed else max(self.fewest, self._most_within(FILLED_SHARE))
-        step = max(1, (most - self.fewest) // (NUM_BETWEEN + 1))
-        for count in dict.fromkeys((*range(most, self.fewest, -step), self.fewest)):
-            if not may_win(self._most_kept_with(count)):
+        most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
+        step = max(1, (most - self._fewest) // (NUM_BETWEEN + 1))
+        for count in dict.fromkeys((*range(most, self._fewest, -step), self._fewest)):
+            if not may_win(self.drafts.without_rows(self._most_kept_with(count))):
                 return
-            plans = self._offloading(count) if self._offloads else (self._with_late(count),)
-            yield from filter(may_win, plans)
+            for candidate in self._offloading(count) if self._offloads else (self._with_late(count),):
+                if may_win(self.drafts.without_rows(candidate)):
+                    yield candidate
 
-    def _most_kept_with(self, count: int) -> Plan:
+    @property
+    def _least_late(self) -> tuple[int, ...]:
+        """Numbers of blocks that keep more with which a plan may take least, of the host or of the device."""
+        return (0, self._most_late) if self._offloads else (0,)
+
+    @cached_property
+    def _fewest(self) -> int:
+        return self.count_fewest(self.candidate, self.able)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return self._beyond(1.0, candidate) <= 0 and self.drafts.host_room(candidate) > 0
+
+    def _most_kept_with(self, count: int) -> Candidate:
         """All blocks keep more, and all of it stays."""
-        return self._plan(count, self._most_late, num_staying=self._most_late if self._offloads else 0)
+        return self._candidate(count, self._most_late, num_staying=self._most_late if self._offloads else 0)
 
-    def _plan(self, count: int, num_late: int, num_waiting: int = 0, num_staying: int = 0) -> Plan:
-        return self.draft(self._candidate(count, num_late, num_waiting, num_staying))
-
-    def _on_device(self, count: int, num_late: int, num_waiting: int = 0, num_staying: int = 0) -> Plan:
-        return self.draft_on_device(self._candidate(count, num_late, num_waiting, num_staying))
-
-    def _candidate(self, count: int, num_late: int, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
+    def _candidate(self, count: int, num_late: int = 0, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
         larger = min((b for b in ACTIVATION_BUDGETS if b > self.candidate.activation_budget), default=1.0)
         return replace(
             self.candidate,
@@ -108,66 +114,75 @@ class Filling:
     @property
     def _at_most(self) -> int:
         """No more layers fit on the device: however few slots there are, they and what is kept take at least this."""
-        plan = self._on_device(0, 0)
-        if plan.hbm_limit_bytes is None:
+        limit = self.drafts.machine.hbm_bytes
+        if limit is None:
             return len(self.able)
-        room = sum(row.num_bytes for row in plan.rows if row.name in SHRINKING) - _beyond(FILLED_SHARE, plan)
-        ends = accumulate(self.layer_bytes[i] for i in self.able)
+        room = int(FILLED_SHARE * limit) - self.drafts.least_device_bytes(
+            self._candidate(0, self._most_late if self._offloads else 0)
+        )
+        ends = accumulate(self.drafts.resident_bytes[i] for i in self.able)
         return next((count for count, end in enumerate(ends) if end > room), len(self.able))
 
     def _most_within(self, share: float) -> int:
         """The most layers on the device with which a plan takes no more than this share of its memory; -1: even with
         none it takes more."""
         late = self._most_late if self._offloads else 0
-        return first_above(lambda count: _beyond(share, self._on_device(count, late)), len(self.able) + 1) - 1
+        return first_above(lambda count: self._beyond(share, self._candidate(count, late)), len(self.able) + 1) - 1
 
-    def _with_late(self, count: int) -> Plan:
-        without = self._plan(count, 0)
-        if without.hbm_limit_bytes is None:
-            return without
-        most, beyond = 0, partial(_beyond, FILLED_SHARE)
+    def _with_late(self, count: int) -> Candidate:
+        if self.drafts.machine.hbm_bytes is None:
+            return self._candidate(count)
+        most = 0
         if self._may_keep_more:
-            most = first_above(lambda late: beyond(self._on_device(count, late)), self.num_blocks + 1) - 1
-        return self._with_waiting(count, max(0, most))
+            most = first_above(
+                lambda late: self._beyond(FILLED_SHARE, self._candidate(count, late)), self.num_blocks + 1
+            )
+        return self._with_waiting(count, max(0, most - 1))
 
-    def _with_waiting(self, count: int, num_late: int) -> Plan:
+    def _with_waiting(self, count: int, num_late: int) -> Candidate:
         """Gradients that wait on the device are on no disk."""
-        without = self._plan(count, num_late)
-        if not without.uses_disk:
+        without = self._candidate(count, num_late)
+        if not self.drafts.spilled(without).of_shards:
             return without
-        num_others = len(without.layer_order)
-        beyond = partial(_beyond, FILLED_SHARE)
-        most = first_above(lambda waiting: beyond(self._on_device(count, num_late, waiting)), num_others + 1) - 1
-        return self._plan(count, num_late, most) if most > 0 else without
+        num_others = len(self.drafts.layout.updated) - len(without.hbm_layers & set(self.drafts.layout.updated))
 
-    def _offloading(self, count: int) -> Iterator[Plan]:
+        def beyond(num_waiting: int) -> int:
+            return self._beyond(FILLED_SHARE, self._candidate(count, num_late, num_waiting))
+
+        return self._candidate(count, num_late, max(0, first_above(beyond, num_others + 1) - 1))
+
+    def _offloading(self, count: int) -> Iterator[Candidate]:
         """With as much kept elsewhere as has room there, and where that is on disk, whose time it takes, with less.
         None where nothing can be, or all on the device."""
         blocks = self.num_blocks
 
         def beyond_device(staying: int) -> int:
-            return _beyond(FILLED_SHARE, self._on_device(count, blocks, num_staying=staying))
+            return self._beyond(FILLED_SHARE, self._candidate(count, blocks, num_staying=staying))
 
         def beyond_host(num_late: int) -> int:
-            plan = self._plan(count, num_late, num_staying=staying)
-            return max(-spare_ram(plan), beyond_disk(plan))
+            return 1 - self.drafts.host_room(self._candidate(count, num_late, num_staying=staying))
 
-        staying = first_above(beyond_device, blocks) - 1
+        staying = max(0, first_above(beyond_device, blocks) - 1)
         most = first_above(beyond_host, blocks + 1) - 1
         shares = SHARES_ON_DISK if self.candidate.spills_activations else (1.0,)
         for num_late in dict.fromkeys(round(share * most) for share in shares):
-            plan = self._plan(count, num_late, num_staying=staying)
-            if any(layer.kept in ELSEWHERE for layer in plan.layers) and fits(plan):
-                yield plan
+            candidate = self._candidate(count, num_late, num_staying=staying)
+            layers = self.drafts.without_rows(candidate).layers
+            if any(layer.kept in ELSEWHERE for layer in layers) and self._fits(candidate):
+                yield candidate
+
+    def _beyond(self, share: float, candidate: Candidate) -> int:
+        """Bytes beyond this share of the device's memory."""
+        limit = self.drafts.machine.hbm_bytes
+        return 0 if limit is None else self.drafts.device_bytes(candidate) - int(share * limit)
 
 
-def fewest_layers(draft: Callable[[Candidate], Plan], candidate: Candidate, able: Sequence[int]) -> int:
+def fewest_layers(drafts: Drafts, candidate: Candidate, able: tuple[int, ...]) -> int:
     """How many layers must live on the device for the host, and the disk, to have room for the others; all if they
     never have. What is kept for a backward makes no difference."""
 
     def room(count: int) -> int:
-        plan = draft(replace(candidate, hbm_layers=frozenset(able[:count])))
-        return -beyond_disk(plan) or spare_ram(plan) + 1
+        return drafts.host_room(replace(candidate, hbm_layers=frozenset(able[:count])))
 
     return first_above(room, len(able))
 
@@ -192,9 +207,3 @@ def first_above(rising: Callable[[int], int], end: int) -> int:
         else:
             low, at_low = middle, at_middle
     return high
-
-
-def _beyond(share: float, plan: Plan) -> int:
-    """Bytes beyond this share of the device's memory."""
-    limit = plan.hbm_limit_bytes
-    return 0 if limit is None else plan.total_bytes(Tier.HBM) - int(share * limit)

@@ -36,10 +36,10 @@ class GradientPlaces:
 
     def wait_on_device(self, index: int) -> bool:
         """Whether the layer's complete gradient does."""
-        return index in self.candidate.hbm_layers or index in self._late
+        return index in self.candidate.hbm_layers or index in self.late
 
     @cached_property
-    def _late(self) -> frozenset[int]:
+    def late(self) -> frozenset[int]:
         """Layers on the host whose gradients leave when all are complete. What leaves rounded, and what Muon trains,
         leaves as soon as it is complete."""
         if not self.request.clip or self.wire is not self.sums or self.layout.with_muon:

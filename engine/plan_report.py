@@ -8,7 +8,7 @@ import torch
 
 from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.plan import NARROW_MOMENTS, ActivationPolicy, ByteCount, Plan, Tier, UpdateOrder
-from megatrain_ray.engine.plan_spill import beyond_disk
+from megatrain_ray.engine.plan_limits import beyond_disk
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.io.disk_io import PLAIN, DiskWay
 from megatrain_ray.units import format_bytes, format_count
@@ -31,6 +31,7 @@ def describe(plan: Plan) -> str:
         _keeping(plan),
         *_compiled_lines(plan),
         *_chunk_lines(plan),
+        *_part_lines(plan),
         *_waiting_lines(plan),
         *_capture_lines(plan),
         f"attention {_attention(plan)}",
@@ -89,6 +90,10 @@ def _waiting_lines(plan: Plan) -> list[str]:
         num_bytes = format_bytes(plan.kept_bytes)
         lines.append(f"offload   what {offloaded} layers keep waits on the host for their backward, {num_bytes}")
     return lines
+
+
+def _part_lines(plan: Plan) -> list[str]:
+    return [f"parts     blocks are divided into {plan.block_parts} layers each"] if plan.block_parts > 1 else []
 
 
 def _chunk_lines(plan: Plan) -> list[str]:
@@ -161,7 +166,7 @@ def _spill_lines(plan: Plan) -> list[str]:
         return []
     what = f"{', '.join(found[:-1])} and {found[-1]}" if found[1:] else found[0]
     read = format_bytes(plan.written_bytes + plan.weight_read_bytes)
-    way = DiskWay(plan.disk_io, plan.disk_packed)
+    way = DiskWay(plan.disk_io, plan.disk_packed and plan.uses_disk)  # activations never are
     by = "" if way == PLAIN else f" by {way}"
     return [f"spill     on disk: {what}; {read} read and {format_bytes(plan.written_bytes)} written a step{by}"]
 

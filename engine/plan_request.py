@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.hardware_profile import HardwareProfile, typical
@@ -14,11 +15,19 @@ from megatrain_ray.io.disk_io import PLAIN, DiskWay
 @dataclass(frozen=True)
 class SpillSpace:
     """What may be spilled to disk: bytes, how fast they are read and written at the same time, both together, and in
-    which way."""
+    which way. Activations are never packed: where the way packs, `plain_bytes_per_s` is theirs; None: nobody measured
+    it, and they are as fast as the rest. `may_be_unpacked`: packing was chosen for its rate, and not asked for."""
 
     limit_bytes: int
     bytes_per_s: float
     way: DiskWay = PLAIN
+    plain_bytes_per_s: float | None = None
+    may_be_unpacked: bool = False
+
+    @property
+    def unpacked(self) -> SpillSpace:
+        """The same disk without packing."""
+        return SpillSpace(self.limit_bytes, self.plain_bytes_per_s or self.bytes_per_s, DiskWay(self.way.io))
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,19 @@ class Request:
     captured: bool | None = None  # a step is a graph of the device; None: where that is faster (make_plan alone)
 
 
+class SpillFirst(Enum):
+    """What goes to the disk before the rest, of what optimizer shards have there. LEAST: as whichever of the others
+    needs the least there."""
+
+    LEAST = "least"
+    GRADIENTS = "gradients"  # of blocks from the last on, then of the ends; then state
+    STATE = "state"  # of blocks from the last on, then of the ends; then gradients
+    ENDS = "ends"  # gradients, then state: of the ends, then of blocks from the last on
+    FRONT = "front"  # gradients, then state, of layers from the first on
+
+    __hash__ = object.__hash__  # Enum's own is Python, and the search asks for it all the time
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a step, before anybody knows whether it fits. `activations`: of layers that are not compiled;
@@ -91,3 +113,4 @@ class Candidate:
     kept: Tier = Tier.HBM  # where what they keep waits for their backward
     num_staying: int = 0  # of these the last ones keep it on the device all the same
     spills_activations: bool = False  # what waits on the host goes to the disk where the host has too little room
+    spill_first: SpillFirst = SpillFirst.LEAST

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Iterator
 
-import torch
-
-from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.activation_space import activation_file_bytes, windows_of
-from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.muon import work_bytes
 from megatrain_ray.engine.plan import (
-    ELSEWHERE,
     SECOND_MOMENT_BYTES,
-    ActivationPolicy,
     ByteCount,
-    LayerPlan,
     Plan,
-    Precision,
     Tier,
 )
-from megatrain_ray.engine.plan_loss import loss_bytes
 from megatrain_ray.engine.plan_spill import slots_bytes, spilled_bytes, windows_bytes
 from megatrain_ray.io.words import WORD_BYTES
 from megatrain_ray.units import format_bytes
@@ -35,160 +23,8 @@ PROCESS_BYTES = 640 << 20
 # the compiler. With Ray's own 1.1 GB 4.6 to 5.2 GB in all were seen of runs with one shard on an H200 (results of
 # 2026-11-22 in benchmarks/).
 BESIDE_GPU_BYTES = 1280 << 20
-# A CUDA context and its libraries: on an H200 NVML had 0.95 GB more than all tensors at their most (7.6b_16x4096 in
-# benchmarks/README.md). hardware.hbm_limit leaves as much for them.
-CONTEXT_BYTES = 1 << 30
-# What a compiled layer's backward holds at most, what was kept and its own boundary included, as a multiple of what the
-# layer keeps with an activation budget of 1: up to 1.64 in a layer alone, 1.51 in a step (benchmarks/README.md).
-COMPILED_BACKWARD = 1.6
-# The same where the MLP is computed in chunks. Then attention's backward holds most: its inputs and output, the
-# gradients of these, what flash attention sums them in, in FP32, and keys and values for every head. A guess from these
-# sizes.
-CHUNKED_BACKWARD = 2.0
-# With this budget or less a backward computes nearly everything again. Then it holds all that the layer would have kept
-# and the gradients of all that at once, but for four tensors of the boundary's size: 2 % more than was measured for
-# layers of Qwen2.5-7B and 14B on an H200.
-SMALL_BUDGET = 0.2
-# The share of a backward's most that may still be there when the gradients of all weights are: with 4 to 64 sequences
-# of 1024 tokens these gradients did not raise the peak. A guess.
-BESIDE_GRADIENTS = 0.6
 # Beside the shards: driver, GPU worker, data, arena owner.
 OTHER_PROCESSES = 4
-
-
-def hbm_rows(
-    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
-) -> Iterator[ByteCount]:
-    """`plan`: all of it but its rows."""
-    live = plan.num_live_micro_batches
-    # Not of the head, whose forward and backward are in one visit.
-    of_blocks = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
-    stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
-    staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*of_blocks, 0], plan.layers, strict=True)]
-    held = [live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)]
-    of_loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
-    work = max(of_loss, backward_bytes(plan, layout, activations))
-    rows: dict[str, tuple[int, str]] = {
-        "slots": (sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"),
-        "gradient slots": (
-            sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes),
-            f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving",
-        ),
-        **_resident_rows(plan, layout),
-        **_waiting_rows(plan, layout, held),
-        "boundary activations": _boundaries(plan, sum(stays)),
-        "kept activations": _kept(plan, staying),
-        "attention masks": (
-            # While one is made, up to two other tensors of its size exist.
-            (live + 2) * activations.masks,
-            f"({live} micro-batches + 2 while one is made) × {format_bytes(activations.masks)}",
-        ),
-        "work": (
-            work,
-            f"one layer's backward, or the loss: logits of {plan.loss_chunk_tokens} tokens, head gradient, tied ones",
-        ),
-        "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
-    }
-    if plan.captured:
-        rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
-    if plan.num_muon:
-        rows |= {"muon": _of_muon(plan, layout)}
-    return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
-
-
-def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
-    """What enters the head, its gradient, and what the head's own forward keeps until the loss has gone through it."""
-    return 2 * max(activations.boundary) + kept_bytes(activations, len(plan.layers) - 1, plan.layers[-1])
-
-
-def _boundaries(plan: Plan, staying: int) -> tuple[int, str]:
-    """Of layers whose inputs wait elsewhere there are those of one layer and what its forward or backward makes of
-    them, and one that comes or goes; the work of a backward counts the two of one micro-batch. Of those that are
-    computed again there are those of one segment, and one that is copied there."""
-    live = plan.num_live_micro_batches
-    passing = max((layer.boundary_bytes for layer in plan.layers if layer.boundary in ELSEWHERE), default=0)
-    of_segments = [
-        sum(layer.boundary_bytes for layer in segment)
-        for replayed, segment in groupby(plan.layers, lambda layer: layer.boundary is None)
-        if replayed
-    ]
-    if passing:
-        staying -= plan.layers[-1].boundary_bytes  # the head's follow the last layer's
-    num_bytes, formula = live * staying, f"{live} micro-batches × {format_bytes(staying)}"
-    if passing:
-        num_bytes += (2 * live + 1) * passing
-        formula += f" + {2 * live + 1} × {format_bytes(passing)} that pass"
-    if of_segments:
-        one = max(layer.boundary_bytes for layer in plan.layers if layer.boundary is None)
-        num_bytes += live * max(of_segments) + one
-        formula += f" + {live} × {format_bytes(max(of_segments))} of a segment + {format_bytes(one)}"
-    return num_bytes, formula
-
-
-def _kept(plan: Plan, staying: Sequence[int]) -> tuple[int, str]:
-    """Of layers whose own wait elsewhere there are those of one micro-batch in one layer, and others that come or go.
-    `staying`: of one micro-batch, by layer. What stays of layers behind all of these is there while none go, and what
-    has gone of them makes room for the first that come."""
-    live, num_passing = plan.num_live_micro_batches, 0
-    num_bytes, formula = live * sum(staying), f"{live} micro-batches × {format_bytes(sum(staying))}"
-    if passing := max(layer.kept_bytes for layer in plan.layers):
-        last = max(i for i, layer in enumerate(plan.layers) if layer.kept_bytes)
-        num_passing = 1 if live * sum(staying[last + 1 :]) >= passing else 2
-        num_bytes += num_passing * passing
-        formula += f" + {num_passing} × {format_bytes(passing)} that pass"
-    return num_bytes, formula
-
-
-def kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> int:
-    """Of one micro-batch in one layer."""
-    if layer.activations is ActivationPolicy.RECOMPUTE:
-        return 0
-    return activations.kept_within(index, layer.activation_budget) if layer.compiled else activations.kept[index]
-
-
-def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> int:
-    """What the largest backward of a layer holds beyond what was kept: what it computes again, gradients of what is
-    kept and of the weights, these of another micro-batch too where they are added in pairs, both boundaries."""
-    item, boundaries = plan.precision.working_dtype.itemsize, 2 * max(activations.boundary)
-    paired = plan.paired_layers
-
-    def of(index: int, layer: LayerPlan) -> int:
-        gradients = layout.trained_sizes[index] * item
-        of_pair = gradients if index in paired else 0
-        chunk = _chunk_bytes(plan, activations, index, layer, layout.trained_sizes[index])
-        if not layer.compiled:
-            return 2 * activations.kept[index] + chunk + boundaries + gradients + of_pair
-        whole = activations.kept_at_most(index)
-        graph = _compiled_bytes(whole, boundaries, layer.activation_budget)
-        if chunk:
-            graph = max(graph + chunk, int(CHUNKED_BACKWARD * whole))
-        most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients) + of_pair
-        return most - activations.kept_within(index, layer.activation_budget)
-
-    different = {
-        (activations.alike[i], layout.trained_sizes[i], layer.compiled, layer.activation_budget, i in paired): (
-            i,
-            layer,
-        )
-        for i, layer in enumerate(plan.layers[:-1])
-    }
-    return max(of(i, layer) for i, layer in different.values())
-
-
-def _chunk_bytes(plan: Plan, activations: ActivationBytes, index: int, layer: LayerPlan, num_trained: int) -> int:
-    """What a chunk of the MLP's backward holds: what it computes again with its gradients, and sums of the weights'
-    gradients beside those of the chunk. 0 where there are no chunks."""
-    if not (whole := activations.mlp_bytes(index, compiled=layer.compiled)):
-        return 0
-    of_chunk = whole // plan.num_mlp_chunks
-    of_weights = num_trained * (torch.float32.itemsize + plan.precision.working_dtype.itemsize)
-    return int((COMPILED_BACKWARD if layer.compiled else 2) * of_chunk) + of_weights
-
-
-def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> int:
-    """`whole`: what the layer keeps with a budget of 1."""
-    typical = int(COMPILED_BACKWARD * whole)
-    return typical if activation_budget > SMALL_BUDGET else max(typical, 2 * (whole - boundaries))
 
 
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
@@ -254,58 +90,6 @@ def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         times = "once" if plan.num_sweeps == 1 else f"{plan.num_sweeps} times"
         formula = f"of {len(plan.disk_activations)} layers and micro-batches, written and read {times} a step"
         yield ByteCount(Tier.NVME, "activations", activation_file_bytes(plan), formula)
-
-
-def _of_muon(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
-    """What one matrix takes while it is orthogonalised, beside where momenta arrive and directions leave from."""
-    matrices = [s.shape for i in layout.with_muon for s in layout.layers[i].muon_segments]
-    work = max(map(work_bytes, matrices))
-    slots = sum(plan.momentum_slot_bytes) + sum(plan.direction_slot_bytes)
-    count = len(plan.momentum_slot_bytes)
-    return slots + work, f"{count} momenta + {count} directions + {format_bytes(work)} for a matrix"
-
-
-def _resident_rows(plan: Plan, layout: ModelLayout) -> dict[str, tuple[int, str]]:
-    """Of the layers that live on the device, where there are any."""
-    layers = [layout.layers[i] for i in sorted(plan.hbm_layers)]
-    if not layers:
-        return {}
-    trained = sum(x.trained.size for x in layers)
-    return {
-        "layers in HBM": (
-            sum(resident_bytes(plan.precision, x) for x in layers),
-            f"{len(layers)} layers: working copy, and {plan.precision.state_bytes} bytes of state × {trained}",
-        )
-    }
-
-
-def resident_bytes(precision: Precision, layer: FlatLayout) -> int:
-    """Working copy and state of a layer that lives on the device."""
-    return layer.size * precision.working_dtype.itemsize + layer.trained.size * precision.state_bytes
-
-
-def _waiting_rows(plan: Plan, layout: ModelLayout, held: Sequence[int]) -> dict[str, tuple[int, str]]:
-    """Of gradients that wait on the device. `held`: bytes of each layer's activations before its backward."""
-    if not plan.waiting_layers:
-        return {}
-    item, waiting = plan.accumulation_dtype.itemsize, plan.waiting_layers
-    sizes = [layer.trained.size * item if i in waiting else 0 for i, layer in enumerate(layout.layers)]
-    formula = f"{item} bytes × {sum(sizes) // item}"
-    if not plan.gradients_are_brief:
-        return {"gradients in HBM": (sum(sizes), formula)}
-    # A backward's gradients come as activations go, and leave in the next forward as activations come.
-    departing = set(plan.departing_layers)
-    late = [size if i in departing else 0 for i, size in enumerate(sizes)]
-    held_up_to = list(accumulate(held))
-    backward = (before + after for before, after in zip(held_up_to, _remaining(sizes), strict=True))
-    forward = (before + after for before, after in zip([0, *held_up_to], [*_remaining(late), 0], strict=True))
-    beyond = max(*backward, *forward) - held_up_to[-1]
-    return {"gradients in HBM": (max(0, beyond), f"{formula}, beyond the activations that have gone by then")}
-
-
-def _remaining(sizes: Sequence[int]) -> list[int]:
-    """Of each and those behind it."""
-    return list(accumulate(reversed(sizes)))[::-1]
 
 
 def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 
+# Of the disk, that reads of working copies are predicted to have: as if updates and gradients, which are there then,
+# too, always had the rest.
+WEIGHTS_SHARE = 0.5
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -28,3 +32,8 @@ class Prediction:
     h2d_bytes: int
     d2h_bytes: int
     profile: HardwareProfile | None = None
+
+    @property
+    def disk_s(self) -> float:
+        """Of the disk at work for all that is moved there, at its whole rate."""
+        return self.busy_s.get("disk", 0.0) + WEIGHTS_SHARE * self.busy_s.get("weights", 0.0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelStructure
+from megatrain_ray.engine.model import Entered, LayerKind, LayerSpec, ModelStructure
 from megatrain_ray.engine.trial import Call, Trial
 
 
@@ -18,9 +18,8 @@ def private_inputs(model: nn.Module, trial: Trial, structure: ModelStructure) ->
     if _hand_on_constants(trial, structure):
         return (False,) * len(structure.layers)
     # A weight is part of a slot. What the base model returns a loss may read, which the trial did not run.
-    shared = storages_of(model.parameters()) | storages_of(_returned(trial, structure.base))
-    blocks = [trial.first(layer.modules[0]) if layer.kind is LayerKind.BLOCK else None for layer in structure.layers]
-    return tuple(block is not None and _is_private(trial, block, shared) for block in blocks)
+    shared = storages_of(model.parameters()) | storages_of(returned_tensors(trial, structure.base))
+    return tuple(_has_private_inputs(trial, layer, shared) for layer in structure.layers)
 
 
 def is_made_by(trial: Trial, before: LayerSpec, layer: LayerSpec) -> bool:
@@ -49,14 +48,35 @@ def _hand_on_constants(trial: Trial, structure: ModelStructure) -> bool:
     return any(tensor.is_floating_point() and not tensor.requires_grad for tensor in returned)
 
 
-def _returned(trial: Trial, base: str) -> list[torch.Tensor]:
+def returned_tensors(trial: Trial, base: str) -> list[torch.Tensor]:
+    """By the base model."""
     call = trial.first(base)
     return _tensors(vars(call.output)) if call else []
 
 
-def _is_private(trial: Trial, call: Call, shared: set[int]) -> bool:
+def _has_private_inputs(trial: Trial, layer: LayerSpec, shared: set[int]) -> bool:
+    """Of a part of a block: what leaves behind it, whichever part it entered."""
+    if layer.kind is not LayerKind.BLOCK:
+        return False
+    block = trial.first(layer.part.block if layer.part else layer.modules[0])
+    if block is None:
+        return False
+    if layer.part is None:
+        entering = [tensor for tensor in block.inputs if tensor.requires_grad]
+    else:
+        entering = entered(trial, layer.part.leaving)
+    return _is_private(trial, block, storages_of(entering), shared)
+
+
+def entered(trial: Trial, places: Iterable[Entered]) -> list[torch.Tensor]:
+    """What entered there in the trial, where it wants a gradient."""
+    calls = ((trial.first(path), position) for path, position in places)
+    values = (tree_leaves(call.arguments.contents)[position] for call, position in calls if call)
+    return [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+
+
+def _is_private(trial: Trial, call: Call, storages: set[int], shared: set[int]) -> bool:
     """Nobody has these after the call, and no operation outside of it saved them for its backward."""
-    storages = storages_of(tensor for tensor in call.inputs if tensor.requires_grad)
     first, stop = call.saved
     outside = storages_of((*trial.saved[:first], *trial.saved[stop:]))
     read_later = any(trial.touched.get(storage, 0) >= call.stop for storage in storages)

@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.errors import CapacityError
 
 NEVER = 1 << 60
@@ -28,6 +29,11 @@ class SlotSpec:
 
     group: str
     num_bytes: int
+
+
+def group_of(kind: LayerKind, fragment: int) -> str:
+    """Of slots that a layer's fragments take."""
+    return f"block/{fragment}" if kind is LayerKind.BLOCK else "edge"
 
 
 @dataclass(frozen=True)

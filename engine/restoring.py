@@ -1,15 +1,18 @@
-"""What a save holds, brought into state: moments of another type than the state's are converted on the way, to FP32
-exactly, to bf16 once to nearest (their updates round them stochastically)."""
+"""What a save holds, brought into state. Layers that were divided otherwise are found by their parameters. Moments of
+another type than the state's are converted on the way, to FP32 exactly, to bf16 once to nearest (their updates round
+them stochastically)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.manifest import LayerEntry, Manifest
 from megatrain_ray.io.pieces import Piece
 from megatrain_ray.io.save import read_pieces
 
@@ -24,6 +27,34 @@ def restore_pieces(save_folder: Path, manifest: Manifest, pieces: Sequence[Piece
     for piece in others:
         for part in piece.cut(CONVERTED_BYTES):
             _convert(save_folder, manifest, part)
+
+
+def as_saved(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -> list[Piece]:
+    """The same elements as pieces of the save's layers, where blocks were divided otherwise when it was made. `layout`:
+    whose layers the pieces are of. Raises MegatrainError for a parameter that the save does not hold."""
+    if names_of(manifest.layers) == [[p.name for p in layer.segments] for layer in layout.layers]:
+        return list(pieces)
+    return list(_found(pieces, manifest, layout))
+
+
+def names_of(layers: Iterable[LayerEntry]) -> list[list[str]]:
+    """Of the parameters of each layer."""
+    return [[parameter.name for parameter in layer.parameters] for layer in layers]
+
+
+def _found(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -> Iterator[Piece]:
+    theirs = {p.name: (layer.name, p.start) for layer in manifest.layers for p in layer.parameters if not p.tied_to}
+    ours = {layer.name: layer for layer in layout.layers}
+    for piece in pieces:
+        position = 0
+        for segment in ours[piece.layer].segments:
+            start, stop = max(piece.start, position), min(piece.stop, position + segment.numel)
+            if start < stop:
+                if segment.name not in theirs:
+                    raise MegatrainError(f"the save does not hold {segment.name}")
+                layer, first = theirs[segment.name]
+                yield piece.part(start, stop, layer, first + start - position)
+            position += segment.numel
 
 
 def _is_converted(piece: Piece, manifest: Manifest) -> bool:

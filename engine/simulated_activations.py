@@ -42,7 +42,7 @@ class SimulatedActivations:
         self.begin()
 
     def _note(self, plan: Plan, visits: Sequence[Visit]) -> None:
-        of_visits = [[_move(plan, v.layer, kind) for kind in needed(plan, v.phase, v.layer)] for v in visits]
+        of_visits = [[_move(plan, i, kind) for kind, i in needed(plan, v.phase, v.layer)] for v in visits]
         sweep: list[Op] | None = None  # that is under way
         for visit, moves, of_next in zip(visits, of_visits, [*of_visits[1:], []], strict=True):
             is_first = visit.phase in RETURNING and sweep is None

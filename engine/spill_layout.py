@@ -69,6 +69,11 @@ class Extent:
         """Of these the ones with the working copy, which are the first: it is read alone, too."""
         return [block for kind, block in self.kinds_and_blocks if kind == WORKING]
 
+    @property
+    def working_bytes(self) -> int:
+        """Of these blocks."""
+        return aligned(self.kinds[WORKING].size)
+
     def itemsize(self, kind: str) -> int:
         """Bytes of an element."""
         return self.kinds[kind].size // self.span.size
@@ -112,6 +117,15 @@ class SpillLayout:
     def gradients_of(self, layer: int) -> Sequence[int]:
         """The same of its gradient."""
         return self._numbers[True].get(layer, ())
+
+    def working_of(self, layer: int, span: Span) -> Iterator[tuple[int, Span]]:
+        """Of a layer whose working copy is here, the extents with some of these elements, and which of them each has:
+        what is read for them, each extent's working copy as a whole."""
+        for number in self.state_of(layer):
+            of_extent = self.extents[number].span
+            inside = Span(max(span.start, of_extent.start), min(span.stop, of_extent.stop))
+            if inside.start < inside.stop:
+                yield number, inside
 
     @cached_property
     def _numbers(self) -> Mapping[bool, Mapping[int, Sequence[int]]]:

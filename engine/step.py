@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Transfer
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
+from megatrain_ray.engine.part_memory import leaving, let_go, noting_saved, own_of_glue
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.shard import UpdateHeader
@@ -234,8 +235,10 @@ class StepRunner:
     def _forward(self, layer: int, j: int, state: _StepState) -> None:
         """Runs every call of the layer that the micro-batch's forward makes."""
         forward_pass = state.passes[j]
+        part = self._structure.layers[layer].part
         entered: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
+        between: list[torch.Tensor] = []
         while (call := forward_pass.pending) is not None and self._layer_of(call) == layer:
             with (
                 self._modules.bound(call.path) as (function, parameters),
@@ -244,11 +247,25 @@ class StepRunner:
                 self._seed(state.step, j, layer, 0)
                 outcome = call.forward(function, parameters, self._saving(call, layer, kept))
             self._seed(state.step, j, layer, 1)
-            with self._device.timed(Op("between layers", layer, j)):
+            with self._device.timed(Op("between layers", layer, j)), self._noting(call, layer, between):
                 forward_pass.resume(outcome)
             entered += [port.tensor for port in call.ports]
         if self._activations:
-            self._activations.leave(layer, j, entered, kept)
+            if part:
+                entered = leaving(forward_pass, part)
+            glue = own_of_glue(between, forward_pass, part) if part else []
+            self._activations.leave(layer, j, entered, kept, glue)
+        if part:
+            let_go(forward_pass, part)
+
+    def _noting(self, call: LayerCall, layer: int, between: list[torch.Tensor]) -> AbstractContextManager[None]:
+        """Of a block's own forward behind a call of a part. `between`: gets what it saves for its backward, where that
+        is to wait elsewhere. Behind the block's last call the model's own forward runs, too, which stays."""
+        spec, store = self._structure.layers[layer], self._activations
+        is_last = spec.part is None or (spec.part.is_last and call.path == spec.modules[-1])
+        if is_last or store is None or self._plan.layers[layer].kept is Tier.HBM:
+            return nullcontext()
+        return noting_saved(between, store.check_there)
 
     def _replay(self, layer: int, j: int, state: _StepState) -> None:
         """What its calls returned is there again."""

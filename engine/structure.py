@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatrain_ray.engine.activation_bytes import ActivationBytes, activation_bytes_of
 from megatrain_ray.engine.attention import Attention, imagined_masks
 from megatrain_ray.engine.compile_trial import try_compiling
+from megatrain_ray.engine.division import name_of, parts_of, with_departures
 from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.mlp_choice import find_mlp
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure
@@ -34,13 +35,14 @@ def discover(
     packed: bool = False,
     compiled: bool = False,
     chunked: bool = False,
+    block_parts: int = 1,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two where something is frozen. `packed`: of
     several documents in a row. `compiled`: tells of compiled layers, too; `chunked`: of layers whose MLPs are computed
-    in chunks.
+    in chunks. `block_parts`: into so many parts blocks are divided at most; parts are neither compiled nor chunked.
 
     Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run,
-    and for `rules` that do not fit the model.
+    and for `rules` or `block_parts` that do not fit the model.
     """
     with FakeTensorMode():
         with Answers():
@@ -50,7 +52,7 @@ def discover(
                 parameter.requires_grad_(parameter.is_floating_point())
             batch = micro_batch_size, seq_len
             trial = _run_trial(model, batch, attention, packed=packed)
-            structure = _Finder(model, trial, groups, micro_batch_size).structure()
+            structure = _Finder(model, trial, groups, micro_batch_size, block_parts).structure()
             structure = with_muon(structure, model) if rules.muon else structure
             activations = activation_bytes_of(model, trial, structure, attention, batch)
             if structure.has_frozen:
@@ -60,6 +62,8 @@ def discover(
                 trial = _run_trial(model, batch, attention, packed=packed)
                 less = activation_bytes_of(model, trial, structure, attention, batch)
                 activations = activations.above(structure.lowest_trained, less)
+        if structure.is_divided:
+            return structure, replace(activations, chunked=None)
         if compiled:
             activations = replace(activations, compiled=try_compiling(model, structure, trial))
         if not chunked:
@@ -97,13 +101,19 @@ class _Finder:
     """The parts of a structure one after the other."""
 
     def __init__(
-        self, model: nn.Module, trial: Trial, groups: Mapping[str, ParameterGroup], micro_batch_size: int
+        self,
+        model: nn.Module,
+        trial: Trial,
+        groups: Mapping[str, ParameterGroup],
+        micro_batch_size: int,
+        block_parts: int,
     ) -> None:
         """`trial`: of so many sequences. `groups`: of each parameter, by all of its names."""
         self._model = model
         self._trial = trial
         self._groups = groups
         self._micro_batch_size = micro_batch_size
+        self._block_parts = block_parts
         self._name = type(model).__name__
 
     def structure(self) -> ModelStructure:
@@ -114,7 +124,7 @@ class _Finder:
         owners: dict[int, str] = {}
         layers = (
             self._spec("embedding", LayerKind.EMBEDDING, before, owners),
-            *(self._block_spec(i, block, base, owners) for i, block in enumerate(blocks)),
+            *(spec for i, block in enumerate(blocks) for spec in self._block_specs(i, block, base, owners)),
             self._spec("head", LayerKind.HEAD, head, owners),
         )
         check_parameters(self._model, self._trial, layers)
@@ -128,7 +138,7 @@ class _Finder:
             base=base.path,
             loss_modules=frozenset(in_loss),
             vocab_size=self._vocab_size(),
-            attention_widths=tuple(block.attention / self._micro_batch_size for block in blocks),
+            attention_widths=tuple(map(self._attention_width, layers[1:-1])),
             looked_up=frozenset(self._trial.looked_up),
         )
 
@@ -203,9 +213,22 @@ class _Finder:
         head = [call.path for call in calls if call.start > blocks[-1].stop]
         return before, head, [call.path for call in calls if call.start > base.stop]
 
-    def _block_spec(self, index: int, block: Call, base: Call, owners: dict[int, str]) -> LayerSpec:
-        spec = self._spec(f"layers.{index}", LayerKind.BLOCK, [block.path], owners)
-        return replace(spec, mlp=find_mlp(self._model, self._trial, base.path, block.path))
+    def _block_specs(self, index: int, block: Call, base: Call, owners: dict[int, str]) -> list[LayerSpec]:
+        name = f"layers.{index}"
+        modules = parts_of(self._model, self._trial, block, self._block_parts) if self._block_parts > 1 else []
+        if len(modules) < 2:
+            spec = self._spec(name, LayerKind.BLOCK, [block.path], owners)
+            return [replace(spec, mlp=find_mlp(self._model, self._trial, base.path, block.path))]
+        parts = [
+            self._spec(f"{name}.{name_of(self._model, paths, block.path)}", LayerKind.BLOCK, paths, owners)
+            for paths in modules
+        ]
+        return with_departures(self._model, self._trial, block, base, parts)
+
+    def _attention_width(self, block: LayerSpec) -> float:
+        """Of a block, or a part of one: 0 where it does not attend."""
+        calls = (self._trial.first(path) for path in block.modules)
+        return sum(call.attention for call in calls if call) / self._micro_batch_size
 
     def _spec(self, name: str, kind: LayerKind, modules: Sequence[str], owners: dict[int, str]) -> LayerSpec:
         """`owners`: parameters seen so far, by identity; a second appearance is tied to the first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,17 +48,28 @@ class Call:
     draws: bool = False  # whether random numbers are drawn inside
 
 
+class Flow(NamedTuple):
+    """An operation had a storage, by its identity and when it was made: identities come again."""
+
+    storage: int
+    made: int
+    had: int
+
+
 @dataclass
 class Trial:
     """Every call of a forward in the order of their starts, what autograd saved, and who read which parameter.
     `looked_up`: parameters whose rows are picked by index, which is no product. `touched`: when a module or an
-    operation last had each storage that is alive, by its identity."""
+    operation last had each storage that is alive, by its identity. `made`: when it was; `flows`: every time that an
+    operation had one, alive or not."""
 
     calls: list[Call] = field(default_factory=list)
     saved: list[torch.Tensor] = field(default_factory=list)
     reads: dict[str, set[str]] = field(default_factory=dict)  # parameter → innermost modules under way
     looked_up: set[str] = field(default_factory=set)
     touched: dict[int, int] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)
+    flows: list[Flow] = field(default_factory=list)
     _clock: int = 0
     _open: list[Call] = field(default_factory=list)
 
@@ -92,6 +103,13 @@ class Trial:
 
     def touch(self, tensor: torch.Tensor) -> None:
         self.touched[tensor.untyped_storage()._cdata] = self._clock
+
+    def flow(self, given: Iterable[torch.Tensor], result: object, *, in_place: bool) -> None:
+        """Of one operation. One in place makes anew what it changes."""
+        had = {tensor.untyped_storage()._cdata for tensor in given}
+        self.flows += [Flow(storage, self.made[storage], self._clock) for storage in had if storage in self.made]
+        results = {t.untyped_storage()._cdata for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+        self.made |= dict.fromkeys(results if in_place else results - had, self._clock)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         self.saved.append(tensor)
@@ -147,7 +165,8 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for value in tree_leaves((args, kwargs)):
+        given = tree_leaves((args, kwargs))
+        for value in given:
             if id(value) in self._names:
                 self._trial.read(self._names[id(value)])
                 if func is torch.ops.aten.embedding.default:
@@ -156,9 +175,23 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._trial.touch(value)
         if width := attention_width(func, tuple(args), self._seq_len):
             self._trial.attend(width)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs or {}):
             self._trial.draw()
-        return func(*args, **kwargs or {})
+        result = func(*args, **kwargs or {})
+        tensors = (value for value in given if isinstance(value, torch.Tensor))
+        self._trial.flow(tensors, result, in_place=func._schema.is_mutable)
+        return result
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the operation draws random numbers. Attention does not without dropout."""
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,6 +14,8 @@ class LoopOrder(Enum):
     MICRO_BATCHES_OUTER = "micro_batches_outer"
     LAYERS_OUTER = "layers_outer"
 
+    __hash__ = object.__hash__  # Enum's own is Python, and the search asks for it all the time
+
 
 class Phase(Enum):
     FORWARD = "forward"

@@ -1,33 +1,83 @@
-"""A BlobStore that counts what one opened blob moves, and how long."""
+"""A BlobStore that counts what one opened blob moves, and when."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import NamedTuple
 
 from megatrain_ray.io.blob_store import Blob, BlobStore, BlobWriter
 
+MAX_TIMES = 4096  # that are kept; a disk that a step waits for has few of them in a step
+
+
+class Moved(NamedTuple):
+    """Bytes read and written."""
+
+    read: int = 0
+    written: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+    def since(self, before: Moved) -> Moved:
+        return Moved(self.read - before.read, self.written - before.written)
+
+    def plus(self, more: Moved) -> Moved:
+        return Moved(self.read + more.read, self.written + more.written)
+
+
+NOTHING = Moved()
+
+
+class Time(NamedTuple):
+    """From one moment to another, in seconds of CLOCK_MONOTONIC, which is one clock for all processes of a machine."""
+
+    start_s: float
+    end_s: float
+
+
+class Busy(NamedTuple):
+    """When at least one transfer was under way: the newest of these times, in their order. `since_s`: what ended before
+    may be left out."""
+
+    times: tuple[Time, ...] = ()
+    since_s: float = 0.0
+
+
+NEVER = Busy()
+
 
 class DiskMeter:
-    """Bytes read and written, and the seconds in which at least one transfer was under way. Thread-safe."""
+    """Bytes read and written, and the times in which at least one transfer was under way. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_bytes = 0
-        self._busy_s = 0.0
+        self._moved = NOTHING
+        self._times: deque[Time] = deque(maxlen=MAX_TIMES)
+        self._left_out_s = 0.0  # the end of the newest time that there is no room for any more
         self._under_way = 0
         self._since_s = 0.0  # when the first of those under way began
 
-    def read(self) -> tuple[int, float]:
-        """Bytes that have been moved and the seconds that took, up to now."""
+    @property
+    def moved(self) -> Moved:
+        """Up to now, by transfers that have ended."""
         with self._lock:
-            open_s = time.perf_counter() - self._since_s if self._under_way else 0.0
-            return self._num_bytes, self._busy_s + open_s
+            return self._moved
+
+    @property
+    def busy(self) -> Busy:
+        """Up to now, with what is under way."""
+        with self._lock:
+            now = (Time(self._since_s, time.perf_counter()),) if self._under_way else ()
+            return Busy((*self._times, *now), self._left_out_s)
 
     @contextmanager
-    def transfer(self, num_bytes: int) -> Iterator[None]:
+    def transfer(self, num_bytes: Moved) -> Iterator[None]:
         """The block moves so many."""
         with self._lock:
             if not self._under_way:
@@ -38,9 +88,14 @@ class DiskMeter:
         finally:
             with self._lock:
                 self._under_way -= 1
-                self._num_bytes += num_bytes
+                self._moved = self._moved.plus(num_bytes)
                 if not self._under_way:
-                    self._busy_s += time.perf_counter() - self._since_s
+                    self._keep(Time(self._since_s, time.perf_counter()))
+
+    def _keep(self, newest: Time) -> None:
+        if len(self._times) == MAX_TIMES:
+            self._left_out_s = self._times[0].end_s
+        self._times.append(newest)
 
 
 class MeasuredStore:
@@ -59,7 +114,7 @@ class MeasuredStore:
             yield _MeasuredBlob(blob, self._meter)
 
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
-        with self._meter.transfer(len(block)):
+        with self._meter.transfer(Moved(read=len(block))):
             await self._store.read_into(name, offset, block)
 
     async def size(self, name: str) -> int:
@@ -75,9 +130,9 @@ class _MeasuredBlob:
         self._meter = meter
 
     async def read_into(self, offset: int, block: memoryview) -> None:
-        with self._meter.transfer(len(block)):
+        with self._meter.transfer(Moved(read=len(block))):
             await self._blob.read_into(offset, block)
 
     async def write_at(self, offset: int, block: memoryview) -> None:
-        with self._meter.transfer(len(block)):
+        with self._meter.transfer(Moved(written=len(block))):
             await self._blob.write_at(offset, block)

@@ -62,6 +62,11 @@ class Piece(NamedTuple):
             start, stop = (self.start + byte // self.itemsize for byte in (first, last))
             yield Piece(self.layer, self.kind, start, stop, list(self._views(first, last)))
 
+    def part(self, start: int, stop: int, layer: str, at: int) -> Piece:
+        """Elements [start, stop) of it as those of another layer from `at` on; they share the buffers."""
+        first, last = ((element - self.start) * self.itemsize for element in (start, stop))
+        return Piece(layer, self.kind, at, at + stop - start, list(self._views(first, last)))
+
     def chunks(self, first: int = 0, last: int | None = None) -> Iterator[memoryview]:
         """Bytes [first, last) of the piece, or all, in views of at most CHUNK_BYTES."""
         for view in self._views(first, self.nbytes if last is None else last):

@@ -37,6 +37,11 @@ def create_spill_file(folder: Path, name: str, nbytes: int) -> int:
         raise MegatrainError(f"{error}; set spill.path to a folder that can be written") from error
 
 
+def taken_bytes(fd: int) -> int:
+    """That an open file takes on its disk."""
+    return 512 * os.fstat(fd).st_blocks
+
+
 class HeldFiles(FileStore):
     """Files that this process holds open, with or without a name: a blob is called by its descriptor's number."""
 

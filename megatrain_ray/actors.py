@@ -21,6 +21,7 @@ from megatrain_ray.early_imports import COMPILER, TRANSFORMERS, import_first
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.errors import DeadlineError
+from megatrain_ray.gpu_work import GpuWork
 from megatrain_ray.gpu_worker import GpuWorker, HeldOutLoss, Progress, StepResult
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import Handles
@@ -101,6 +102,9 @@ class GpuActor:
 
     async def spans(self, last: int) -> RecordedSpans:
         return await self._worker.spans(last)
+
+    async def work(self) -> GpuWork:
+        return self._worker.work()
 
     async def whereabouts(self) -> str:
         return self._worker.whereabouts()

@@ -11,9 +11,9 @@ from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.slab import held_slab_bytes
-from megatrain_ray.engine.spill_layout import SpillLayout
 from megatrain_ray.io.blob_store import aligned
 from megatrain_ray.io.spill_file import SpillFile
 
@@ -52,32 +52,6 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
         sizes[state_arena(k)] = max(1, _first_slot(part, plan) + spill_layout(plan, part).memory_bytes)
         sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.num_shard_threads)
     return sizes
-
-
-def shard_layout(plan: Plan, layout: ModelLayout, index: int) -> ShardLayout:
-    """Of a shard of the CPU: of the layers on the host."""
-    return ShardLayout(
-        layout,
-        index,
-        plan.num_shards,
-        plan.shard_cut_elements,
-        plan.host_layers,
-        spilled=plan.spilled_layers,
-        on_disk=plan.weights_on_disk,
-    )
-
-
-def spill_layout(plan: Plan, part: ShardLayout) -> SpillLayout:
-    """Of what the shard has on disk."""
-    return SpillLayout.of(
-        part,
-        plan.precision,
-        plan.layer_order,
-        plan.state_slots,
-        plan.extent_elements,
-        frozenset(plan.stored_layers),
-        plan.wire_dtype,
-    )
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:

@@ -199,7 +199,11 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory", _memory_line(report["memory"])
     shares = ", ".join(f"{share:.0%} {tier}" for tier, share in report["state_share"].items() if share)
     optimizer, moved = report["optimizer"], report["bytes_per_parameter"]
-    yield "state", f"{shares}; a step moves {moved['h2d']:.3g} bytes per parameter in and {moved['d2h']:.3g} out"
+    of_disk = f", {moved['disk']:.3g} from and to the disk" if moved["disk"] else ""
+    yield (
+        "state",
+        f"{shares}; a step moves {moved['h2d']:.3g} bytes per parameter in and {moved['d2h']:.3g} out{of_disk}",
+    )
     threads = f"{optimizer['num_shards']} × {optimizer['num_shard_threads']} threads"
     yield "AdamW", f"{', '.join(optimizer['kernels'])}, {threads}"
     if report["config"]["train"]["moments"] == "bf16":

@@ -14,6 +14,8 @@ LABELS = {
     "HBM": "tensors in HBM",
     "host": "host memory",
     "disk traffic": "disk, a step",
+    "weights read": "of it weights",
+    "activation traffic": "of it activations",
 }
 
 
@@ -39,7 +41,7 @@ def _label(term: Term) -> str:
 
 
 def _number(term: Term, value: float) -> str:
-    return format_bytes(int(value)) if term.kind in (Kind.HELD, Kind.MOVED) else f"{value:.3g} s"
+    return format_bytes(int(value)) if term.is_of_bytes else f"{value:.3g} s"
 
 
 def _error(term: Term) -> str:

@@ -223,6 +223,10 @@ class HardwareConfig(Group):
     compile: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
     """Layers and the loss run through torch.compile, before the first step once for each kind of layer; one that cannot
     be compiled runs as it is, and the log says why. auto: on a GPU, unless train.deterministic."""
+    block_parts: Literal["auto"] | Count = "auto"
+    """Layers that each block is divided into at most, between attention and the matrices of its MLP: each has slots,
+    gradients and updates of its own, so that blocks larger than GPU memory train; they are not compiled. auto: 1, or
+    where whole blocks do not fit what is predicted to be the fastest."""
     cuda_graphs: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
     """A step's forward and backward are one CUDA graph, which the GPU launches by itself, where all layers live in its
     memory; a step that cannot be captured runs layer by layer, and the log says why. auto: where launching layers takes
@@ -240,8 +244,8 @@ class SpillConfig(Group):
     """Who reads and writes there: posix, threads of ours past the page cache; kvikio, those of that library, an extra
     that needs CUDA's driver; auto: kvikio where it is installed, works there and was measured to be faster."""
     compression: Literal["auto", "none", "zstd"] = "auto"
-    """zstd: what is alike in floats takes less of that disk, for the work of some cores; auto: where that was measured
-    to be faster."""
+    """zstd: what is alike in floats, but for activations, takes less of that disk, for the work of some cores and 96
+    MiB of host memory for each optimizer shard; auto: where that was measured to be faster and there is the room."""
 
 
 class LogConfig(Group):

@@ -29,7 +29,9 @@ from megatrain_ray.actors import (
     shard_name,
 )
 from megatrain_ray.config import SaveCompression
+from megatrain_ray.engine.base_checksum import source_checksums
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
+from megatrain_ray.engine.restoring import names_of
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
@@ -136,7 +138,14 @@ class Crew:
         if not plan.saves_frozen:
             self.base_checksums = self._until(self.gpu.base_checksums.remote(), "the base was not read", limit_s)
             if manifest is not None:
-                manifest.check_base(self.base_checksums)
+                manifest.check_base(self._checksums_of_layers_in(manifest))
+
+    def _checksums_of_layers_in(self, manifest: Manifest) -> Sequence[int | None]:
+        """Read again where blocks were divided otherwise when the save was made."""
+        layout = self._prepared.structure.layout()
+        if names_of(manifest.layers) == [[p.name for p in layer.segments] for layer in layout.layers]:
+            return self.base_checksums
+        return source_checksums(self._prepared.source.base_weights(), manifest)
 
     def copy_bytes_per_s(self) -> float:
         """How fast all shards together copy layers aside for a save; known once weights are loaded."""
@@ -234,8 +243,8 @@ class Crew:
         return {"GPU worker": self.gpu.spans.remote(last), **shards, "data": self.data.spans.remote()}
 
     def work(self) -> list[Any]:
-        """Calls of the optimizer shards: what each has done (ShardWork)."""
-        return [post.actor.work.remote() for post in self._shards]
+        """Calls of the optimizer shards: what each has done (ShardWork); at last of the GPU worker (GpuWork)."""
+        return [*(post.actor.work.remote() for post in self._shards), self.gpu.work.remote()]
 
     def position(self, step: int) -> dict[str, Any]:
         """Where the data stood after a step."""

@@ -27,7 +27,7 @@ class FlopCount:
 
     @staticmethod
     def of(structure: ModelStructure, source: ModelSource) -> FlopCount:
-        work = work_of(structure, active_experts(source), windows(source, len(structure.attention_widths)))
+        work = work_of(structure, active_experts(source), windows(source, len(structure.blocks)))
         of_token = sum(layer.flops_of_token for layer in work)
         return FlopCount(round(of_token), tuple(layer.attention for layer in work if layer.attention))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.arenas import ACTIVATIONS, SLAB, WORDS, WORKING, shard_layout, state_arena, state_views
+from megatrain_ray.arenas import ACTIVATIONS, SLAB, WORDS, WORKING
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.device_memory import check_free, memory_explained
@@ -25,12 +25,12 @@ from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.momenta import Momenta
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.save_gate import SaveAttempt
-from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.slab import held_slab_bytes
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.working_arena import WorkingArena
 from megatrain_ray.errors import DeadlineError
+from megatrain_ray.gpu_work import GpuDisk, GpuWork
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
@@ -38,7 +38,7 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planned_device import make_device
 from megatrain_ray.planning import Prepared, muon_of
-from megatrain_ray.shard_files import open_disk_weights
+from megatrain_ray.shard_files import find_momenta, open_activations, open_disk_weights
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 from megatrain_ray.step_rows import StepRows
 
@@ -95,6 +95,8 @@ class GpuWorker:
             check_free(plan, self._device)
             if plan.hbm_layers:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._words)
+        file = self._holder.handles.get(ACTIVATIONS)
+        self._moved = GpuDisk(file.fd if file else None)
         arenas = (handle for handle in self._holder.handles.values() if not handle.path)  # not on disk
         self._rows = StepRows(prepared, sum(handle.nbytes for handle in arenas))
         self._turn = asyncio.Condition()
@@ -150,8 +152,8 @@ class GpuWorker:
             keep_compiled_graphs()
         device = self._device
         device.pin(slab)
-        self._momenta = self._find_momenta()
-        self._disk = open_disk_weights(plan, layout, self._holder)
+        self._momenta = find_momenta(plan, layout, self._holder)
+        self._disk = open_disk_weights(plan, layout, self._holder, self._moved.of_weights, device.spans)
         momenta = Momenta(*self._momenta)
         host = SharedHost(plan, layout, self._working(), slab, self._words, momenta, self._disk)
         self._host = host
@@ -162,7 +164,7 @@ class GpuWorker:
                 muon=muon_of(self._prepared.config.train),
                 device_shard=layers.shard if layers else None,
                 gate=layers.gate if layers else None,
-                spill=self._holder.spill(ACTIVATIONS, plan.disk_io) if plan.disk_activations else None,
+                spill=open_activations(plan, self._holder, self._moved.of_activations),
             )  # fmt: skip
             await self._engine.rehearse(self._coming())
 
@@ -185,17 +187,6 @@ class GpuWorker:
         train = self._prepared.config.train
         return Objective(train.z_loss, train.label_smoothing)
 
-    def _find_momenta(self) -> tuple[list[ShardLayout], list[torch.Tensor]]:
-        """Those that the shards keep, where Muon trains something."""
-        plan = self._prepared.plan
-        parts, tensors = [], []
-        for k in range(plan.num_shards if plan.num_muon else 0):
-            part = shard_layout(plan, self._layout, k)
-            arena = torch.frombuffer(self._holder.map(state_arena(k)).buffer, dtype=torch.uint8)
-            parts.append(part)
-            tensors.append(state_views(arena, part, plan.precision)["m"])
-        return parts, tensors
-
     async def step(self, step: int, save: bool) -> StepResult:
         """Runs one step. `save`: its update is marked as one that a save wants.
 
@@ -217,11 +208,14 @@ class GpuWorker:
         data_s = time.perf_counter() - start
         if step < self._prepared.config.train.steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
+        self._moved.begin_step()
         with memory_explained(self._prepared.plan, f"step {step}"):
             report = await engine.step(self._step_input(step, batch), self._settings(step, save))
         engine.device.timeline.clear()  # nobody reads this step's records; kept, they were 8 KB a step
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
-        return StepResult(self._rows.row(report, batch, data_s), self._progress)
+        row = self._rows.row(report, batch, data_s)
+        self._moved.end_step(self._rows.newest)
+        return StepResult(row, self._progress)
 
     async def _trace(self, engine: Engine, on: bool) -> None:
         """Begins or ends to record spans, between two steps."""
@@ -236,6 +230,10 @@ class GpuWorker:
             assert self._engine is not None  # start came first
             await self._trace(self._engine, False)
             return self._engine.device.spans.take()
+
+    def work(self) -> GpuWork:
+        """What this process has moved on the disk, up to the newest step."""
+        return self._moved.work()
 
     async def evaluate(self, step: int, index: int) -> HeldOutLoss:
         """Loss of one batch of the held-out data after the update of `step`, before the next. In any order."""

@@ -20,7 +20,7 @@ from megatrain_ray.engine.plan import Plan
 from megatrain_ray.logs import say
 from megatrain_ray.prediction_check import MIN_STEPS, Comparison, compare, warning
 from megatrain_ray.process_memory import pss_of_run
-from megatrain_ray.shard_work import ShardWork, work_between
+from megatrain_ray.step_work import RunWork, work_between
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class PlanCheck:
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=NEWEST)
         self._num_usual = 0
         self._next = MIN_STEPS
-        self._before: Sequence[Any] = ()  # calls of the shards, after the first step
-        self._done_before: Sequence[ShardWork] = ()
+        self._before: Sequence[Any] = ()  # calls of all who work, after the first step
+        self._done_before: RunWork | None = None
         self._host_bytes: int | None = None
         self._told: frozenset[str] = frozenset()  # names of terms that were warned of
         self._thread: threading.Thread | None = None
@@ -110,11 +110,12 @@ class PlanCheck:
         self._told = off
 
 
-def _answers(calls: Sequence[Any]) -> list[ShardWork]:
-    """Of the shards that live."""
+def _answers(calls: Sequence[Any]) -> RunWork | None:
+    """None where somebody does not live any more."""
     with suppress(ray.exceptions.RayError):
-        return list(ray.get(list(calls), timeout=ANSWER_S))
-    return []
+        *shards, gpu = ray.get(list(calls), timeout=ANSWER_S)
+        return RunWork(shards, gpu)
+    return None
 
 
 def _host_bytes(pids: Mapping[str, int]) -> int | None:

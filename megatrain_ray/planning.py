@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import Plan, Precision
 from megatrain_ray.engine.plan_chunks import may_chunk
+from megatrain_ray.engine.plan_packing import plan_packed_or_not
 from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_search import make_plan, predict_plan
+from megatrain_ray.engine.plan_search import lacks_device_memory, predict_plan
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.structure import discover
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.io.disk_io import DiskWay
 from megatrain_ray.machine import probe_machine
@@ -38,6 +40,8 @@ from megatrain_ray.spill_space import with_spill
 from megatrain_ray.trial_cache import TrialCache
 
 log = logging.getLogger(__name__)
+
+BLOCK_PARTS = (2, 4, 8)  # that are tried where whole blocks do not fit
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,17 @@ class Question:
 
     def plan(self) -> Plan:
         """Raises CapacityError and ConfigError as `make_plan`."""
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> Plan:
         with _uncollected():
-            return make_plan(self.structure, self.activations, self.machine, self.request)
+            return plan_packed_or_not(self.structure, self.activations, self.machine, self.request)
+
+    @property
+    def is_short_of_device_memory(self) -> bool:
+        """Whether that is the limit which the plan that takes least misses."""
+        return lacks_device_memory(self.structure, self.activations, self.machine, self.request)
 
 
 def question_of(config: TrainConfig) -> Question:
@@ -76,14 +89,14 @@ def question_of(config: TrainConfig) -> Question:
 
     Raises ConfigError as training would.
     """
-    return _question(config, _source_of(config), _machine(config, imagined=True))
+    return _question_that_fits(config, _source_of(config), _machine(config, imagined=True))
 
 
 def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSource | None = None) -> Prepared:
     """`machine`: with its rates and spill space; None: this one, as far as it was measured. `source`: what `read_model`
     found; None: it is read now."""
     source = _source_of(config, source)
-    question = _question(config, source, machine or _machine(config, imagined=False))
+    question = _question_that_fits(config, source, machine or _machine(config, imagined=False))
     plan = question.plan()
     split = config.with_split(plan.micro_batch_size, plan.num_micro_batches)
     return Prepared(split, source, question.structure, plan)
@@ -95,12 +108,13 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
     Raises ConfigError for a model that is not there any more.
     """
     machine = Machine(plan.device, plan.num_compute_threads, 1, plan.ram_limit_bytes, plan.hbm_limit_bytes)
-    question = _question(config, _source_of(config), machine)
+    question = _question(config, _source_of(config), machine, plan.block_parts)
 
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
         way = DiskWay(plan.disk_io, plan.disk_packed)
-        spill = None if plan.spill_limit_bytes is None else SpillSpace(plan.spill_limit_bytes, disk, way)
+        plain, limit_bytes = profile.disk_plain_bytes_per_s, plan.spill_limit_bytes
+        spill = None if limit_bytes is None else SpillSpace(limit_bytes, disk, way, plain)
         by_profile = replace(machine, profile=profile, spill=spill)
         return predict_plan(plan, question.structure, question.activations, by_profile, question.request)
 
@@ -119,12 +133,48 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
     return source
 
 
-def _question(config: TrainConfig, source: ModelSource, machine: Machine) -> Question:
+def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machine) -> Question:
+    """With whole blocks, or where these do not fit the device with those parts that are predicted to be the fastest;
+    with whole ones where no number of parts helps."""
+    parts = config.hardware.block_parts
+    whole = _question(config, source, machine, 1 if parts == "auto" else parts)
+    if parts != "auto" or machine.device != "cuda":
+        return whole
+    try:
+        whole.plan()
+    except CapacityError:
+        if not whole.is_short_of_device_memory:
+            return whole
+    else:
+        return whole
+    different: dict[int, Question] = {}
+    for parts in BLOCK_PARTS:
+        try:
+            question = _question(config, source, machine, parts)
+        except ConfigError as error:
+            log.info("%s", error)
+        else:
+            different.setdefault(len(question.structure.layers), question)
+    best = min(different.values(), key=_predicted_s, default=whole)
+    return best if _predicted_s(best) < math.inf else whole
+
+
+def _predicted_s(question: Question) -> float:
+    """Infinite where nothing fits."""
+    try:
+        prediction = question.plan().prediction
+    except CapacityError:
+        return math.inf
+    return prediction.step_s if prediction else math.inf
+
+
+def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int) -> Question:
     hardware = config.hardware
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision.of(config.train.precision, config.train.moments)
     compiled = compiles(config, machine.device)
-    structure, activations, attention, packed_attention = _discover(config, source, machine.device, compiled=compiled)
+    find = partial(_discover, config, source, machine.device, compiled=compiled, block_parts=block_parts)
+    structure, activations, attention, packed_attention = find()
     _log_uncompiled(structure, activations)
     request = Request(
         precision=precision,
@@ -142,7 +192,7 @@ def _question(config: TrainConfig, source: ModelSource, machine: Machine) -> Que
         packed_attention=packed_attention,
         free_split=config.train.split_is_free,
         active_experts=active_experts(source),
-        windows=windows(source, len(structure.attention_widths)),
+        windows=windows(source, len(structure.blocks)),
         compiled=compiled,
         captured=None if hardware.cuda_graphs == "auto" else hardware.cuda_graphs,
     )
@@ -224,13 +274,13 @@ def _log_uncompiled(structure: ModelStructure, activations: ActivationBytes) -> 
 
 
 def _discover(
-    config: TrainConfig, source: ModelSource, device: str, *, compiled: bool
+    config: TrainConfig, source: ModelSource, device: str, *, compiled: bool, block_parts: int
 ) -> tuple[ModelStructure, ActivationBytes, Attention, Attention]:
     """Of steps with rows of one document, and of several where there may be such: masks cost the more the longer a row
     is, so flex attention takes the place of those it can."""
     shape = Precision(config.train.precision).working_dtype, config.split()[0], config.data.seq_len
     chunked, packed = may_chunk(config.data.seq_len), config.data.packing
-    find = partial(_find, source, shape, _rules(config), chunked=chunked)
+    find = partial(_find, source, shape, _rules(config), chunked=chunked, block_parts=block_parts)
     sdpa, flex = Attention.SDPA, Attention.FLEX
     if not _may_use_flex(config, source, device):
         return *find(packed=packed, compiled=compiled), sdpa, sdpa
@@ -252,11 +302,12 @@ def _find(
     packed: bool = False,
     compiled: bool = False,
     chunked: bool = False,
+    block_parts: int = 1,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """As `discover`, with what compiled layers keep from the cache where it is there."""
     how: dict[str, Any] = {"attention": attention, "packed": packed, "chunked": chunked}
-    if not compiled:
-        return discover(source.factory, *shape, rules, **how)
+    if not compiled or block_parts > 1:
+        return discover(source.factory, *shape, rules, **how, block_parts=block_parts)
     cache = TrialCache(source, {"shape": shape, "rules": rules, **how})
     known = cache.read()
     structure, activations = discover(source.factory, *shape, rules, **how, compiled=known is None)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatrain_ray.engine.activation_space import activation_file_bytes
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
 from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.shard_work import StepWork
+from megatrain_ray.step_work import StepWork
 from megatrain_ray.units import format_bytes
 
 TIME_TOLERANCE = 0.1  # of a step
@@ -28,7 +29,8 @@ WAITS = ("h2d", "d2h", "optimizer", "host_accumulation", "data", "python")
 
 class Kind(Enum):
     """STEP: seconds of all of it. PART: of compute, or of a wait by its cause; together the step. WORK: seconds of a
-    stage at work, hidden or not. HELD: bytes of memory or disk. MOVED: bytes that a step moves, and saves besides."""
+    stage at work, hidden or not. HELD: bytes of memory or disk. MOVED: bytes that a step reads of the disk and
+    writes."""
 
     STEP = "step"
     PART = "part"
@@ -39,7 +41,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Term:
-    """Two numbers of the same thing, in seconds or bytes. `slack_bytes`: by which an estimate in it may be wrong."""
+    """Two numbers of the same thing, in seconds or bytes. `slack_bytes`: by which an estimate in it may be wrong, or
+    that comes on top at times."""
 
     name: str
     kind: Kind
@@ -52,13 +55,17 @@ class Term:
         """Of the prediction, relative to what was measured: positive where that was less."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
+    @property
+    def is_of_bytes(self) -> bool:
+        return self.kind in (Kind.HELD, Kind.MOVED)
+
     def is_off(self, step_s: float) -> bool:
         """`step_s`: measured, of which a part's error is a share. Of bytes more is an error; less is room."""
         over = self.measured - self.predicted
         match self.kind:
             case Kind.STEP | Kind.PART:
                 return abs(over) > TIME_TOLERANCE * step_s
-            case Kind.HELD:
+            case Kind.HELD | Kind.MOVED:
                 return over > max(BYTES_TOLERANCE * self.predicted, self.slack_bytes)
         return False
 
@@ -99,7 +106,7 @@ class Comparison:
         measured, and of steps long enough to be predicted."""
         step_s = self.step.measured
         timed = prediction.is_measured and step_s >= MIN_STEP_S
-        return tuple(term for term in self.terms if (timed or term.kind is Kind.HELD) and term.is_off(step_s))
+        return tuple(term for term in self.terms if (timed or term.is_of_bytes) and term.is_off(step_s))
 
     def __str__(self) -> str:
         step, part = self.step, self.worst_part
@@ -117,7 +124,9 @@ def compare(
     usual, prediction = rows[1:], plan.prediction
     if len(usual) < MIN_STEPS or prediction is None:
         return None
-    terms = (*_times(prediction, usual), *_work(plan, prediction, work), *_bytes(plan, usual, work, host_bytes))
+    of_memory = _memory(plan, usual, host_bytes)
+    of_work, of_disk = (_work(prediction, work), _disk(plan, work)) if work else ((), ())
+    terms = (*_times(prediction, usual), *of_work, *of_memory, *of_disk)
     return Comparison(rows[0]["step"], rows[-1]["step"], plan.sha256, terms)
 
 
@@ -131,19 +140,14 @@ def _times(prediction: Prediction, usual: Sequence[Mapping[str, Any]]) -> Iterat
     yield from (Term(cause, Kind.PART, expected[cause], measured[cause]) for cause in WAITS)
 
 
-def _work(plan: Plan, prediction: Prediction, work: StepWork | None) -> Iterator[Term]:
-    """The disk where it is all the shards', who measured it."""
-    if work is None:
-        return
+def _work(prediction: Prediction, work: StepWork) -> Iterator[Term]:
     if work.update_s:
         yield Term("updates", Kind.WORK, prediction.busy_s.get("optimizer", 0.0), work.update_s)
-    if work.disk_bytes and not plan.disk_activations:
-        yield Term("disk", Kind.WORK, prediction.busy_s.get("disk", 0.0), work.disk_s)
+    if work.disk_s:
+        yield Term("disk", Kind.WORK, prediction.disk_s, work.disk_s)
 
 
-def _bytes(
-    plan: Plan, usual: Sequence[Mapping[str, Any]], work: StepWork | None, host_bytes: int | None
-) -> Iterator[Term]:
+def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | None) -> Iterator[Term]:
     of = {(row.tier, row.name): row.num_bytes for row in plan.rows}
     on_device = plan.total_bytes(Tier.HBM)
     if plan.device == "cuda":  # without its context, which is not among its tensors
@@ -153,17 +157,29 @@ def _bytes(
         planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)
         slack = PROCESSES_TOLERANCE * of.get((Tier.HOST, "processes"), 0)
         yield Term("host", Kind.HELD, planned, host_bytes, slack)
-    if plan.uses_disk and work is not None:
-        spilled = plan.total_bytes(Tier.NVME) - of.get((Tier.NVME, "activations"), 0)  # the shards'
-        yield Term("disk traffic", Kind.MOVED, 2 * spilled, work.disk_bytes)
-        yield Term("on disk", Kind.HELD, spilled, work.spill_bytes)
+
+
+def _disk(plan: Plan, work: StepWork) -> Iterator[Term]:
+    """All that is there, and of its traffic what the GPU worker moves. The shards read what is saved, too, and what was
+    copied aside for that once more: as much again at most."""
+    on_disk = plan.total_bytes(Tier.NVME)
+    if not on_disk:
+        return
+    activations = activation_file_bytes(plan)
+    of_saves = 2 * (on_disk - activations)
+    yield Term("disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, work.disk_bytes, of_saves)
+    if plan.weights_on_disk:
+        yield Term("weights read", Kind.MOVED, plan.weight_read_bytes, work.weight_bytes)
+    if activations:
+        yield Term("activation traffic", Kind.MOVED, 2 * plan.num_sweeps * activations, work.activation_bytes)
+    yield Term("on disk", Kind.HELD, on_disk, work.spill_bytes)
 
 
 def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder, run_dir: object) -> str | None:
     """One line that names what is off, by how much and what to do about it; None where nothing is."""
     off = found.off(prediction)
-    told = [_told_of_bytes(term) for term in off if term.kind is Kind.HELD]
-    if any(term.kind is not Kind.HELD for term in off):
+    told = [_told_of_bytes(term) for term in off if term.is_of_bytes]
+    if any(not term.is_of_bytes for term in off):
         profile = prediction.profile
         cause = _cause(found, profile, update_order) if profile else ""
         told.insert(0, f"{found}{cause}; {_advice(found, run_dir)}")
@@ -171,16 +187,21 @@ def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder
 
 
 def _cause(found: Comparison, profile: HardwareProfile, update_order: UpdateOrder) -> str:
-    """What is behind a wait for the optimizer, where the shards tell."""
-    if found.worst_part.name != "optimizer":
-        return ""
+    """What is behind a wait for the optimizer, or for activations that are on disk, where those tell who move it."""
     updates, disk = found.term("updates"), found.term("disk")
+    match found.worst_part.name:
+        case "h2d" | "d2h" if found.term("activation traffic"):
+            updates = None
+        case "optimizer":
+            pass
+        case _:
+            return ""
     slower = [term for term in (disk, updates) if term and term.measured > term.predicted * (1 + TIME_TOLERANCE)]
     if not slower:
         return ""
     latest = max(slower, key=lambda term: term.measured - term.predicted)
     if latest is disk:
-        moved, planned = disk_rate(found) / 1e9, (profile.disk_bytes_per_s or 0.0) / 1e9
+        moved, planned = disk_rate(found) / 1e9, planned_disk_rate(found) / 1e9
         return f": the disk moved {moved:.2g} GB/s where the plan counts on {planned:.2g}"
     planned = update_rate(profile, update_order) / 1e9
     return f": AdamW made {planned * (1 + latest.error):.3g} Gparam/s where the plan counts on {planned:.3g}"
@@ -195,6 +216,12 @@ def disk_rate(found: Comparison) -> float:
     """Bytes a second, read and written, while the disk was at work; 0 where nothing spilled."""
     disk, traffic = found.term("disk"), found.term("disk traffic")
     return traffic.measured / disk.measured if disk and traffic and disk.measured else 0.0
+
+
+def planned_disk_rate(found: Comparison) -> float:
+    """The same of the prediction."""
+    disk, traffic = found.term("disk"), found.term("disk traffic")
+    return traffic.predicted / disk.predicted if disk and traffic and disk.predicted else 0.0
 
 
 _ELSEWHERE = {
@@ -217,6 +244,9 @@ _OF_BYTES = {
     "HBM": "device memory: lower hardware.hbm_limit by the difference if it runs out",
     "host": "host memory: lower hardware.ram_limit by the difference if it runs out",
     "on disk": "taken of the disk of spill.path",
+    "disk traffic": "read and written a step there",
+    "weights read": "of the disk of spill.path, for uploads of a step",
+    "activation traffic": "written to the disk of spill.path and read again in a step",
 }
 
 

@@ -14,7 +14,14 @@ from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning import predictor
-from megatrain_ray.prediction_check import MIN_STEP_S, MIN_STEPS, Comparison, disk_rate, update_rate
+from megatrain_ray.prediction_check import (
+    MIN_STEP_S,
+    MIN_STEPS,
+    Comparison,
+    disk_rate,
+    planned_disk_rate,
+    update_rate,
+)
 from megatrain_ray.run_dir import RunFiles
 from megatrain_ray.run_lock import hold_lock
 
@@ -134,11 +141,15 @@ def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder
 
 
 def _fit_disk(profile: HardwareProfile, found: Comparison, _: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
-    rate, before = disk_rate(found), profile.disk_bytes_per_s
-    if not rate:
+    """All of its rates by one factor, where there are several: which of them it was nobody timed."""
+    measured, planned = disk_rate(found), planned_disk_rate(found)
+    before, plain = profile.disk_bytes_per_s, profile.disk_plain_bytes_per_s
+    if not measured:
         return profile, []
+    rate = before * measured / planned if before and plain else measured
     was = f"{before / 1e9:.3g} → " if before else ""
-    return replace(profile, disk_bytes_per_s=rate), [f"disk          {was}{rate / 1e9:.3g} GB/s, read and written"]
+    faster = replace(profile, disk_bytes_per_s=rate, disk_plain_bytes_per_s=plain and plain * measured / planned)
+    return faster, [f"disk          {was}{rate / 1e9:.3g} GB/s, read and written"]
 
 
 def _fit_copies(profile: HardwareProfile, found: Comparison, predict: Predict) -> tuple[HardwareProfile, list[str]]:

@@ -56,7 +56,9 @@ def _parameter(spec: ParameterSpec) -> dict[str, Any]:
 
 def _described(config: Mapping[str, Any], structure: ModelStructure) -> dict[str, Any]:
     """As JSON keeps it."""
-    layers = {layer.name: {p.name: _parameter(p) for p in layer.parameters} for layer in structure.layers}
+    layers: dict[str, dict[str, Any]] = {}
+    for name, layer in zip(structure.undivided_names, structure.layers, strict=True):
+        layers.setdefault(name, {}).update({p.name: _parameter(p) for p in layer.parameters})
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
     described: dict[str, Any] = json.loads(json.dumps({"config": relevant, "layers": layers}))
     return described

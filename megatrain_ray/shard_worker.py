@@ -8,6 +8,7 @@ import select
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,7 @@ from megatrain_ray.arenas import (
     WORDS,
     WORKING,
     journal_arena,
-    shard_layout,
     spill_file,
-    spill_layout,
     spill_memory,
     state_arena,
     state_views,
@@ -28,7 +27,8 @@ from megatrain_ray.arenas import (
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.restoring import restore_pieces
+from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
+from megatrain_ray.engine.restoring import as_saved, restore_pieces
 from megatrain_ray.engine.save_cost import measure_copy
 from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shard import AdamShard
@@ -43,6 +43,7 @@ from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.blob_store import BlobStore, MemoryStore
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.measured_store import DiskMeter, MeasuredStore
+from megatrain_ray.io.spill_file import taken_bytes
 from megatrain_ray.part_writer import WrittenPart, write_gated_part
 from megatrain_ray.planning import Prepared, hyper_of
 from megatrain_ray.shard_work import ShardWork
@@ -148,7 +149,7 @@ class ShardWorker:
         leaves out from where the run began."""
         self._take_state_memory()
         for pieces in self._shard.restorable():
-            restore_pieces(save_folder, manifest, pieces)
+            restore_pieces(save_folder, manifest, as_saved(pieces, manifest, self._layout.model))
         plan = self._prepared.plan
         if not plan.saves_frozen:
             self._shard.load_frozen(self._prepared.source.base_weights(), plan.num_shard_threads)
@@ -181,16 +182,15 @@ class ShardWorker:
 
     def work(self) -> ShardWork:
         """What this process has done up to the newest update."""
-        return self._work
+        return replace(self._work, busy=self._disk.busy)
 
     def _note_work(self, update: int) -> None:
         self._work = self._work_until(update)
 
     def _work_until(self, update: int) -> ShardWork:
-        disk_bytes, disk_s = self._disk.read()
         handle = self._holder.handles.get(spill_file(self._index))
-        on_disk = 512 * os.fstat(handle.fd).st_blocks if handle else 0
-        return ShardWork(os.getpid(), update, self._shard.update_s, disk_bytes, disk_s, on_disk)
+        on_disk = taken_bytes(handle.fd) if handle else 0
+        return ShardWork(os.getpid(), update, self._shard.update_s, self._disk.moved, spill_bytes=on_disk)
 
     def spans(self, last: int) -> RecordedSpans:
         """Those of the traced updates, once update `last` is done; what there is where the shards stop before."""

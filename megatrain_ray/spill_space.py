@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.config import SpillConfig
-from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, Rate
+from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate
 from megatrain_ray.engine.plan_request import Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
@@ -70,11 +70,11 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
         limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
     able = _able(folder, spill) if is_here else _asked(spill)
     if machine.profile and machine.profile.disk_bytes_per_s:
-        return replace(machine, spill=SpillSpace(limit_bytes, machine.profile.disk_bytes_per_s, able[0]))
-    rates = _kept(folder)
-    if is_here and limit_bytes and not {str(way) for way in able} <= set(rates):
-        rates = _measured(folder, able)
-    return replace(machine, spill=SpillSpace(limit_bytes, *_fastest(able, rates)))
+        return replace(machine, spill=_space(limit_bytes, *_of_profile(machine.profile, able)))
+    rates, ways = _kept(folder), _with_plain(able)
+    if is_here and limit_bytes and not {str(way) for way in ways} <= set(rates):
+        rates = _measured(folder, ways)
+    return replace(machine, spill=_space(limit_bytes, able, rates))
 
 
 def rate_file(folder: Path) -> Path:
@@ -131,6 +131,31 @@ def _able_io(folder: Path, io: str, asked: DiskIo) -> tuple[DiskIo, ...]:
         )
     log.warning("kvikio is installed and not used for spill.path: %s", reason)
     return (asked,)
+
+
+def _plain(way: DiskWay) -> DiskWay:
+    """Which activations take where the rest takes this one."""
+    return way._replace(packed=False)
+
+
+def _with_plain(able: Sequence[DiskWay]) -> tuple[DiskWay, ...]:
+    return tuple(dict.fromkeys(each for way in able for each in (_plain(way), way)))
+
+
+def _of_profile(profile: HardwareProfile, able: Sequence[DiskWay]) -> tuple[Sequence[DiskWay], Mapping[str, float]]:
+    """The ways that it has a rate of: the simplest, or where it has two rates that packed and not."""
+    rate, plain = profile.disk_bytes_per_s or 0.0, profile.disk_plain_bytes_per_s
+    if plain is None:
+        return able[:1], {str(able[0]): rate}
+    rates = {str(_plain(able[0])): plain, str(able[0]._replace(packed=True)): rate}
+    return [way for way in able if str(way) in rates], rates
+
+
+def _space(limit_bytes: int, able: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
+    rate, way = _fastest(able, rates)
+    if not way.packed:
+        return SpillSpace(limit_bytes, rate, way)
+    return SpillSpace(limit_bytes, rate, way, rates.get(str(_plain(way))), _plain(way) in able)
 
 
 def _fastest(able: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float, DiskWay]:

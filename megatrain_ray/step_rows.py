@@ -9,13 +9,17 @@ from megatrain_ray.engine.engine import StepReport
 from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.flop_count import FlopCount
 from megatrain_ray.io.batches import Batch
+from megatrain_ray.io.measured_store import Time
 from megatrain_ray.planning import Prepared
 
 EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python")
 
 
 class StepRows:
-    """Rows of one run. A step takes from `start_clock`, or from the row before, to its own row."""
+    """Rows of one run. A step takes from `start_clock`, or from the row before, to its own row. `newest`: when the step
+    of the newest row was."""
+
+    newest: Time
 
     def __init__(self, prepared: Prepared, host_bytes: int) -> None:
         """`host_bytes`: of all arenas."""
@@ -45,6 +49,7 @@ class StepRows:
     def row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
         """Of the step that ends now. `data_s`: that it waited for its batch."""
         now_s = time.perf_counter()
+        self.newest = Time(self._start_s, now_s)
         step_s, self._start_s = now_s - self._start_s, now_s
         flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
         terms = {} if report.cross_entropy is None else {"cross_entropy": report.cross_entropy}

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.engine.plan import NARROW_MOMENTS
+from megatrain_ray.prediction_check import disk_rate
 from megatrain_ray.progress import describe_evaluation
 from megatrain_ray.units import format_bytes, format_count, format_duration
 
@@ -24,6 +26,7 @@ def summarize(
     in no median. `moments`: as train.moments names them."""
     if rows:
         yield from _of_steps(rows)
+        yield from _of_disk(rows, run_dir)
     if rows and moments == "bf16":
         yield f"moments   {NARROW_MOMENTS}"
     if evaluations:
@@ -49,6 +52,15 @@ def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"memory    {format_bytes(hbm)} of the device at most, {format_bytes(host)} of shared host memory"
     if skipped := sum(row["skipped"] for row in rows):
         yield f"skipped   {skipped} updates whose gradient was not finite"
+
+
+def _of_disk(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Iterator[str]:
+    """What these steps moved there, where it was compared with the plan."""
+    found = next((found for found in read_comparisons(run_dir) if found.first_step == rows[0]["step"]), None)
+    if found and (moved := found.term("disk traffic")):
+        measured, planned = (format_bytes(int(num_bytes)) for num_bytes in (moved.measured, moved.predicted))
+        rate = f", {disk_rate(found) / 1e9:.3g} GB/s while it was at work" if disk_rate(found) else ""
+        yield f"disk      {measured} read and written a step, {planned} planned{rate}"
 
 
 def _of_evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,34 +1,45 @@
 """The fastest plan of a small model, by trying all that a plan can say and the engine can run: what `make_plan`, which
 tries few of them, is held to.
 
-Tried are every split into micro-batches, both loop orders, every set of layers on the device, every number of slots,
-what each block keeps for itself, where sums, gradients and what enters blocks wait, every length of a segment, and
-every set of layers whose state is on disk. Of those only what cannot be faster than asked is not simulated: that its
-bounds hold tests/test_plan_bounds.py tells. Not tried are working copies on disk: windows and slots take what those of
-five blocks have, and so many blocks cannot be tried.
+Tried are every split into micro-batches, both loop orders, MLPs in chunks where sequences are long, every set of layers
+on the device (as many of the first ones as are asked for), every number of slots, what each block keeps for itself,
+where sums, gradients, and what enters blocks and what they keep wait, every length of a segment, and every set of
+gradients, state, working copies and activations on disk that takes nothing there without which the host had room, too:
+more there never makes a step faster. Of those only what cannot be faster than asked is not simulated: that its bounds
+hold tests/test_plan_bounds.py tells.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.activation_space import with_windows
 from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
+from megatrain_ray.engine.device_rows import hbm_rows, kept_bytes, resident_bytes
+from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_fill import FILLED_SHARE, SHRINKING
+from megatrain_ray.engine.plan_chunks import may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.plan_fill import FILLED_SHARE
+from megatrain_ray.engine.plan_limits import fits, spare_ram
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_rows import hbm_rows, host_rows, nvme_rows, resident_bytes
+from megatrain_ray.engine.plan_rows import host_rows, nvme_rows
 from megatrain_ray.engine.plan_spill import with_spilled
-from megatrain_ray.engine.planner import Drafts, fits
+from megatrain_ray.engine.spill_choice import OnDisk
 from megatrain_ray.engine.visits import LoopOrder
+from tests.exhaustive_disk import DiskChoices, on_disk_of, subsets
 
-Keeps = tuple[tuple[ActivationPolicy, float], ...]  # of each block: what of its forward waits, its budget if compiled
+# Rows of the device that may take less the more layers live there.
+SHRINKING = ("slots", "gradient slots", "gradients in HBM")
+# Of each block: what of its forward waits, its budget if compiled, and where.
+Keeps = tuple[tuple[ActivationPolicy, float, Tier], ...]
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,13 @@ class Exhaustive:
 
     def _splits(self) -> Iterator[_Split]:
         count = self.request.num_micro_batches
-        for size in (n for n in range(1, count + 1) if count % n == 0):
+        for size in (n for n in range(1, count + 1) if count % n == 0 and (n == 1 or self.request.free_split)):
             split = replace(self.request, micro_batch_size=size, num_micro_batches=count // size, free_split=False)
-            yield _Split(self.structure, self.activations.times(size), self._machine, split)
+            activations = self.activations.times(size)
+            yield _Split(self.structure, activations, self._machine, split)
+            chunk_tokens = mlp_chunk_tokens(self.structure, size, split.seq_len)
+            if chunk_tokens and (in_chunks := activations.in_chunks()):
+                yield _Split(self.structure, in_chunks, self._machine, replace(split, mlp_chunk_tokens=chunk_tokens))
 
     @property
     def _machine(self) -> Machine:
@@ -82,17 +97,22 @@ class _Split:
         self._basis = CostBasis(structure, self._layout, work, rates, True, request.z_loss, disk)
         self._shared = SharedPrices()
         # Nothing spills unless `_on_disk` says so.
+        self._known_moving_s: dict[object, float] = {}
+        self._known_choices: dict[object, list[tuple[int, OnDisk]]] = {}
         self._drafts = Drafts(structure, self._layout, activations, replace(machine, spill=None), request)
 
     def plans(self, limit_s: float) -> Iterator[Plan]:
         """Those that fit, with predictions, but for what takes `limit_s` or longer in any case."""
         self.limit_s = limit_s
         for way, keeps in itertools.product(self._ways(), self._keeps()):
-            if self._least_s(self._with(way, keeps)) >= self.limit_s:
+            plan = self._with(way, keeps)
+            if self._room(plan) < 0 or self._least_s(plan) >= self.limit_s:
                 continue
-            sets = self._sets_within(self._room(self._with(way, keeps)))
+            sets = self._sets_within(self._room(plan))
             for layers, slots in itertools.product(sets, self._slots()):
                 candidate = replace(way, hbm_layers=layers, num_block_slots=slots[0], num_edge_slots=slots[1])
+                if self._least_moving_s(candidate, keeps) >= self.limit_s:
+                    continue
                 plan = self._with(candidate, keeps)
                 if plan.total_bytes(Tier.HBM) > (plan.hbm_limit_bytes or 0):
                     continue
@@ -101,14 +121,27 @@ class _Split:
                         self.num_simulated += 1
                         yield replace(whole, prediction=predict(whole, self._basis, self._activations, self._shared))
 
+    def _least_moving_s(self, candidate: Candidate, keeps: Keeps) -> float:
+        """What the host has no room for is written and read. Slots, and what is kept on the device, make no difference
+        to it."""
+        away_from = tuple(kept if kept[2] is Tier.HOST else None for kept in keeps)
+        key = replace(candidate, num_block_slots=1, num_edge_slots=1), away_from
+        if key not in self._known_moving_s:
+            missing, spill = -spare_ram(self._with(key[0], keeps)), self._machine.spill
+            rate = spill.bytes_per_s if spill else 0.0
+            self._known_moving_s[key] = 0.0 if missing <= 0 else 2 * missing / rate if rate else math.inf
+        return self._known_moving_s[key]
+
     def _room(self, plan: Plan) -> int:
         """The most that layers may take on the device, however small slots are. `plan`: with none there."""
         rest = (row for row in plan.rows if row.tier is Tier.HBM and row.name not in SHRINKING)
         return (plan.hbm_limit_bytes or 0) - sum(row.num_bytes for row in rest)
 
     def _sets_within(self, room: int) -> list[frozenset[int]]:
+        if self._request.hbm_layers is not None:
+            return [frozenset(range(self._request.hbm_layers))]
         sizes = [resident_bytes(self._request.precision, layer) for layer in self._layout.layers]
-        return [layers for layers in self._sets(range(self._num_layers)) if sum(sizes[i] for i in layers) <= room]
+        return [layers for layers in subsets(range(self._num_layers)) if sum(sizes[i] for i in layers) <= room]
 
     def _ways(self) -> Iterator[Candidate]:
         """But for layers on the device, slots, and what is kept."""
@@ -125,9 +158,14 @@ class _Split:
             )  # fmt: skip
 
     def _keeps(self) -> Iterator[Keeps]:
-        whole, nothing = (ActivationPolicy.KEEP, 1.0), (ActivationPolicy.RECOMPUTE, 1.0)
-        budgets = [(ActivationPolicy.KEEP, cost.activation_budget) for cost in self._activations.budgets_of(1)]
-        return itertools.product(budgets or (whole, nothing), repeat=self._num_blocks)
+        whole, nothing = (ActivationPolicy.KEEP, 1.0, Tier.HBM), (ActivationPolicy.RECOMPUTE, 1.0, Tier.HBM)
+        of_block = [(ActivationPolicy.KEEP, x.activation_budget, Tier.HBM) for x in self._activations.budgets_of(1)]
+        of_block = of_block or [whole, nothing]
+        if may_chunk(self._request.seq_len):
+            of_block += [
+                (policy, budget, Tier.HOST) for policy, budget, _ in of_block if (policy, budget) != nothing[:2]
+            ]
+        return itertools.product(of_block, repeat=self._num_blocks)
 
     def _slots(self) -> Iterator[tuple[int, int]]:
         return itertools.product(range(1, self._num_blocks + 1), (1, 2))
@@ -135,12 +173,17 @@ class _Split:
     def _with(self, candidate: Candidate, keeps: Keeps) -> Plan:
         """The plan in which each block keeps as much."""
         smallest = min(keeps, key=lambda kept: (kept[0] is ActivationPolicy.KEEP, kept[1]))
-        plan = self._drafts.plan(replace(candidate, activations=smallest[0], activation_budget=smallest[1]))
+        plan = self._drafts.in_memory(replace(candidate, activations=smallest[0], activation_budget=smallest[1]))
         blocks = (
-            replace(layer, activations=policy, activation_budget=budget)
-            for layer, (policy, budget) in zip(plan.layers[1:-1], keeps, strict=True)
+            self._kept_at(i, replace(layer, activations=policy, activation_budget=budget), tier)
+            for i, (layer, (policy, budget, tier)) in enumerate(zip(plan.layers[1:-1], keeps, strict=True), start=1)
         )
         return self._counted(replace(plan, layers=(plan.layers[0], *blocks, plan.layers[-1])))
+
+    def _kept_at(self, index: int, layer: LayerPlan, tier: Tier) -> LayerPlan:
+        if tier is Tier.HBM:
+            return layer
+        return replace(layer, kept=tier, kept_bytes=kept_bytes(self._activations, index, layer))
 
     def _counted(self, plan: Plan) -> Plan:
         """With its own arithmetic."""
@@ -150,24 +193,31 @@ class _Split:
         return replace(plan, rows=(*hbm, *host_rows(plan, self._layout), *nvme_rows(plan, self._layout)))
 
     def _on_disk(self, plan: Plan) -> Iterator[Plan]:
-        """With the gradients of each set of layers there, and the state of each; where the host has room for all of it,
-        with none."""
+        """With enough on disk for the host, of the first what the disk has the least to do with."""
         yield plan
         if self._machine.spill is None or fits(plan):
             return
-        able = sorted(plan.host_layers)
-        waiting = [i for i in able if plan.sums is Tier.HBM and plan.layers[i].gradients is Tier.HOST]
-        for stored, spilled in itertools.product(self._sets(waiting), [*self._sets(able)]):
-            if stored or spilled:
-                yield self._counted(with_spilled(plan, _on_disk(plan.layers, stored, spilled), self._layout))
+        for num_bytes, on_disk in self._choices(plan):
+            if 2 * num_bytes / self._machine.spill.bytes_per_s >= self.limit_s:
+                return
+            layers = tuple(on_disk_of(layer, i, on_disk) for i, layer in enumerate(plan.layers))
+            on_disk_too = replace(plan, layers=layers)
+            if on_disk.of_shards:
+                on_disk_too = with_spilled(plan, layers, self._layout)
+            yield self._counted(with_windows(on_disk_too))
+
+    def _choices(self, plan: Plan) -> list[tuple[int, OnDisk]]:
+        """All that may be on disk, with bytes of it. Slots, and what is kept on the device, make no difference."""
+        away_from = tuple((layer.boundary, layer.kept, layer.kept_bytes) for layer in plan.layers)
+        key = plan.hbm_layers, plan.sums, plan.waiting_layers, plan.order, away_from
+        if key not in self._known_choices:
+            missing = -spare_ram(plan)
+            self._known_choices[key] = DiskChoices(plan, self._structure, self._layout, missing).fewest()
+        return self._known_choices[key]
 
     def _least_s(self, plan: Plan) -> float:
         bounds = Bounds(plan, self._basis, self._activations, self._shared)
         return max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s, bounds.disk_s)
-
-    def _sets(self, layers: Sequence[int]) -> Iterator[frozenset[int]]:
-        sizes = range(len(layers) + 1)
-        return map(frozenset, itertools.chain.from_iterable(itertools.combinations(layers, n) for n in sizes))
 
     @cached_property
     def _num_layers(self) -> int:
@@ -176,14 +226,3 @@ class _Split:
     @cached_property
     def _num_blocks(self) -> int:
         return self._num_layers - 2
-
-
-def _on_disk(layers: tuple[LayerPlan, ...], stored: frozenset[int], spilled: frozenset[int]) -> tuple[LayerPlan, ...]:
-    return tuple(
-        replace(
-            layer,
-            gradients=Tier.NVME if i in stored else layer.gradients,
-            state=Tier.NVME if i in spilled else layer.state,
-        )
-        for i, layer in enumerate(layers)
-    )

@@ -101,6 +101,10 @@ FAMILIES: dict[str, Family] = {
         first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
         num_key_value_heads=4,
     ),
+    "Granite-MoE, shared": family(
+        "granitemoeshared", "experts and an MLP beside them, which read views of one norm", num_local_experts=4,
+        num_experts_per_tok=2, shared_intermediate_size=16,
+    ),
     "Qwen3-Next": family(
         "qwen3_next", "linear attention in three of four layers, gates, shared expert", **EXPERTS, head_dim=8,
         num_hidden_layers=4, shared_expert_intermediate_size=16, linear_num_value_heads=4, linear_num_key_heads=2,

@@ -10,15 +10,19 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.activation_space import activation_file_bytes, with_windows
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
+from megatrain_ray.engine.plan_rows import nvme_rows
 from megatrain_ray.engine.plan_search import make_plan, predict_plan
+from megatrain_ray.engine.planner import with_uploads
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.io.disk_io import DiskWay
 from megatrain_ray.prediction_check import WAITS
-from megatrain_ray.shard_work import StepWork
+from megatrain_ray.step_work import StepWork
 from tests.shapes import deepened
 
 PROFILE = replace(TYPICAL_GPU, adamw_per_s=1e9, adamw_busy_per_s=0.8e9, disk_bytes_per_s=2e9)
@@ -41,7 +45,9 @@ def shape() -> tuple[ModelStructure, ActivationBytes]:
 
 
 def with_disk(machine: Machine, profile: HardwareProfile) -> Machine:
-    return replace(machine, profile=profile, spill=SpillSpace(1 << 40, profile.disk_bytes_per_s or 1.0))
+    """A profile with two rates of its disk is one of a disk whose state is packed."""
+    rate, plain = profile.disk_bytes_per_s or 1.0, profile.disk_plain_bytes_per_s
+    return replace(machine, profile=profile, spill=SpillSpace(1 << 40, rate, DiskWay(packed=bool(plain)), plain))
 
 
 def planned(profile: HardwareProfile, *, spilled: bool = False, **changes: Any) -> Plan:
@@ -55,6 +61,20 @@ def planned(profile: HardwareProfile, *, spilled: bool = False, **changes: Any) 
     return plan
 
 
+def with_more_on_disk(plan: Plan, profile: HardwareProfile) -> Plan:
+    """What enters blocks, and the working copies of those whose state is there."""
+    blocks = range(1, len(plan.layers) - 1)
+    layers = [replace(x, boundary=Tier.NVME) if i in blocks else x for i, x in enumerate(plan.layers)]
+    layers = [
+        replace(x, weights=Tier.NVME) if i in blocks and x.state is Tier.NVME else x for i, x in enumerate(layers)
+    ]
+    plan = with_windows(replace(plan, layers=tuple(layers), weight_windows=2))
+    structure, layout = shape()[0], shape()[0].layout()
+    in_memory = (row for row in plan.rows if row.tier is not Tier.NVME)
+    plan = with_uploads(replace(plan, rows=(*in_memory, *nvme_rows(plan, layout))), structure, layout)
+    return replace(plan, prediction=predicted(plan, profile))
+
+
 def predicted(plan: Plan, profile: HardwareProfile, **changes: Any) -> Prediction:
     return predict_plan(plan, *shape(), with_disk(MACHINE, profile), replace(REQUEST, **changes))
 
@@ -62,8 +82,8 @@ def predicted(plan: Plan, profile: HardwareProfile, **changes: Any) -> Predictio
 def measured(
     plan: Plan, profile: HardwareProfile, count: int = 5, slower: float = 1.0, **waits: float
 ) -> tuple[list[dict[str, Any]], StepWork]:
-    """Rows of metrics, and what the shards did, on a machine that has these rates, but that all of it takes `slower`
-    times as long; more waits by cause, in seconds."""
+    """Rows of metrics, and what shards and GPU worker did, on a machine that has these rates, but that all of it takes
+    `slower` times as long; more waits by cause, in seconds."""
     on_machine = predicted(plan, profile)
     exposed = {cause: slower * on_machine.exposed_s.get(cause, 0.0) + waits.get(cause, 0.0) for cause in WAITS}
     step_s = slower * on_machine.step_s + sum(waits.values())
@@ -71,6 +91,8 @@ def measured(
     usual = {"step_s": step_s, "exposed_s": {**exposed, "loss": 0.3}, "hbm_peak_bytes": tensors}
     compiling = usual | {"step_s": 99.0}
     spilled = plan.total_bytes(Tier.NVME)
-    busy = {stage: slower * on_machine.busy_s.get(stage, 0.0) for stage in ("optimizer", "disk")}
-    work = StepWork(busy["optimizer"], 2.0 * spilled, busy["disk"], spilled)
+    update_s, disk_s = slower * on_machine.busy_s.get("optimizer", 0.0), slower * on_machine.disk_s
+    moved = 2.0 * plan.written_bytes + plan.weight_read_bytes
+    of_activations = 2.0 * plan.num_sweeps * activation_file_bytes(plan)
+    work = StepWork(update_s, moved, disk_s, spilled, plan.weight_read_bytes, of_activations)
     return [{**row, "step": i + 1} for i, row in enumerate([compiling, *[usual] * count])], work

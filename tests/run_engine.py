@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain_ray.arenas import spill_layout
 from megatrain_ray.config import LoraConfig, ModelConfig
 from megatrain_ray.engine.activation_space import activation_file_bytes
 from megatrain_ray.engine.adamw import Hyper
@@ -39,6 +38,7 @@ from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
+from megatrain_ray.engine.plan_shards import spill_layout
 from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.rehearsal import Coming
@@ -91,6 +91,7 @@ class Mode:
     to_disk: frozenset[int] = frozenset()  # of layers whose activations are elsewhere, those on disk
     num_windows: int = 3  # that these pass through
     window_bytes: int = 4096
+    block_parts: int = 1  # into which blocks are divided, at most
     poison: bool = True
 
 
@@ -142,6 +143,7 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory)),
         compiled=mode.activation_budget is not None,
         chunked=mode.mlp_chunk_tokens > 0,
+        block_parts=mode.block_parts,
     )
     request = Request(
         precision=precision,

@@ -52,7 +52,9 @@ def layer_plan(boundary: Tier | None = Tier.HBM, kept_bytes: int = 0) -> LayerPl
 
 def plan_of(layers: Sequence[LayerPlan], host_bytes: int = 0) -> Plan:
     replayed = frozenset(i - 1 for i, layer in enumerate(layers) if layer.boundary is None)
-    return cast(Plan, SimpleNamespace(layers=layers, host_activation_bytes=host_bytes, replayed_layers=replayed))
+    until = [(i,) for i in range(len(layers))]
+    facts = {"host_activation_bytes": host_bytes, "replayed_layers": replayed, "kept_until": until}
+    return cast(Plan, SimpleNamespace(layers=layers, **facts))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.kill_campaign.cases import GPU
 from megatrain_ray.arenas import ACTIVATIONS
-from megatrain_ray.engine.plan import Tier
+from megatrain_ray.comparisons import read_comparisons
+from megatrain_ray.engine.activation_space import activation_file_bytes
+from megatrain_ray.engine.plan import Plan, Tier
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
 from tests.spilling import least_ram
 from tests.test_kills import END_S, SECOND_SAVE, kill, training
@@ -62,7 +65,25 @@ def test_a_run_with_activations_on_disk_equals_plain_pytorch(
     assert plan.spilled_layers and plan.stored_layers, "the shards are at the same disk"
     assert not list((tmp_path / "spill").iterdir())
     assert rows(tmp_path / "run")[0]["host_bytes"] <= plan.total_bytes(Tier.HOST)
+    assert_traffic_is_as_planned(tmp_path / "run", plan)
+    assert re.search(r"\n  disk +\S+ \S+ read and written a step, \S+ \S+ planned, ", done.stdout)
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+
+
+def assert_traffic_is_as_planned(run_dir: Path, plan: Plan) -> None:
+    """The GPU worker's byte for byte; the shards' but for what saves read, and what is written behind an update."""
+    (found,) = read_comparisons(run_dir)
+    activations, weights, all_of_it = (
+        found.term(name) for name in ("activation traffic", "weights read", "disk traffic")
+    )
+    assert activations and activations.measured == activations.predicted
+    assert activations.measured == 2 * plan.num_sweeps * activation_file_bytes(plan)
+    assert bool(weights) == bool(plan.weights_on_disk)
+    assert weights is None or weights.measured == weights.predicted == plan.weight_read_bytes
+    assert all_of_it and 0.5 < all_of_it.measured / all_of_it.predicted < 2
+    disk, taken = found.term("disk"), found.term("on disk")
+    assert disk and 0 < disk.measured < 2 * found.step.measured
+    assert taken and 0 < taken.measured <= taken.predicted == plan.total_bytes(Tier.NVME)
 
 
 def test_nothing_is_left_of_a_run_whose_gpu_worker_dies(tmp_path: Path, ray_address: str) -> None:

@@ -13,12 +13,13 @@ import pytest
 
 from megatrain_ray import aliasing
 from megatrain_ray.aliasing import HostMemory, with_aliases
-from megatrain_ray.arenas import arena_sizes, shard_layout
+from megatrain_ray.arenas import arena_sizes
 from megatrain_ray.bench import _check_updates
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device_shard import DeviceShard
 from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.plan_shards import shard_layout
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.inspect_run import inspect_run
 from megatrain_ray.planning import Prepared, hyper_of, prepare

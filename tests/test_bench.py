@@ -118,6 +118,9 @@ def test_the_table(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     assert "by the plan (+10.0%)" in out
     assert "one process" not in out
     assert "do not fit the device" in out
+    assert "the disk" not in out
+    print_table(report | {"bytes_per_parameter": {"h2d": 1.0, "d2h": 2.0, "disk": 20.5}})
+    assert "in and 2 out, 20.5 from and to the disk" in " ".join(capsys.readouterr().out.split())
     for ratio, told in ((1.01, False), (1.2, True)):
         print_table(report | {"ceiling": {"model_tflops": 2.0, "micro_batch_size": 1, "ratio": ratio}})
         shown = " ".join(capsys.readouterr().out.split())  # lines are as wide as the terminal

@@ -138,10 +138,12 @@ def run(folder: Path, recipe: Recipe, mode: Mode, **how: object) -> tuple[Engine
 
 
 def assert_close(ours: EngineResult, theirs: Result | EngineResult, bound: float = BOUND) -> None:
+    """Masters by their norms: AdamW makes a step of an element whose gradient is next to nothing, and that may differ
+    in its first digits, from one kind of CPU to the next too."""
     assert ours.losses == pytest.approx(theirs.losses, rel=bound)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=bound)
     for name, master in theirs.masters.items():
-        torch.testing.assert_close(ours.masters[name], master, rtol=1e-4, atol=1e-5)
+        assert (ours.masters[name] - master).norm() <= 1e-4 * master.norm(), name
 
 
 MODES = {

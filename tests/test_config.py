@@ -77,6 +77,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "num_shards": None,
             "profile": "auto",
             "compile": "auto",
+            "block_parts": "auto",
             "cuda_graphs": "auto",
         },
         "spill": {"path": None, "limit": None, "io": "auto", "compression": "auto"},
@@ -169,7 +170,8 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
                                 "hardware.hbm_limit, hardware.ram_limit, hardware.hbm_layers, hardware.num_shards, "
-                                    "hardware.profile, hardware.compile, hardware.cuda_graphs"),
+                                    "hardware.profile, hardware.compile, hardware.block_parts, "
+                                    "hardware.cuda_graphs"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str) -> None:

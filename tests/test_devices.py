@@ -310,6 +310,27 @@ def test_where_what_is_kept_waits_changes_no_bit(
         assert torch.equal(ours.masters[name], master), name
 
 
+@pytest.mark.parametrize("order", LoopOrder)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST])
+def test_dividing_blocks_changes_no_bit(
+    tmp_path: Path, make: Make, tier: Tier, precision: str, order: LoopOrder
+) -> None:
+    """With all that their parts hand on, and blocks save between them, on the device or on the host."""
+    build_tiny(tmp_path)
+    recipe = Recipe(4, precision=precision, micro_batch_size=2)
+    ours, theirs = (
+        train_engine(
+            tmp_path, tiny_batches(4), recipe, Mode(order, boundaries=tier, kept=tier, block_parts=n), make_device=make
+        )
+        for n in (8, 1)
+    )
+    assert (ours.plan.block_parts, theirs.plan.block_parts) == (4, 1)
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
+
+
 @pytest.mark.parametrize("hbm_layers", [frozenset(), frozenset({0, 2, 9})], ids=["none", "some"])
 def test_where_sums_wait_changes_no_bit(tmp_path: Path, make: Make, hbm_layers: frozenset[int]) -> None:
     """In poison mode; chunks of the loss add to the head's sum, wherever it is."""

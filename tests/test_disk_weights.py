@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.arenas import shard_layout, spill_layout
 from megatrain_ray.engine.cpu_device import CpuEvent
 from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.momenta import Momenta
+from megatrain_ray.engine.plan_shards import read_bytes, shard_layout, spill_layout
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.spill_layout import WORKING
@@ -25,6 +25,7 @@ from megatrain_ray.engine.spill_ring import SpillRing
 from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.blob_store import aligned_block
+from megatrain_ray.io.measured_store import DiskMeter, MeasuredStore
 from tests.reference import Recipe
 from tests.run_engine import Mode, folder_source, plan_for
 from tests.test_spill_ring import BLOB, WAIT_S, Watched
@@ -42,9 +43,10 @@ class Rig:
         )
         factory = folder_source(build_tiny(folder)).factory
         structure, plan = plan_for(factory, Recipe(1, precision="bf16"), mode, (4, 32))
-        plan = replace(plan, state_slots=8)  # of a layer that cannot be written yet
+        # Slots for a layer that cannot be written yet; parts of layers that are no whole pages.
+        plan = replace(plan, state_slots=8, extent_elements=7 << 10)
         self.layout = structure.layout(num_fragments)
-        self.rings, self.stores, files = [], [], []
+        self.rings, self.stores, files, self.meter = [], [], [], DiskMeter()
         self.plan, num_layers = plan, len(plan.layers)
         self.words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, 2))), num_layers, 2)
         self.words.reset(0, plan.updated_layers)
@@ -54,7 +56,8 @@ class Rig:
             memory = torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8)
             self.stores.append(Watched(layout.blob_bytes))
             self.rings.append(SpillRing(layout, memory, self.stores[k], BLOB, WAIT_S, written=self._ring))
-            files.append(ShardFile(layout, SpillTable(layout, memory), self.stores[k], BLOB))
+            measured = MeasuredStore(self.stores[k], self.meter)
+            files.append(ShardFile(layout, SpillTable(layout, memory), measured, BLOB))
         self.disk = DiskWeights(plan, self.layout, files, poison=True)
 
     def _ring(self) -> None:
@@ -112,6 +115,21 @@ async def rig(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[R
     await rig.disk.close()
     for ring in rig.rings:
         await asyncio.to_thread(ring.close)
+
+
+@pytest.mark.parametrize("rig", [1, 3], indirect=True)
+async def test_what_is_read_is_what_a_plan_counts(rig: Rig) -> None:
+    """Whole pages of every shard's part, which these are not a multiple of."""
+    for layer in ON_DISK:
+        await asyncio.to_thread(rig.write, layer, 1)
+    fragments = [FragmentId(i, f) for i in ON_DISK for f in range(len(rig.layout.layers[i].fragments))]
+    rig.expect(*fragments)
+    for fragment in fragments:
+        await rig.take(fragment)
+        rig.release().run(lambda: None)
+    counted = read_bytes(rig.plan, rig.layout, [FragmentId(0, 0), *fragments])
+    assert rig.meter.moved == (counted, 0)
+    assert counted > sum(2 * rig.layout.layers[i].size for i in ON_DISK)
 
 
 @pytest.mark.parametrize("rig", [1, 3], indirect=True)

@@ -16,7 +16,8 @@ from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile, 
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_search import _SplitSearch, make_plan
+from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.split_search import SplitSearch
 from megatrain_ray.engine.structure import discover
 from tests.exhaustive import Exhaustive
 from tests.shapes import deepened
@@ -122,7 +123,7 @@ def test_nor_with_other_layers_on_disk(hbm_mib: int) -> None:
 
 def test_a_search_that_tries_less_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers on the device in the order of a forward alone."""
-    monkeypatch.setattr(_SplitSearch, "_has_many_blocks", True)
+    monkeypatch.setattr(SplitSearch, "_has_many_blocks", True)
     machine = Machine("cuda", 16, 1, 1 << 40, 1860 * MiB, profile=RATES)
     plan, better = held_to_the_best(*shape(3), machine, REQUEST)
     assert better is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import pytest
 
 from megatrain_ray.charts import HEIGHT, MIN_WIDTH, draw
 from megatrain_ray.cli import main
+from megatrain_ray.comparisons import write_comparison
 from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, SaveTiming
 from megatrain_ray.io.save import Piece, commit_save, prepare_save, set_aside, write_part
+from megatrain_ray.prediction_check import compare
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.summary import summarize
+from megatrain_ray.units import format_bytes
+from tests.planned_steps import PROFILE, measured, planned, with_more_on_disk
 from tests.saves import flip
 from tests.settings import config
 
@@ -186,3 +191,18 @@ def test_what_is_said_at_the_end() -> None:
         "next      megatrain inspect runs/x, megatrain export runs/x OUT_DIR",
     ]
     assert list(summarize([], Path("runs/x"))) == []
+
+
+def test_what_the_disk_moved_is_said_at_the_end(tmp_path: Path) -> None:
+    """Of the start that has just ended, not of one before."""
+    plan = with_more_on_disk(planned(PROFILE, spilled=True), PROFILE)
+    rows, work = measured(plan, PROFILE)
+    found = compare(plan, rows, replace(work, disk_bytes=3 << 30, disk_s=1.5))
+    assert found is not None
+    write_comparison(tmp_path, found)
+    usual = {"tokens_per_s": 1.0, "model_tflops": 2.0, "skipped": False, "host_bytes": 1}
+    rows = [{**row, **usual} for row in rows]
+    planned_bytes = format_bytes(2 * plan.written_bytes + plan.weight_read_bytes)
+    said = f"disk      3.00 GiB read and written a step, {planned_bytes} planned, 2.15 GB/s while it was at work"
+    assert said in list(summarize(rows, tmp_path))
+    assert not any(line.startswith("disk") for line in summarize(rows[1:], tmp_path))

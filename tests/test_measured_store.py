@@ -9,7 +9,7 @@ import pytest
 
 from megatrain_ray.io import measured_store
 from megatrain_ray.io.blob_store import MemoryStore, aligned_block
-from megatrain_ray.io.measured_store import DiskMeter, MeasuredStore
+from megatrain_ray.io.measured_store import DiskMeter, MeasuredStore, Moved
 
 
 @pytest.fixture
@@ -22,20 +22,32 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 def test_transfers_at_the_same_time_count_once(clock: list[float]) -> None:
     meter = DiskMeter()
-    first, second = meter.transfer(100), meter.transfer(20)
+    first, second = meter.transfer(Moved(read=100)), meter.transfer(Moved(written=20))
     with first:
         clock[0] = 1.0
         with second:
             clock[0] = 3.0
-            assert meter.read() == (0, 3.0)  # of what is under way, the time alone
-        assert meter.read() == (20, 3.0)
+            assert (meter.moved, meter.busy.times) == ((0, 0), ((0.0, 3.0),))  # of what is under way, the time alone
+        assert (meter.moved, meter.busy.times) == ((0, 20), ((0.0, 3.0),))
         clock[0] = 4.0
     clock[0] = 9.0
-    assert meter.read() == (120, 4.0)
-    with pytest.raises(OSError), meter.transfer(1):
+    assert (meter.moved, meter.busy.times) == ((100, 20), ((0.0, 4.0),))
+    with pytest.raises(OSError), meter.transfer(Moved(read=1)):
         clock[0] = 10.0
         raise OSError
-    assert meter.read() == (121, 5.0)
+    assert (meter.moved, meter.busy) == ((101, 20), (((0.0, 4.0), (9.0, 10.0)), 0.0))
+
+
+def test_the_newest_times_are_kept(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is told from when on all are."""
+    monkeypatch.setattr(measured_store, "MAX_TIMES", 2)
+    meter = DiskMeter()
+    for start in range(4):
+        clock[0] = float(start)
+        with meter.transfer(Moved(1, 0)):
+            clock[0] += 0.5
+    assert meter.busy == (((2.0, 2.5), (3.0, 3.5)), 1.5)
+    assert meter.moved == (4, 0)
 
 
 def test_it_is_the_other_store_that_does_it() -> None:
@@ -45,7 +57,7 @@ def test_it_is_the_other_store_that_does_it() -> None:
     async def work() -> bytes:
         async with store.create("x") as blob:
             await blob.write_at(0, aligned_block(8192))
-        assert meter.read()[0] == 0  # nothing of a spill file is made so
+        assert meter.moved == (0, 0)  # nothing of a spill file is made so
         async with store.update("x") as blob:
             block = aligned_block(4096)
             block[:3] = b"abc"
@@ -57,5 +69,5 @@ def test_it_is_the_other_store_that_does_it() -> None:
         return bytes(into[:3])
 
     assert asyncio.run(work()) == b"abc"
-    assert meter.read()[0] == 3 * 4096
+    assert meter.moved == (2 * 4096, 4096)
     assert store.describe("x") == "x in memory"

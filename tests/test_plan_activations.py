@@ -16,15 +16,18 @@ from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
+from megatrain_ray.engine.plan_limits import fits, spare_ram
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Machine, SpillSpace
 from megatrain_ray.engine.plan_rows import host_rows
-from megatrain_ray.engine.plan_search import TIE, make_plan
+from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.plan_traffic import moved_bytes
-from megatrain_ray.engine.planner import build_plan, fits, spare_ram
+from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.spill_layout import BLOCK_BYTES
+from megatrain_ray.engine.split_search import TIE
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
+from megatrain_ray.io.disk_io import DiskWay
 from tests.test_plan_offload import MACHINE, NUM_BLOCKS, REQUEST, offloading, row, shape, step_s
 
 DISK = SpillSpace(1 << 40, 2e10)  # so small a model computes for no longer than one that is faster than any takes
@@ -67,6 +70,17 @@ def test_what_the_host_has_no_room_for_goes_to_the_disk_where_that_is_faster() -
     (name,) = spill_files(plan, structure.layout(), "/nvme")
     assert name == ACTIVATIONS
     assert spill_files(plan, structure.layout(), "/nvme")[name].nbytes == plan.total_bytes(Tier.NVME)
+
+
+def test_how_fast_others_are_packed_makes_no_difference_to_them() -> None:
+    """They go to the disk by its rate without, and nothing is said of packing where they alone are there."""
+    packing = DiskWay(packed=True)
+    slow, fast = SpillSpace(1 << 40, 2e10, packing, 3e9), SpillSpace(1 << 40, 3e9, packing, DISK.bytes_per_s)
+    in_memory, on_disk = (make_plan(*shape(), replace(SHORT, spill=disk), REQUEST) for disk in (slow, fast))
+    assert not in_memory.disk_activations
+    assert on_disk.layers == make_plan(*shape(), replace(SHORT, spill=DISK), REQUEST).layers
+    assert on_disk.disk_activations and not on_disk.uses_disk
+    assert "zstd" not in describe(on_disk)
 
 
 def test_where_the_host_has_room_or_the_disk_is_slow_nothing_goes_there() -> None:
@@ -145,8 +159,10 @@ def drafts(machine: Machine, num_micro_batches: int) -> Iterator[Plan]:
 @pytest.mark.parametrize("bytes_per_s", [3e9, 3e7])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_no_plan_is_faster_than_its_bounds(bytes_per_s: float, num_micro_batches: int) -> None:
+    """`bytes_per_s`: of what is not packed, which activations never are."""
     structure, activations = shape()
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, bytes_per_s)
+    rates = 10 * bytes_per_s, bytes_per_s
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, *rates)
     prices, tight = SharedPrices(), 0.0
     for plan in drafts(replace(SHORT, spill=DISK), num_micro_batches):
         predicted = predict(plan, basis, activations, prices)

@@ -13,13 +13,16 @@ import pytest
 from megatrain_ray import plan_check
 from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.gpu_work import GpuWork
 from megatrain_ray.plan_check import PlanCheck
-from megatrain_ray.shard_work import ShardWork, work_between
+from megatrain_ray.shard_work import ShardWork
+from megatrain_ray.step_work import RunWork
 from tests.planned_steps import PROFILE, measured, planned
 
 
 class Shards:
-    """A crew of one shard that has done what it does in a step for each time it was asked before."""
+    """A crew of a GPU worker and one shard, which have done what they do in a step for each time they were asked
+    before."""
 
     def __init__(self, update_s: float) -> None:
         self.pids = {"optimizer shard 0": 7}
@@ -28,12 +31,12 @@ class Shards:
 
     def work(self) -> list[Any]:
         self.num_asked += 1
-        return [ShardWork(7, self.num_asked, self._update_s * self.num_asked, 0, 0.0, 0)]
+        return [ShardWork(7, self.num_asked, self._update_s * self.num_asked), GpuWork(self.num_asked)]
 
 
 @pytest.fixture(autouse=True)
 def answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_check, "_answers", list)
+    monkeypatch.setattr(plan_check, "_answers", lambda calls: RunWork(calls[:-1], calls[-1]))
     monkeypatch.setattr(plan_check, "pss_of_run", lambda pids: {"driver": {"private": 3 << 30}})
 
 
@@ -124,14 +127,3 @@ def test_a_step_at_which_nothing_is_looked_up_asks_nobody_and_computes_nothing(t
     finally:
         sys.setprofile(None)
     assert called == ["ended"]
-
-
-def test_a_steps_work_is_the_mean_between_two_updates_of_all_shards() -> None:
-    before = [ShardWork(1, 2, 1.0, 100, 3.0, 9), ShardWork(2, 3, 1.0, 0, 0.0, 0)]
-    after = [ShardWork(1, 6, 3.0, 500, 5.0, 9), ShardWork(2, 5, 2.2, 60, 0.1, 5)]
-    work = work_between(before, after)
-    assert work is not None
-    assert (work.update_s, work.disk_bytes, work.disk_s, work.spill_bytes) == (pytest.approx(0.6), 130.0, 0.5, 14)
-    replaced = [after[0], replace(after[1], pid=3)]
-    for others in (before, replaced, after[:1], []):
-        assert work_between(before, others) is None

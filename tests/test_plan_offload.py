@@ -12,18 +12,22 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from megatrain_ray.engine import plan_search
+from megatrain_ray.engine import candidates as tried_ways
+from megatrain_ray.engine import split_search
 from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
+from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
+from megatrain_ray.engine.plan_limits import fits, spare_ram
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_search import candidates, make_plan
-from megatrain_ray.engine.planner import Drafts, build_plan, fits, spare_ram
+from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 
@@ -74,7 +78,7 @@ def test_what_is_kept_goes_to_the_host_where_the_device_is_full(
     )
     assert f"\noffload   what {len(leaving)} layers keep waits on the host for their backward, " in describe(plan)
     assert Plan.from_json(plan.to_json()) == plan
-    monkeypatch.setattr(plan_search, "may_chunk", lambda seq_len: False)
+    monkeypatch.setattr(tried_ways, "may_chunk", lambda seq_len: False)
     without = make_plan(*shape(compiled=compiled), machine, request)
     assert not offloaded(without)
     assert "offload" not in describe(without)
@@ -93,7 +97,7 @@ def test_more_memory_of_the_host_takes_more_of_it() -> None:
             assert spare_ram(plan) < max(layer.kept_bytes for layer in plan.layers)
     assert numbers[0] == 0
     assert numbers[-1] == max(numbers) > 0
-    assert all(later <= earlier * (1 + 2 * plan_search.TIE) for earlier, later in pairwise(times))
+    assert all(later <= earlier * (1 + 2 * split_search.TIE) for earlier, later in pairwise(times))
 
 
 def test_where_the_device_has_room_or_sequences_are_short_nothing_leaves() -> None:

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatrain_ray.arenas import shard_layout, spill_layout
 from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.parameter_rules import ParameterRules
 from megatrain_ray.engine.plan import Precision, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
+from megatrain_ray.engine.plan_limits import fits
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.plan_rows import host_rows
+from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.plan_traffic import moved_bytes
-from megatrain_ray.engine.planner import fits
 from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.blob_store import MemoryStore
@@ -38,8 +38,9 @@ from tests.test_plan_spill import (
 
 
 def without_state() -> int:
-    """What is missing where the state of all layers must be on disk."""
-    return next(missing for missing in STEPS_BEYOND if len(planned(missing).spilled_layers) == BLOCKS + 2)
+    """The most that may be missing, in steps, where no working copy must be on disk."""
+    able = (missing for missing in STEPS_BEYOND if fits(plan := planned(missing)) and not plan.weights_on_disk)
+    return max(able)
 
 
 def weight_bytes(layer: int) -> int:

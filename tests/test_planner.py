@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.engine import cost_model
 from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import NARROW_MOMENTS, ActivationPolicy, Plan, Precision, Tier
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import BESIDE_GPU_BYTES, PROCESS_BYTES
-from megatrain_ray.engine.plan_search import candidates, make_plan
+from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder

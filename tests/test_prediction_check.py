@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from megatrain_ray.comparison_table import comparison_table
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.prediction_check import Comparison, compare, warning
-from tests.planned_steps import PROFILE, measured, planned
+from tests.planned_steps import PROFILE, measured, planned, with_more_on_disk
 
 
 def compared(plan: Plan, profile: HardwareProfile, **changes: float) -> Comparison:
@@ -52,6 +53,23 @@ def test_a_disk_twice_as_fast_as_it_is_is_named() -> None:
     text = warned(plan, compared(plan, PROFILE))
     assert "most of it in optimizer" in text
     assert "the disk moved 2 GB/s where the plan counts on 4;" in text
+
+
+def test_a_disk_that_activations_wait_for_is_named() -> None:
+    """Where waits for copies are what is off: of their own no disk is a part."""
+    right, wrong = replace(PROFILE, disk_bytes_per_s=1e8), replace(PROFILE, disk_bytes_per_s=2e8)
+    plan = with_more_on_disk(planned(wrong), wrong)
+    assert not plan.uses_disk
+    text = warned(plan, compared(plan, right))
+    assert re.search(r"most of it in (h2d|d2h): ", text)
+    assert "the disk moved 0.1 GB/s where the plan counts on 0.2;" in text
+    assert warned(with_more_on_disk(plan, right), compared(with_more_on_disk(plan, right), right)) == ""
+    spilled = planned(PROFILE, spilled=True)
+    rows, work = measured(spilled, PROFILE)
+    slow = [{**row, "step_s": 9.0, "exposed_s": {**row["exposed_s"], "h2d": 8.0}} for row in rows]
+    found = compare(spilled, slow, replace(work, disk_s=2 * work.disk_s))
+    assert found is not None
+    assert "most of it in h2d" in warned(spilled, found) and "the disk moved" not in warned(spilled, found)
 
 
 def test_slow_computing_is_named() -> None:
@@ -125,6 +143,37 @@ def test_a_spill_file_larger_than_planned_is_named_and_what_saves_read_is_not() 
         assert found is not None
         assert warned(plan, found).startswith(told)
         assert bool(warned(plan, found)) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("bytes_of", "told"),
+    [("weight_bytes", "weights read: planned "), ("activation_bytes", "activation traffic: planned ")],
+)
+def test_more_traffic_of_the_gpu_worker_than_planned_is_named(bytes_of: str, told: str) -> None:
+    """It is the same in every step; of what shards move saves are a part."""
+    plan = with_more_on_disk(planned(PROFILE, spilled=True), PROFILE)
+    rows, work = measured(plan, PROFILE)
+    for factor, named in ((1.0, ""), (1.04, ""), (0.5, ""), (1.06, told)):
+        found = compare(plan, rows, replace(work, **{bytes_of: factor * getattr(work, bytes_of)}))
+        assert found is not None
+        assert warned(plan, found).startswith(named)
+        assert bool(warned(plan, found)) == bool(named)
+
+
+def test_all_that_moves_is_compared() -> None:
+    plan = with_more_on_disk(planned(PROFILE, spilled=True), PROFILE)
+    found = compared(plan, PROFILE)
+    traffic, weights, activations, disk = (
+        found.term(name) for name in ("disk traffic", "weights read", "activation traffic", "disk")
+    )
+    assert traffic and weights and activations and disk and plan.prediction
+    assert weights.predicted == plan.weight_read_bytes > 0
+    assert activations.predicted == 2 * sum(plan.disk_activations) > 0
+    of_shards = 2 * sum(r.num_bytes for r in plan.rows if r.tier is Tier.NVME and r.name != "activations")
+    assert traffic.predicted == of_shards + weights.predicted + activations.predicted
+    assert disk.predicted == pytest.approx(traffic.predicted / 2e9, rel=0.01)
+    shown = [line[:18].strip() for line in comparison_table(found, has_plan=True)]
+    assert shown[-4:] == ["disk, a step", "of it weights", "of it activations", "on disk"]
 
 
 def test_the_table() -> None:

@@ -18,7 +18,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.prediction_check import Comparison, compare
 from megatrain_ray.refitting import Refitted, refit, refitted
 from megatrain_ray.run_dir import RunDir
-from tests.planned_steps import PROFILE, measured, planned, predicted
+from tests.planned_steps import PROFILE, measured, planned, predicted, with_more_on_disk
 from tests.settings import config
 
 TWICE = 2.0
@@ -65,6 +65,20 @@ def test_a_wrong_rate_is_found_and_the_next_plan_predicts_the_run(name: str) -> 
     if spilled:
         assert done.profile.disk_bytes_per_s == pytest.approx(2e9, rel=0.01)
         assert any(line.startswith("disk          4 → 2 GB/s") for line in done.report)
+
+
+def test_a_disk_with_two_rates_keeps_their_proportion() -> None:
+    """That of what is packed, and of activations."""
+    right = replace(PROFILE, disk_bytes_per_s=2e9, disk_plain_bytes_per_s=1e9)
+    wrong = replace(PROFILE, disk_bytes_per_s=4e9, disk_plain_bytes_per_s=2e9)
+    plan = with_more_on_disk(planned(wrong, spilled=True), wrong)
+    assert plan.prediction and plan.prediction.profile == wrong
+    moved = plan.num_sweeps * sum(plan.disk_activations)
+    assert plan.prediction.disk_s > (moved + plan.written_bytes) / 4e9
+    done = refit_of(plan, compared(plan, right))
+    assert done.profile.disk_bytes_per_s == pytest.approx(2e9)
+    assert done.profile.disk_plain_bytes_per_s == pytest.approx(1e9)
+    assert any(line.startswith("disk          4 → 2 GB/s") for line in done.report)
 
 
 def test_the_rate_beside_copies_is_that_of_updates_without_clipping() -> None:

@@ -212,9 +212,42 @@ def test_the_way_that_is_asked_for_is_taken(tmp_path: Path, ways: list[DiskWay],
     asked = {"io": way.io.value, "compression": "zstd" if way.packed else "none"}
     found = space(tmp_path / "nvme", 5, **asked)
     assert (found.way, found.bytes_per_s) == (way, RATES[way])
-    assert space(tmp_path / "nvme", 5, rate=1e9, **asked) == replace(found, bytes_per_s=1e9)
+    assert found.plain_bytes_per_s == (RATES[DiskWay(way.io)] if way.packed else None)
+    assert not found.may_be_unpacked
+    assert space(tmp_path / "nvme", 5, rate=1e9, **asked) == replace(found, bytes_per_s=1e9, plain_bytes_per_s=None)
     assert space(tmp_path / "none", imagined=True, **asked).way == way
-    assert ways == [way]
+    assert ways == ([DiskWay(way.io), way] if way.packed else [way])
+
+
+def test_where_packing_was_chosen_activations_have_a_rate_of_their_own(tmp_path: Path, ways: list[DiskWay]) -> None:
+    """That of the same library without it, which is what is left where it is given up."""
+    found = space(tmp_path / "nvme")
+    assert found == SpillSpace(found.limit_bytes, 5e9, DiskWay(KVIKIO, True), 4e9, may_be_unpacked=True)
+    assert found.unpacked == SpillSpace(found.limit_bytes, 4e9, DiskWay(KVIKIO))
+
+
+@pytest.mark.parametrize(
+    ("compression", "rates", "way", "expected"),
+    [
+        ("auto", (3e9, 2e9), DiskWay(POSIX, True), (3e9, 2e9, True)),
+        ("auto", (2e9, 2e9), DiskWay(POSIX), (2e9, None, False)),
+        ("none", (3e9, 2e9), DiskWay(POSIX), (2e9, None, False)),
+        ("zstd", (2e9, 3e9), DiskWay(POSIX, True), (2e9, 3e9, False)),
+        ("zstd", (2e9, None), DiskWay(POSIX, True), (2e9, None, False)),
+    ],
+)
+def test_a_profile_may_have_both_rates(
+    tmp_path: Path, measurements: list[Path], compression: str, rates: tuple[float, float | None], way: DiskWay,
+    expected: tuple[float, float | None, bool],
+) -> None:  # fmt: skip
+    """Those that `megatrain refit` writes of a run that packed."""
+    profile = replace(TYPICAL_CPU, disk_bytes_per_s=rates[0], disk_plain_bytes_per_s=rates[1])
+    spill = SpillConfig.model_validate({"path": str(tmp_path), "compression": compression})
+    found = with_spill(replace(MACHINE, profile=profile), spill).spill
+    assert found is not None
+    assert found.way == way
+    assert (found.bytes_per_s, found.plain_bytes_per_s, found.may_be_unpacked) == expected
+    assert measurements == []
 
 
 def test_what_was_installed_since_is_measured(

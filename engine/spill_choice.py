@@ -1,0 +1,186 @@
+"""What of layers goes to the disk where the host has too little memory for all of it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import mul
+from typing import NamedTuple
+
+from megatrain_ray.engine.activation_moves import Activations, away, num_bytes
+from megatrain_ray.engine.activation_space import Windows
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.model import LayerKind, ModelStructure
+from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan_request import SpillFirst
+from megatrain_ray.engine.plan_spill import Kind, Sizes, Spilling, late_bytes
+from megatrain_ray.io.words import WORD_BYTES
+
+
+class OnDisk(NamedTuple):
+    """Layers of which something is on disk."""
+
+    gradients: frozenset[int] = frozenset()
+    state: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
+    boundaries: frozenset[int] = frozenset()  # what enters them
+    kept: frozenset[int] = frozenset()  # what their forward keeps
+
+    @property
+    def of_shards(self) -> bool:
+        """Whether something is what optimizer shards have there."""
+        return bool(self.gradients or self.state)
+
+
+NOTHING = OnDisk()
+
+
+Item = tuple[Kind | Activations, int]  # of a layer
+FIELDS: dict[Kind | Activations, str] = {
+    Kind.GRADIENT: "gradients", Kind.STATE: "state", Kind.WEIGHTS: "weights",
+    Activations.BOUNDARY: "boundaries", Activations.KEPT: "kept",
+}  # fmt: skip
+ORDERS = SpillFirst.GRADIENTS, SpillFirst.STATE, SpillFirst.ENDS, SpillFirst.FRONT
+FEWER = 0.98  # bytes on disk, of those of the first of these orders, for which another one takes its place
+
+
+@dataclass(frozen=True)
+class Spillable:
+    """What of a plan can go to the disk, and what its host memory gains by that. `plan`: in which nothing is there.
+
+    Not what Muon trains something of: the GPU worker reads its momenta. Working copies of blocks of which nothing is
+    frozen alone. `activations`: whether these may.
+    """
+
+    plan: Plan
+    structure: ModelStructure
+    layout: ModelLayout
+    activations: bool
+
+    def choice(self, missing: int, first: SpillFirst) -> OnDisk:
+        """As little as makes up for so many bytes; what frees the most, which may be nothing, where it is not
+        enough."""
+        if first is not SpillFirst.LEAST:
+            return self._choice(missing, first)
+        usual = self._choice(missing, ORDERS[0])
+        beyond = self.gain(usual) - missing
+        # What is there takes as much less of host memory, or a little less.
+        if 0 <= beyond < (1 - FEWER) * self.num_bytes(usual):
+            return usual
+        others = [self._choice(missing, order) for order in ORDERS[1:]]
+        least = min((other for other in others if self.gain(other) >= missing), key=self.num_bytes, default=usual)
+        return least if beyond < 0 or self.num_bytes(least) < FEWER * self.num_bytes(usual) else usual
+
+    def order(self, first: SpillFirst) -> list[Item]:
+        """A byte of a gradient or of state costs two that move a step, of activations in every sweep. These have the
+        time of all that is computed between a layer's forward and its backward, the first layers the most. A gradient's
+        are written in the backward, when else nothing wants the disk; state comes and goes with the updates alone,
+        which the next forward waits for. A byte of a working copy comes and goes with the state, and comes again for
+        every upload.
+
+        Blocks from the last on: the next forward comes to them last, so there is most time until their update must
+        be done. Then the ends, which may be many times as large, and slots with them."""
+        is_block, layers = [layer.kind is LayerKind.BLOCK for layer in self.structure.layers], self.layout.layers
+        able = [i for i in self.plan.host_layers if self.layout.trained_sizes[i] and not layers[i].num_muon]
+        ranks: dict[SpillFirst, Callable[[int], tuple[bool, int]]] = {
+            SpillFirst.FRONT: lambda i: (False, i), SpillFirst.ENDS: lambda i: (is_block[i], -i)
+        }  # fmt: skip
+        able.sort(key=ranks.get(first, lambda i: (not is_block[i], -i)))
+        waits_in_slab = self.plan.update_order is UpdateOrder.FORWARD and self.plan.sums is Tier.HBM
+        waits = waits_in_slab and {i for i in able if self.plan.layers[i].gradients is Tier.HOST}
+        of_gradients: list[Item] = [(Kind.GRADIENT, i) for i in able if waits and i in waits]
+        of_state: list[Item] = [(Kind.STATE, i) for i in able]
+        of_weights: list[Item] = [(Kind.WEIGHTS, i) for i in able if is_block[i] and not layers[i].frozen.size]
+        of_shards = [*of_state, *of_gradients] if first is SpillFirst.STATE else [*of_gradients, *of_state]
+        return [*self._moving, *of_shards, *of_weights]
+
+    @cached_property
+    def _moving(self) -> list[Item]:
+        moving = ((kind, i) for i, layer in enumerate(self.plan.layers) for kind in away(layer))
+        return list(moving) if self.activations else []
+
+    def gained(self, first: SpillFirst) -> list[int]:
+        """By how many bytes of host memory the plan takes less with none, one, two, … of this order on disk."""
+        return self._known(first)[1]
+
+    def _known(self, first: SpillFirst) -> tuple[list[Item], list[int]]:
+        if first not in self._orders:
+            items = self.order(first)
+            of_shards = ((kind, self._size(kind, i)) for kind, i in items[len(self._moving) :])
+            gained = Spilling.of(self.plan).gained(of_shards, late_bytes(self.plan, self.layout))  # type: ignore[arg-type]
+            self._orders[first] = items, [*self._by_moving[:-1], *(self._by_moving[-1] + more for more in gained)]
+        return self._orders[first]
+
+    @cached_property
+    def _by_moving(self) -> list[int]:
+        """The same with activations alone."""
+        windows, live, on_disk = Windows(0, 0), self.plan.num_live_micro_batches, Counter[int]()
+        gained, freed, num_blocks = [0], 0, 0
+        for size in (self._size(*item) for item in self._moving):
+            if size > max(on_disk, default=0):
+                windows = Windows.of([size])
+                num_blocks = sum(count * windows.num_blocks([other]) for other, count in on_disk.items())
+            on_disk[size] += live
+            freed += live * size
+            num_blocks += live * windows.num_blocks([size])
+            gained.append(freed - windows.number * windows.num_bytes - WORD_BYTES * num_blocks)
+        return gained
+
+    @cached_property
+    def _orders(self) -> dict[SpillFirst, tuple[list[Item], list[int]]]:
+        return {}
+
+    def _choice(self, missing: int, first: SpillFirst) -> OnDisk:
+        items, gained = self._known(first)
+        count = next((count for count, bytes_gained in enumerate(gained) if bytes_gained >= missing), None)
+        if count is None:
+            return _on_disk(items[: gained.index(max(gained))])
+        return self._without_needless(items[:count], missing)
+
+    def _without_needless(self, items: list[Item], missing: int) -> OnDisk:
+        """What shards have there before something large may not be needed beside it: of that the last in order stays in
+        memory."""
+        on_disk, needed = _on_disk(items), set[tuple[Kind | Activations, int]]()
+        for kind, layer in reversed(items[:-1]):
+            size = self._size(kind, layer)
+            is_held = isinstance(kind, Activations) or (kind is Kind.STATE and layer in on_disk.weights)
+            if is_held or (kind, size) in needed:
+                continue
+            field = FIELDS[kind]
+            fewer = on_disk._replace(**{field: getattr(on_disk, field) - {layer}})
+            if self.gain(fewer) >= missing:
+                on_disk = fewer
+            else:
+                needed.add((kind, size))
+        return on_disk
+
+    def gain(self, on_disk: OnDisk) -> int:
+        """By how many bytes of host memory the plan takes less with this on disk."""
+        moving = Counter(self._size(kind, i) for kind in Activations for i in getattr(on_disk, FIELDS[kind]))
+        of_moving, live = 0, self.plan.num_live_micro_batches
+        if moving:
+            windows = Windows.of([max(moving)])
+            num_blocks = sum(count * windows.num_blocks([size]) for size, count in moving.items())
+            freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
+            of_moving = live * freed - windows.number * windows.num_bytes
+        sizes = Sizes(*([self.layout.trained_sizes[i] for i in layers] for layers in on_disk[:3]))
+        return of_moving + Spilling.of(self.plan).gain(sizes, late_bytes(self.plan, self.layout))
+
+    def num_bytes(self, on_disk: OnDisk) -> int:
+        """On disk."""
+        plan, live = self.plan, self.plan.num_live_micro_batches
+        items = plan.wire_dtype.itemsize, plan.precision.state_bytes, plan.precision.working_dtype.itemsize, live, live
+        sizes = [sum([self._size(kind, i) for i in getattr(on_disk, field)]) for kind, field in FIELDS.items()]
+        return sum(map(mul, items, sizes))
+
+    def _size(self, kind: Kind | Activations, layer: int) -> int:
+        """Elements, or bytes of one micro-batch's activations."""
+        if isinstance(kind, Activations):
+            return num_bytes(self.plan.layers[layer], kind)
+        return self.layout.trained_sizes[layer]
+
+
+def _on_disk(items: Sequence[Item]) -> OnDisk:
+    return OnDisk(*(frozenset(i for kind, i in items if kind is of_kind) for of_kind in FIELDS))

@@ -1,0 +1,207 @@
+"""The search for the fastest plan of one split into micro-batches. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+
+from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.candidates import VERY_FEW_BLOCKS, candidates
+from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
+from megatrain_ray.engine.device_rows import resident_bytes
+from megatrain_ray.engine.drafts import Drafts
+from megatrain_ray.engine.model import LayerKind
+from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
+from megatrain_ray.engine.plan_bounds import Bounds
+from megatrain_ray.engine.plan_chunks import may_chunk
+from megatrain_ray.engine.plan_fill import Filling, fewest_layers
+from megatrain_ray.engine.plan_request import Candidate, Machine, Request
+from megatrain_ray.engine.plan_variants import variants
+from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.errors import ConfigError
+
+FEW_BLOCKS = 32  # with more of them one more on the device, or less, makes a step less than 3 % longer
+TIE = 0.002  # what is faster by less than this is not: the simpler of two plans is taken
+
+
+# Of the plans of a split that take something to the disk those of which others are tried: so many, of those that take
+# less than so many times as long as the best.
+NUM_VARIED = 3
+NEAR = 1.3
+
+
+class Found:
+    """Plans with a prediction, in the order in which they were tried: the simpler first."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[float, Plan]] = []  # with seconds of a step
+        self.best_s = math.inf
+
+    def add(self, plan: Plan) -> None:
+        assert plan.prediction is not None
+        self.plans.append((plan.prediction.step_s, plan))
+        self.best_s = min(self.best_s, plan.prediction.step_s)
+
+    def may_be_beaten_in(self, least_s: float) -> bool:
+        """By what takes at least this long: what is only a little faster than a simpler one is not taken."""
+        return least_s * (1 + TIE) < self.best_s
+
+    def chosen(self) -> Plan:
+        """The simplest of those that nothing beats by more than TIE."""
+        return next(plan for step_s, plan in self.plans if step_s <= self.best_s * (1 + TIE))
+
+
+class SplitSearch:
+    """Tries the candidates of one split one after the other, each only if it may be better than what was found."""
+
+    def __init__(
+        self, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: Found
+    ) -> None:
+        """`request`: with the split. `activations`: of one of its micro-batches. `found`: gets what fits."""
+        self._basis = basis
+        self._machine = machine
+        self._request = request
+        self._activations = activations
+        self._found = found
+        # Not those that Muon trains, whose momenta are the shards'.
+        self._able = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
+        self._layer_bytes = [resident_bytes(request.precision, layer) for layer in basis.layout.layers]
+        self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in basis.structure.layers)
+        self._fixed = self._fixed_count()
+        self._candidates = list(candidates(basis.structure, request))
+        if machine.spill is not None:
+            moving = [c for c in self._candidates if Tier.HOST in (c.boundaries, c.kept)]
+            self._candidates += [replace(candidate, spills_activations=True) for candidate in moving]
+        self._tried: dict[Candidate, float] = {}  # seconds of a step
+        self._shared = SharedPrices()
+        self._drafts = Drafts(basis.structure, basis.layout, activations, machine, request)
+        self._fewest_of = cache(self._count_fewest)
+        self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
+
+    def run(self) -> None:
+        for candidate in self._candidates:
+            filling = self._filling(candidate, self._able)
+            if not self._has_room(candidate) or not self._found.may_be_beaten_in(self._least_compute_s(filling)):
+                continue
+            if self._waits_needlessly(candidate) or self._spills_needlessly(candidate):
+                continue
+            for able in self._orders:
+                for filled in self._filling(candidate, able).candidates(self._may_win, lambda: self._found.best_s):
+                    self._try(filled)
+        for candidate in self._best_with_disk():
+            for other in variants(self._drafts, candidate):
+                if self._may_win(self._drafts.without_rows(other)):
+                    self._try(other)
+
+    def _try(self, candidate: Candidate) -> None:
+        plan = self._drafts.plan(candidate)
+        prediction = predict(plan, self._basis, self._activations, self._shared)
+        self._found.add(replace(plan, prediction=prediction))
+        self._tried[candidate] = prediction.step_s
+
+    def _best_with_disk(self) -> list[Candidate]:
+        """Those of which something else may be on disk."""
+        near = [c for c, step_s in self._tried.items() if step_s < NEAR * self._found.best_s]
+        near = [c for c in near if self._drafts.spilled(c).of_shards]
+        return sorted(near, key=lambda c: self._tried[c])[:NUM_VARIED]
+
+    def _has_room(self, candidate: Candidate) -> bool:
+        """Whether the device may have any for what is computed."""
+        limit = self._machine.hbm_bytes
+        if limit is None:
+            return True
+        # What is kept elsewhere may be more, or less, than what is kept here where nothing is.
+        if candidate.kept is Tier.HBM and self._drafts.least_device_bytes(candidate) > limit:
+            return False
+        return self._entering_bytes(candidate) <= limit
+
+    def _entering_bytes(self, candidate: Candidate) -> int:
+        """At least so much of what enters layers waits on the device: of the first layers of all segments."""
+        if candidate.boundaries is not Tier.HBM:
+            return 0
+        num_live = self._request.num_micro_batches if candidate.order is LoopOrder.LAYERS_OUTER else 1
+        first = max(1, self._basis.layout.lowest_trained)
+        return num_live * sum(self._activations.boundary[first :: candidate.segment])
+
+    def smallest(self) -> Iterator[Plan]:
+        """Of every candidate the plan that takes least."""
+        return (self._filling(candidate, self._able).smallest() for candidate in self._candidates)
+
+    @property
+    def _orders(self) -> Iterable[tuple[int, ...]]:
+        """In which layers come to live on the device: that of a forward, whose first updates are waited for first; with
+        the ends last, in whose place there may be room for a block, which would be uploaded twice; the smallest first,
+        where there is none; and of few layers the last ones, too."""
+        if self._has_many_blocks or self._fixed is not None:
+            return (self._able,)
+        ends = 0, len(self._layer_bytes) - 1
+        ends_last = tuple(sorted(self._able, key=lambda i: i in ends))
+        smallest_first = tuple(sorted(self._able, key=lambda i: self._layer_bytes[i]))
+        last_first = (self._able[::-1],) if self._num_blocks <= VERY_FEW_BLOCKS else ()
+        return dict.fromkeys((self._able, ends_last, smallest_first, *last_first))
+
+    @property
+    def _has_many_blocks(self) -> bool:
+        return self._num_blocks > FEW_BLOCKS
+
+    def _filling(self, candidate: Candidate, able: tuple[int, ...]) -> Filling:
+        is_fixed = self._fixed is not None
+        return Filling(self._drafts, candidate, able, self._num_blocks, self._fewest, fixed=is_fixed)
+
+    def _fixed_count(self) -> int | None:
+        """How many layers must live on the device. Raises ConfigError where that many cannot."""
+        count = self._request.hbm_layers
+        if count is None:
+            return None if self._machine.device == "cuda" else 0
+        if count > len(self._able):
+            raise ConfigError(
+                f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._able)} of "
+                f"{len(self._basis.layout.layers)} (embedding and head are layers, too; what Muon trains stays on "
+                "the host)"
+            )
+        return count
+
+    def _waits_needlessly(self, candidate: Candidate) -> bool:
+        """Whether gradients wait on the device, from where they would leave late, and the host has room for them. Where
+        blocks are few it may be faster all the same: the regions that gradients leave from, sums of whole blocks, are
+        not needed then."""
+        if candidate.gradients is not Tier.HBM or not self._found.plans or not self._has_many_blocks:
+            return False
+        on_host = replace(candidate, gradients=Tier.HOST)
+        return not self._fewest(on_host, self._able) and not self._drafts.spilled(on_host).of_shards
+
+    def _spills_needlessly(self, candidate: Candidate) -> bool:
+        """Whether activations may go to the disk where something fits without, and sequences are too short for what a
+        layer moves to take less time than what it computes."""
+        return candidate.spills_activations and bool(self._found.plans) and not may_chunk(self._request.seq_len)
+
+    def _fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
+        """Layers that must live on the device. Slots and what is kept there make no difference to the host, so one
+        candidate stands for all that differ in nothing else."""
+        names = "order", "sums", "gradients", "boundaries", "spills_activations"
+        alike = replace(self._candidates[0], **{name: getattr(candidate, name) for name in names})
+        return self._fewest_of(alike, able)
+
+    def _count_fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
+        return fewest_layers(self._drafts, candidate, able) if self._fixed is None else self._fixed
+
+    def _least_compute_s(self, filling: Filling) -> float:
+        """With as much kept as can be. Slots and tiers make no difference to it."""
+        candidate = filling.candidate
+        budgets = candidate.activation_budget, candidate.late_budget
+        key = candidate.order, candidate.activations, budgets, candidate.segment
+        if key not in self._compute_s:
+            self._compute_s[key] = self._bounds(self._drafts.in_memory(filling.most_kept)).compute_s
+        return self._compute_s[key]
+
+    def _may_win(self, plan: Plan) -> bool:
+        bounds = self._bounds(plan)
+        if not self._found.may_be_beaten_in(max(bounds.compute_s, bounds.update_s)):
+            return False
+        # What takes as long as a simpler one changes nothing.
+        return max(bounds.chained_s, bounds.h2d_s, bounds.disk_s) < self._found.best_s
+
+    def _bounds(self, plan: Plan) -> Bounds:
+        return Bounds(plan, self._basis, self._activations, self._shared)
