@@ -19,6 +19,18 @@ def spilling(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     return _limited(tree, too_little, folder / "spill")
 
 
+def with_gradients_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with a folder on disk, and the most host memory with which gradients wait there, too."""
+    enough = _too_little_ram(question_of(load_config(write_config(folder / "question.yaml", tree))))
+    limited = _limited(tree, enough, folder / "spill")
+    question = question_of(load_config(write_config(folder / "question.yaml", limited)))
+    least = _too_little_ram(question) + 4096
+    for ram_bytes in range(enough, least - 1, (least - enough) // 32):
+        if _within(question, ram_bytes).plan().stored_layers:
+            return _limited(tree, ram_bytes, folder / "spill")
+    raise AssertionError("no gradient ever waits on disk")
+
+
 def with_weights_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with a folder on disk, and just as much host memory as it needs then."""
     limited = _limited(tree, 1 << 36, folder / "spill")
@@ -46,9 +58,13 @@ def _too_little_ram(question: Question) -> int:
     while high - low > 4096:
         middle = (low + high) // 2
         try:
-            replace(question, machine=replace(question.machine, ram_bytes=middle)).plan()
+            _within(question, middle).plan()
         except CapacityError:
             low = middle
         else:
             high = middle
     return low
+
+
+def _within(question: Question, ram_bytes: int) -> Question:
+    return replace(question, machine=replace(question.machine, ram_bytes=ram_bytes))

@@ -15,7 +15,7 @@ from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.engine.plan import Tier
 from megatrain_ray.io.packed_store import Packer
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
-from tests.spilling import spilling
+from tests.spilling import spilling, with_gradients_on_disk
 from tests.test_kills import END_S, kill, mid_update, training
 
 pytestmark = pytest.mark.ray
@@ -48,13 +48,15 @@ def test_a_run_that_spills_equals_plain_pytorch(
 ) -> None:
     # What packs takes more than all of this model's state: a plan that counted it would not spill.
     monkeypatch.setattr(Packer, "num_bytes", lambda max_bytes: 0)
-    tree = spilling(tmp_path, config(tmp_path / "run", small_model(tmp_path), **changes))
+    tree = config(tmp_path / "run", small_model(tmp_path), **changes)
+    has_gradients = changes.items() >= ROUNDED.items()
+    tree = with_gradients_on_disk(tmp_path, tree) if has_gradients else spilling(tmp_path, tree)
     done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     plan = plan_of(tmp_path / "run")
     assert len(plan.spilled_layers) > plan.state_slots == 3
     assert plan.total_bytes(Tier.NVME) > 0
-    assert bool(plan.stored_layers) == plan.disk_packed == (changes.items() >= ROUNDED.items())
+    assert bool(plan.stored_layers) == plan.disk_packed == has_gradients
     assert not list((tmp_path / "spill").iterdir())
     assert rows(tmp_path / "run")[0]["host_bytes"] <= plan.total_bytes(Tier.HOST)
     (found,) = read_comparisons(tmp_path / "run")
@@ -80,7 +82,7 @@ def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path
     """What its slots hold is ahead of the file; the next process writes it. One dies while gradients come."""
     model = small_model(tmp_path, hidden_size=384)
     settings = {"hardware__num_shards": 2, "train__steps": 20, "max_failures": 4}
-    tree = spilling(tmp_path, config(tmp_path / "run", model, save_every=10, **settings, **ROUNDED))
+    tree = with_gradients_on_disk(tmp_path, config(tmp_path / "run", model, save_every=10, **settings, **ROUNDED))
     path = write_config(tmp_path / "config.yaml", tree)
     with training(tmp_path, path) as run:
         kill(run, mid_update(0), SHARD_0)
