@@ -59,6 +59,15 @@ ROWS = {
         "train.grad_dtype=bf16",
         "spill.path=runs/spill",
     ),
+    # Eight blocks of 72B, each of which takes more than the device has: divided.
+    "7.5b_12gb_divided": (
+        "qwen2.5_72b.yaml",
+        "model.config.num_hidden_layers=8",
+        "model.config.vocab_size=32000",
+        "hardware.hbm_limit=12GB",
+        "hardware.ram_limit=123GiB",
+        "train.clip=null",
+    ),
     "32.8b_aliased": ("qwen2.5_32.8b.yaml", ALIASED),
     "40.6b_aliased": (
         "qwen2.5_32.8b.yaml",
