@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Tier
-from megatrain_ray.engine.plan_chunks import may_chunk
+from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_request import Candidate, Request
 from megatrain_ray.engine.visits import LoopOrder
 
@@ -49,7 +49,7 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     alike = Candidate(orders[-1], *policies[-1][:1], *slots[-1])
     if structure.is_divided:
         yield from _offloading_parts(request, alike)
-    elif may_chunk(request.seq_len):
+    elif is_long(request.seq_len):
         yield from _offloading(request, alike)
 
 

@@ -20,7 +20,7 @@ from megatrain_ray.engine.layer_work import LayerWork, Product
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, UpdateOrder
-from megatrain_ray.engine.plan_chunks import may_chunk
+from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_loss import logits_bytes
 from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.prediction import WEIGHTS_SHARE, Prediction
@@ -303,7 +303,7 @@ class Prices:
             return 0.0
         # Of short sequences attention is a few percent and counted with the products, as in predictions that were
         # compared with steps; of long ones it is most of all.
-        attending = cost.of_attention if may_chunk(self._plan.seq_len) else 0.0
+        attending = cost.of_attention if is_long(self._plan.seq_len) else 0.0
         of_products = self._profile.matmul_s(self._plan.precision.compute, cost.recomputed_flops - attending)
         return of_products + self._profile.attention_s(self._plan.seq_len, attending)
 

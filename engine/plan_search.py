@@ -15,7 +15,7 @@ from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan, Tier
 from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
-from megatrain_ray.engine.plan_chunks import mlp_chunk_tokens
+from megatrain_ray.engine.plan_chunks import may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.plan_limits import missing_bytes
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Machine, Request
@@ -97,11 +97,15 @@ def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: 
 def _searches(
     basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: Found
 ) -> Iterator[SplitSearch]:
-    """One for each split; two where sequences are long, the second with MLPs in chunks. `found`: gets what fits."""
+    """One for each split; two where micro-batches are large, the second with MLPs in chunks. `found`: gets what
+    fits."""
     for split in splits(request):
         of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
         yield SplitSearch(basis, machine, split, of_split, found)
-        chunk_tokens = mlp_chunk_tokens(basis.structure, split.micro_batch_size, split.seq_len)
+        tokens = split.micro_batch_size * split.seq_len
+        if not may_chunk(tokens, split.seq_len, has_disk=machine.spill is not None):
+            continue
+        chunk_tokens = mlp_chunk_tokens(basis.structure, tokens)
         if chunk_tokens and (in_chunks := of_split.in_chunks()):
             yield SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found)
 

@@ -15,7 +15,7 @@ from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_chunks import may_chunk
+from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_variants import variants
@@ -133,10 +133,14 @@ class SplitSearch:
     def _orders(self) -> Iterable[tuple[int, ...]]:
         """In which layers come to live on the device: that of a forward, whose first updates are waited for first; with
         the ends last, in whose place there may be room for a block, which would be uploaded twice; the smallest first,
-        where there is none; and of few layers the last ones, too."""
-        if self._has_many_blocks or self._fixed is not None:
-            return (self._able,)
+        where there is none; and of few layers the last ones, too. Of many the ends first, where there is a disk: slots
+        for blocks alone, which may be much smaller, leave the more."""
         ends = 0, len(self._layer_bytes) - 1
+        if self._fixed is not None:
+            return (self._able,)
+        if self._has_many_blocks:
+            ends_first = tuple(sorted(self._able, key=lambda i: i not in ends))
+            return (self._able, ends_first) if self._machine.spill else (self._able,)
         ends_last = tuple(sorted(self._able, key=lambda i: i in ends))
         smallest_first = tuple(sorted(self._able, key=lambda i: self._layer_bytes[i]))
         last_first = (self._able[::-1],) if self._num_blocks <= VERY_FEW_BLOCKS else ()
@@ -175,7 +179,7 @@ class SplitSearch:
     def _spills_needlessly(self, candidate: Candidate) -> bool:
         """Whether activations may go to the disk where something fits without, and sequences are too short for what a
         layer moves to take less time than what it computes."""
-        return candidate.spills_activations and bool(self._found.plans) and not may_chunk(self._request.seq_len)
+        return candidate.spills_activations and bool(self._found.plans) and not is_long(self._request.seq_len)
 
     def _fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
         """Layers that must live on the device. Slots and what is kept there make no difference to the host, so one

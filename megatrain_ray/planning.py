@@ -278,8 +278,10 @@ def _discover(
 ) -> tuple[ModelStructure, ActivationBytes, Attention, Attention]:
     """Of steps with rows of one document, and of several where there may be such: masks cost the more the longer a row
     is, so flex attention takes the place of those it can."""
-    shape = Precision(config.train.precision).working_dtype, config.split()[0], config.data.seq_len
-    chunked, packed = may_chunk(config.data.seq_len), config.data.packing
+    (size, number), seq_len, packed = config.split(), config.data.seq_len, config.data.packing
+    shape = Precision(config.train.precision).working_dtype, size, seq_len
+    tokens = size * seq_len * (number if config.train.split_is_free else 1)  # of a micro-batch, at most
+    chunked = may_chunk(tokens, seq_len, has_disk=config.spill.path is not None)
     find = partial(_find, source, shape, _rules(config), chunked=chunked, block_parts=block_parts)
     sdpa, flex = Attention.SDPA, Attention.FLEX
     if not _may_use_flex(config, source, device):

@@ -26,7 +26,7 @@ from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_chunks import may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.plan_chunks import is_long, may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.plan_fill import FILLED_SHARE
 from megatrain_ray.engine.plan_limits import fits, spare_ram
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
@@ -69,7 +69,10 @@ class Exhaustive:
             split = replace(self.request, micro_batch_size=size, num_micro_batches=count // size, free_split=False)
             activations = self.activations.times(size)
             yield _Split(self.structure, activations, self._machine, split)
-            chunk_tokens = mlp_chunk_tokens(self.structure, size, split.seq_len)
+            tokens = size * split.seq_len
+            if not may_chunk(tokens, split.seq_len, has_disk=self.machine.spill is not None):
+                continue
+            chunk_tokens = mlp_chunk_tokens(self.structure, tokens)
             if chunk_tokens and (in_chunks := activations.in_chunks()):
                 yield _Split(self.structure, in_chunks, self._machine, replace(split, mlp_chunk_tokens=chunk_tokens))
 
@@ -161,7 +164,7 @@ class _Split:
         whole, nothing = (ActivationPolicy.KEEP, 1.0, Tier.HBM), (ActivationPolicy.RECOMPUTE, 1.0, Tier.HBM)
         of_block = [(ActivationPolicy.KEEP, x.activation_budget, Tier.HBM) for x in self._activations.budgets_of(1)]
         of_block = of_block or [whole, nothing]
-        if may_chunk(self._request.seq_len):
+        if is_long(self._request.seq_len):
             of_block += [
                 (policy, budget, Tier.HOST) for policy, budget, _ in of_block if (policy, budget) != nothing[:2]
             ]

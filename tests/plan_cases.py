@@ -14,7 +14,7 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Precision, Tier
-from megatrain_ray.engine.plan_chunks import may_chunk
+from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_request import Machine, Request, SpillFirst, SpillSpace
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.spill_choice import Spillable
@@ -50,7 +50,7 @@ def shape(num_blocks: int, vocab: int, seq_len: int) -> tuple[ModelStructure, Ac
     def factory(dtype: torch.dtype) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
-    return deepened(*discover(factory, torch.bfloat16, 1, seq_len, chunked=may_chunk(seq_len)), num_blocks)
+    return deepened(*discover(factory, torch.bfloat16, 1, seq_len, chunked=is_long(seq_len)), num_blocks)
 
 
 class Kind(NamedTuple):

@@ -22,7 +22,7 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.chunked_mlp import ChunkedMlp, installed
 from megatrain_ray.engine.model import Mlp, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
-from megatrain_ray.engine.plan_chunks import CHUNK_TOKENS, MAX_ELEMENTS, mlp_chunk_tokens
+from megatrain_ray.engine.plan_chunks import CHUNK_TOKENS, MAX_ELEMENTS, may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Request
 from megatrain_ray.engine.plan_search import make_plan
@@ -357,11 +357,14 @@ def test_less_memory_makes_chunks() -> None:
         make_plan(structure, without, limited, request_of(seq_len))
 
 
-def test_short_sequences_are_never_in_chunks() -> None:
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_short_sequences_are_in_chunks_only_where_there_is_a_disk(has_disk: bool) -> None:
     """They fit in smaller micro-batches."""
-    structure, _ = wide(64)
-    assert mlp_chunk_tokens(structure, 64, CHUNK_TOKENS) == 0
-    assert mlp_chunk_tokens(structure, 1, 2 * CHUNK_TOKENS) == CHUNK_TOKENS
+    assert may_chunk(2 * CHUNK_TOKENS, CHUNK_TOKENS, has_disk=has_disk) == has_disk
+    assert not may_chunk(2 * CHUNK_TOKENS - 1, CHUNK_TOKENS, has_disk=has_disk)
+    assert may_chunk(2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS, has_disk=has_disk)
+
+
 
 
 @pytest.mark.parametrize("width", [18944, 131072, 1 << 20])
@@ -369,6 +372,6 @@ def test_short_sequences_are_never_in_chunks() -> None:
 def test_no_tensor_of_a_chunk_has_more_elements_than_kernels_count(width: int, num_tokens: int) -> None:
     structure, _ = wide(64)
     layers = (replace(layer, mlp=layer.mlp and Mlp("mlp", width)) for layer in structure.layers)
-    tokens = mlp_chunk_tokens(replace(structure, layers=tuple(layers)), 1, num_tokens)
+    tokens = mlp_chunk_tokens(replace(structure, layers=tuple(layers)), num_tokens)
     assert 0 < tokens * width <= MAX_ELEMENTS
     assert -(-num_tokens // tokens) <= -(-num_tokens * width // MAX_ELEMENTS) + num_tokens // CHUNK_TOKENS + 1

@@ -78,7 +78,7 @@ def test_what_is_kept_goes_to_the_host_where_the_device_is_full(
     )
     assert f"\noffload   what {len(leaving)} layers keep waits on the host for their backward, " in describe(plan)
     assert Plan.from_json(plan.to_json()) == plan
-    monkeypatch.setattr(tried_ways, "may_chunk", lambda seq_len: False)
+    monkeypatch.setattr(tried_ways, "is_long", lambda seq_len: False)
     without = make_plan(*shape(compiled=compiled), machine, request)
     assert not offloaded(without)
     assert "offload" not in describe(without)
