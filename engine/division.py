@@ -32,6 +32,9 @@ def parts_of(model: nn.Module, trial: Trial, block: Call, most: int) -> list[lis
     """
     if block.draws:
         raise _refusal(block.path, "draws random numbers, which are drawn layer by layer (set its dropout to 0)")
+    for path, module in model.get_submodule(block.path).named_modules(prefix=block.path):
+        if kept := next((name for name, value in vars(module).items() if isinstance(value, torch.Tensor)), None):
+            raise _refusal(block.path, f"keeps {path}.{kept} from one forward for the next")
     leaves = list(_leaves(model, trial, block.path))
     if leaves == [block.path]:
         raise _refusal(block.path, "does not call each module that holds weights of its own exactly once")

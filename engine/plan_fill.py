@@ -60,8 +60,9 @@ class Filling:
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
         # With more on the device, and with more kept, nothing takes longer: what cannot win then need not be filled.
-        at_most = self._fewest if self.fixed else max(self._fewest, self._at_most)
-        if self.drafts.least_disk_s(self._candidate(at_most)) >= best_s():
+        # Where more layers may not live there its memory takes gradients from the disk, however.
+        at_most = max(self._fewest, self._at_most)
+        if not self._is_bounded and self.drafts.least_disk_s(self._candidate(at_most)) >= best_s():
             return
         most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
         step = max(1, (most - self._fewest) // (NUM_BETWEEN + 1))
@@ -106,6 +107,11 @@ class Filling:
     @property
     def _most_late(self) -> int:
         return self.num_blocks if self._offloads or self._may_keep_more else 0
+
+    @property
+    def _is_bounded(self) -> bool:
+        """Whether some layers may not live on the device, room or not."""
+        return self.fixed or len(self.able) < len(self.drafts.layout.layers)
 
     @property
     def _may_keep_more(self) -> bool:

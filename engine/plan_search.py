@@ -38,7 +38,7 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
         plan = _fastest_captured(basis, machine, request, activations)
     else:
         plan = _fastest(basis, machine, request, activations)
-        of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
+        of_plan = activations_of(plan, activations, request)
         if request.captured is None and machine.device == "cuda" and is_slowed_by_launches(plan, basis, of_plan):
             with suppress(CapacityError, ConfigError):
                 other = _fastest_captured(basis, machine, request, activations)
@@ -58,10 +58,13 @@ def predict_plan(
     plan: Plan, structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
 ) -> Prediction:
     """Of a plan that was made for this request before, by the machine's rates now. `activations` as of `make_plan`."""
+    return predict(plan, _basis(structure, machine, request), activations_of(plan, activations, request))
+
+
+def activations_of(plan: Plan, activations: ActivationBytes, request: Request) -> ActivationBytes:
+    """Of the plan's micro-batches. `activations`: of one as requested."""
     of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
-    if plan.mlp_chunk_tokens:
-        of_plan = of_plan.in_chunks() or of_plan
-    return predict(plan, _basis(structure, machine, request), of_plan)
+    return (of_plan.in_chunks() or of_plan) if plan.mlp_chunk_tokens else of_plan
 
 
 def _basis(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:

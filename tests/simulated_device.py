@@ -31,6 +31,7 @@ from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.model import ModelStructure, build_empty
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_request import Candidate
+from megatrain_ray.engine.plan_search import activations_of
 from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.simulated_slab import SimulatedSlab
@@ -156,7 +157,7 @@ class StandIn:
         basis = CostBasis(
             question.structure, self._layout, work, machine.rates, machine.profile is not None, request.z_loss, disk
         )
-        return Prices(plan, basis, question.activations.times(plan.micro_batch_size // request.micro_batch_size))
+        return Prices(plan, basis, activations_of(plan, question.activations, request))
 
     @cached_property
     def _layout(self) -> ModelLayout:

@@ -54,7 +54,9 @@ def _limited(tree: Mapping[str, Any], ram_bytes: int, on_disk: Path) -> dict[str
 
 def _too_little_ram(question: Question) -> int:
     """A hardware.ram_limit with which it just does not fit."""
-    low, high = 0, 1 << 36  # does not fit, fits
+    plenty = _within(question, 1 << 36).plan()
+    low = next(row.num_bytes for row in plenty.rows if row.name == "processes")  # does not fit
+    high = sum(row.num_bytes for row in plenty.rows if row.name != "copies for saves")  # fits
     while high - low > 4096:
         middle = (low + high) // 2
         try:

@@ -365,8 +365,6 @@ def test_short_sequences_are_in_chunks_only_where_there_is_a_disk(has_disk: bool
     assert may_chunk(2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS, has_disk=has_disk)
 
 
-
-
 @pytest.mark.parametrize("width", [18944, 131072, 1 << 20])
 @pytest.mark.parametrize("num_tokens", [32768, 131072, 524288, 524289])
 def test_no_tensor_of_a_chunk_has_more_elements_than_kernels_count(width: int, num_tokens: int) -> None:

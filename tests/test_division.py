@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, RecurrentGemmaConfig
 
 from megatrain_ray import planning
 from megatrain_ray.config import TrainConfig
@@ -73,6 +73,21 @@ def test_what_cannot_be_divided_is_refused_with_the_reason(tmp_path: Path, name:
     build_family(name, tmp_path)
     with pytest.raises(ConfigError, match=rf"^hardware\.block_parts: .* cannot be divided: it .*{REFUSED[name]}"):
         discover(folder_source(tmp_path).factory, torch.float32, 1, 20, block_parts=2)
+
+
+def test_a_block_that_keeps_what_it_computed_is_not_divided() -> None:
+    """RecurrentGemma's states, which no part knows of."""
+    shape = RecurrentGemmaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, lru_width=16, attention_window_size=16,
+    )  # fmt: skip
+
+    def factory(dtype: torch.dtype) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_config(shape, dtype=dtype)
+
+    kept = r"keeps model\.layers\.0\.temporal_block\.rg_lru\.recurrent_states from one forward for the next"
+    with pytest.raises(ConfigError, match=kept):
+        discover(factory, torch.float32, 1, 20, block_parts=2)
 
 
 def test_blocks_that_draw_random_numbers_are_not_divided(tmp_path: Path) -> None:
