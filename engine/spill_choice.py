@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
@@ -74,6 +74,10 @@ class Spillable:
         return least if beyond < 0 or self.num_bytes(least) < FEWER * self.num_bytes(usual) else usual
 
     def order(self, first: SpillFirst) -> list[Item]:
+        """All of it: activations before what shards have there."""
+        return [*self._moving, *self._of_shards(first)]
+
+    def _of_shards(self, first: SpillFirst) -> list[tuple[Kind, int]]:
         """A byte of a gradient or of state costs two that move a step, of activations in every sweep. These have the
         time of all that is computed between a layer's forward and its backward, the first layers the most. A gradient's
         are written in the backward, when else nothing wants the disk; state comes and goes with the updates alone,
@@ -90,28 +94,31 @@ class Spillable:
         able.sort(key=ranks.get(first, lambda i: (not is_block[i], -i)))
         waits_in_slab = self.plan.update_order is UpdateOrder.FORWARD and self.plan.sums is Tier.HBM
         waits = waits_in_slab and {i for i in able if self.plan.layers[i].gradients is Tier.HOST}
-        of_gradients: list[Item] = [(Kind.GRADIENT, i) for i in able if waits and i in waits]
-        of_state: list[Item] = [(Kind.STATE, i) for i in able]
-        of_weights: list[Item] = [(Kind.WEIGHTS, i) for i in able if is_block[i] and not layers[i].frozen.size]
-        of_shards = [*of_state, *of_gradients] if first is SpillFirst.STATE else [*of_gradients, *of_state]
-        return [*self._moving, *of_shards, *of_weights]
+        of_gradients = [(Kind.GRADIENT, i) for i in able if waits and i in waits]
+        of_state = [(Kind.STATE, i) for i in able]
+        of_weights = [(Kind.WEIGHTS, i) for i in able if is_block[i] and not layers[i].frozen.size]
+        both = [*of_state, *of_gradients] if first is SpillFirst.STATE else [*of_gradients, *of_state]
+        return [*both, *of_weights]
 
     @cached_property
     def _moving(self) -> list[Item]:
         moving = ((kind, i) for i, layer in enumerate(self.plan.layers) for kind in away(layer))
         return list(moving) if self.activations else []
 
-    def gained(self, first: SpillFirst) -> list[int]:
+    def gained(self, first: SpillFirst) -> Iterator[int]:
         """By how many bytes of host memory the plan takes less with none, one, two, … of this order on disk."""
-        return self._known(first)[1]
+        *by_some, by_all = self._by_moving
+        yield from by_some
+        of_shards = ((kind, self._size(kind, i)) for kind, i in self._of_shards(first))
+        yield from (by_all + more for more in self._spilling.gained(of_shards, self._late_bytes))
 
-    def _known(self, first: SpillFirst) -> tuple[list[Item], list[int]]:
-        if first not in self._orders:
-            items = self.order(first)
-            of_shards = ((kind, self._size(kind, i)) for kind, i in items[len(self._moving) :])
-            gained = Spilling.of(self.plan).gained(of_shards, late_bytes(self.plan, self.layout))  # type: ignore[arg-type]
-            self._orders[first] = items, [*self._by_moving[:-1], *(self._by_moving[-1] + more for more in gained)]
-        return self._orders[first]
+    @cached_property
+    def _spilling(self) -> Spilling:
+        return Spilling.of(self.plan)
+
+    @cached_property
+    def _late_bytes(self) -> int:
+        return late_bytes(self.plan, self.layout)
 
     @cached_property
     def _by_moving(self) -> list[int]:
@@ -128,16 +135,14 @@ class Spillable:
             gained.append(freed - windows.number * windows.num_bytes - WORD_BYTES * num_blocks)
         return gained
 
-    @cached_property
-    def _orders(self) -> dict[SpillFirst, tuple[list[Item], list[int]]]:
-        return {}
-
     def _choice(self, missing: int, first: SpillFirst) -> OnDisk:
-        items, gained = self._known(first)
-        count = next((count for count, bytes_gained in enumerate(gained) if bytes_gained >= missing), None)
-        if count is None:
-            return _on_disk(items[: gained.index(max(gained))])
-        return self._without_needless(items[:count], missing)
+        items, most, count_of_most = self.order(first), 0, 0
+        for count, gained in enumerate(self.gained(first)):
+            if gained >= missing:
+                return self._without_needless(items[:count], missing)
+            if gained > most:
+                most, count_of_most = gained, count
+        return _on_disk(items[:count_of_most])
 
     def _without_needless(self, items: list[Item], missing: int) -> OnDisk:
         """What shards have there before something large may not be needed beside it: of that the last in order stays in
@@ -166,7 +171,7 @@ class Spillable:
             freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
             of_moving = live * freed - windows.number * windows.num_bytes
         sizes = Sizes(*([self.layout.trained_sizes[i] for i in layers] for layers in on_disk[:3]))
-        return of_moving + Spilling.of(self.plan).gain(sizes, late_bytes(self.plan, self.layout))
+        return of_moving + self._spilling.gain(sizes, self._late_bytes)
 
     def num_bytes(self, on_disk: OnDisk) -> int:
         """On disk."""
