@@ -31,9 +31,8 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     waits = (Tier.HOST, Tier.HBM) if request.clip and not request.round_gradients else (Tier.HOST,)
     slots = _slots(num_blocks)
     policies = [(ActivationPolicy.KEEP, 1.0), (ActivationPolicy.RECOMPUTE, 0.0)]
-    if (
-        request.compiled and not structure.is_divided
-    ):  # what is not compiled is recomputed as soon as what is keeps less
+    if request.compiled and not structure.is_divided:
+        # What is not compiled is recomputed as soon as what is keeps less.
         policies[1:] = [(ActivationPolicy.RECOMPUTE, budget) for budget in ACTIVATION_BUDGETS[1:]]
     for (policy, budget), wait, num_slots, order in itertools.product(policies, waits, slots, orders):
         yield Candidate(order, policy, *num_slots, gradients=wait, activation_budget=budget)
