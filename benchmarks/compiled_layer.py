@@ -23,11 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
+from megatrain_ray.engine.compiled_call import compiler_options
 from megatrain_ray.surroundings import hardware, versions
 
 SECONDS = 0.6  # of measuring, for each row
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-OPTIONS = {"compile_threads": 1}
 
 
 class Shape(NamedTuple):
@@ -99,7 +99,7 @@ def layer_row(shape: Shape, batch: int, seq_len: int, budget: float) -> dict[str
         out = layer(x, position_embeddings=rotation, attention_mask=None)
         return out[0] if isinstance(out, tuple) else out
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=False, options=OPTIONS)
+    compiled = torch.compile(run, fullgraph=True, dynamic=False, options=compiler_options())
     made: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -131,7 +131,7 @@ def loss_row(shape: Shape, num_tokens: int, chunk: int) -> dict[str, float]:
     def loss(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(x, w).float(), y, reduction="sum")
 
-    compiled = torch.compile(loss, fullgraph=True, dynamic=False, options=OPTIONS)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=False, options=compiler_options())
 
     def run() -> None:
         total = torch.zeros(weight.shape, device="cuda")

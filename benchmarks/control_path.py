@@ -39,7 +39,7 @@ import torch
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import override
 from megatrain_ray.device_layers import DeviceLayers
-from megatrain_ray.engine.compiled_call import OPTIONS, keep_compiled_graphs
+from megatrain_ray.engine.compiled_call import compiler_options, keep_compiled_graphs
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.host_words import HostWords
@@ -245,7 +245,7 @@ def layer_alone(ready: Prepared, device: Device) -> dict[str, float]:
     handle.remove()
     (hidden, *args), kwargs = given[0]
     hidden.requires_grad_(True)
-    call = torch.compile(block, fullgraph=True, dynamic=False, options=dict(OPTIONS)) if compiled(ready) else block
+    call = torch.compile(block, fullgraph=True, dynamic=False, options=compiler_options()) if compiled(ready) else block
     forward, backward = [], []
     for _ in range(ALONE_ROUNDS):
         start = time.perf_counter()

@@ -150,14 +150,14 @@ class _Partitions:
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The partition function that AOTAutograd asks for."""
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from megatrain_ray.engine.partition import Partitioner
 
         kept, flops, of_attention = [], [], []
         budgets = ACTIVATION_BUDGETS[:1] if _draws(joint.graph) else ACTIVATION_BUDGETS
         for budget in reversed(budgets):  # what the last one makes goes on to be run on fake tensors
             twin = fx.GraphModule(joint, _copied(joint.graph))
             with functorch_config.patch(activation_memory_budget=budget):
-                forward, backward = min_cut_rematerialization_partition(
+                forward, backward = Partitioner()(
                     twin, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
                 )
             kept.append(_kept_bytes(forward.graph, num_fwd_outputs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -18,12 +18,20 @@ log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
-OPTIONS: Mapping[str, Any] = {
-    # Dropout draws what it draws uncompiled: a function of the seed that the step sets, not of the compiler's kernels.
-    "fallback_random": True,
-    # In this process: a pool of compiling processes would have to be ended with every end that a worker can have.
-    "compile_threads": 1,
-}
+
+def compiler_options() -> dict[str, Any]:
+    """Of `torch.compile`."""
+    # Not at the top: the compiler takes a second to import, and most processes compile nothing.
+    from megatrain_ray.engine.partition import Partitioner
+
+    return {
+        # Dropout draws what it draws uncompiled: a function of the seed that the step sets, not of the compiler's
+        # kernels.
+        "fallback_random": True,
+        # In this process: a pool of compiling processes would have to be ended with every end that a worker can have.
+        "compile_threads": 1,
+        "custom_partitioner_fn": Partitioner(),
+    }
 
 
 def keep_compiled_graphs() -> None:
@@ -56,7 +64,7 @@ class CompiledCall:
         self._inner = inner
         self._budget = activation_budget
         self._compiled: Callable[..., Any] = torch.compile(
-            own_code(_call), fullgraph=True, dynamic=False, options=dict(OPTIONS)
+            own_code(_call), fullgraph=True, dynamic=False, options=compiler_options()
         )
         self._rehearses = False
         self._told = False
