@@ -8,6 +8,7 @@ that does not hold everything it would compute these again: of one layer of Qwen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,10 +18,11 @@ import torch
 from torch import fx
 from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch.utils.flop_counter import sdpa_flop_count
 
-CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
-ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+OPERATIONS = (
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+)
 
 
 class Partitioner(CustomPartitionerFn):
@@ -35,7 +37,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Compiled graphs on disk are found again by it."""
-        return f"{type(self).__name__} {CUDNN} {ON_CPU}"
+        return " ".join((type(self).__name__, *map(str, OPERATIONS)))
 
 
 @contextmanager
@@ -45,14 +47,15 @@ def _attention_weighed() -> Iterator[None]:
 
     def get_default_op_list() -> partitioners.OpTypes:
         types = listed()
-        return replace(types, compute_intensive_ops=types.compute_intensive_ops | {CUDNN, ON_CPU})
+        return replace(types, compute_intensive_ops=types.compute_intensive_ops | set(OPERATIONS))
 
     def estimate_runtime(node: fx.Node) -> float:
-        if getattr(node.target, "overloadpacket", None) is not ON_CPU:
+        if getattr(node.target, "overloadpacket", None) not in OPERATIONS:
             return estimated(node)
-        # Not counted by torch. As it counts cuDNN's, causal or not: a plan made without a GPU cuts as the GPU will.
+        # torch 2.11 counts neither the CPU's nor, where heads share keys, cuDNN's. Of the whole square, causal or not,
+        # as torch counts other attention.
         queries, keys, values = (argument.meta["val"].shape for argument in node.args[:3])  # type: ignore[union-attr]
-        return float(sdpa_flop_count(queries, keys, values))  # type: ignore[no-untyped-call]
+        return float(2 * math.prod(queries[:3]) * keys[2] * (queries[3] + values[3]))
 
     partitioners.get_default_op_list, partitioners.estimate_runtime = get_default_op_list, estimate_runtime
     try:

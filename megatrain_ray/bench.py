@@ -48,13 +48,13 @@ class Observed:
 @dataclass(frozen=True)
 class Measured:
     """`rows`, `in_process`: of all steps, warm-up first and the traced one last; the latter, like `ceiling`, None where
-    it was not asked for. `busy_share`: of the compute stage, from the trace. `comparison`: of the plan with its run;
-    None where there were too few steps."""
+    it was not asked for. `busy_share`: of the compute stage, from the trace; None without one. `comparison`: of the plan
+    with its run; None where there were too few steps."""
 
     config: TrainConfig
     observed: Observed
     rows: Sequence[Mapping[str, Any]]
-    busy_share: float
+    busy_share: float | None
     comparison: Comparison | None
     ceiling: Ceiling | None
     in_process: Sequence[Mapping[str, Any]] | None
@@ -68,8 +68,7 @@ def measure(config: TrainConfig, options: BenchOptions) -> Measured:
     with redirect_stdout(sys.stderr), Interrupts():
         observed, summary = _train(config, options.alias_bytes)
         _check_updates(summary)
-        (trace,) = find_traces(summary.run_dir)
-        busy = busy_share(read_trace(trace))
+        busy = next((busy_share(read_trace(trace)) for trace in find_traces(summary.run_dir)), None)
         compared = read_comparisons(summary.run_dir)
         startup = Startup()
         ceiling = in_process = None

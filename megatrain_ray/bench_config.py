@@ -23,13 +23,15 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """`warmup`: steps before the measured ones; after these one more is traced. `commit`: of the code, where it is not
-    run from a checkout. `alias_bytes`: host memory that layers take in turn (aliasing.py); None: each has its own."""
+    """`warmup`: steps before the measured ones; after these one more is traced where `with_trace`. `commit`: of the
+    code, where it is not run from a checkout. `alias_bytes`: host memory that layers take in turn (aliasing.py); None:
+    each has its own."""
 
     warmup: int
     steps: int
     compare_in_process: bool = False
     with_ceiling: bool = True
+    with_trace: bool = True
     commit: str | None = None
     alias_bytes: int | None = None
 
@@ -39,9 +41,9 @@ class BenchOptions:
         return slice(self.warmup, self.warmup + self.steps)
 
     @property
-    def traced(self) -> int:
-        """The last step."""
-        return self.warmup + self.steps + 1
+    def num_steps(self) -> int:
+        """All of them; the last one is traced, if any is."""
+        return self.warmup + self.steps + self.with_trace
 
 
 def bench_config(path: Path, overrides: Sequence[str], options: BenchOptions, run_dir: Path) -> TrainConfig:
@@ -52,8 +54,9 @@ def bench_config(path: Path, overrides: Sequence[str], options: BenchOptions, ru
     """
     if options.warmup < 0 or options.steps < 1:
         raise ConfigError(f"--warmup {options.warmup} --steps {options.steps}: expected 0 or more, and at least 1")
-    traced = options.traced
-    own = (*SETTINGS, f"train.steps={traced}", f"log={{tensorboard: false, trace: [{traced}, {traced}]}}")
+    last = options.num_steps
+    trace = f"[{last}, {last}]" if options.with_trace else "null"
+    own = (*SETTINGS, f"train.steps={last}", f"log={{tensorboard: false, trace: {trace}}}")
     keys = {_key(setting) for setting in own}
     for key in map(_key, overrides):
         if key in keys or key.startswith("log."):

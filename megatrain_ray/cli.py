@@ -125,6 +125,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps that count (8)")
     parser.add_argument("--compare-in-process", action="store_true", help="the same steps once more without Ray")
     parser.add_argument("--no-ceiling", action="store_true", help="do not measure the resident ceiling")
+    parser.add_argument("--no-trace", action="store_true", help="no step behind those that count, to be traced")
     parser.add_argument("--commit", metavar="HASH", help="of the code, where it is no git checkout")
     parser.add_argument(
         "--alias-host-memory",
@@ -219,6 +220,7 @@ def _bench(options: argparse.Namespace) -> int:
         steps=options.steps,
         compare_in_process=options.compare_in_process,
         with_ceiling=not options.no_ceiling,
+        with_trace=not options.no_trace,
         commit=options.commit,
         alias_bytes=options.alias_host_memory,
     )
