@@ -135,7 +135,8 @@ def activation_bytes_of(
         boundary.append(_unique_bytes(entering, set()))
         own = [call for call in calls if call.path not in structure.loss_modules]
         kept.append(sum(_kept(trial, call, weights) for call in own))
-        in_chunks.append(_kept_beside(trial, own[0], layer.mlp, weights) if layer.mlp else kept[-1])
+        of_norms = sum(_kept(trial, call, weights) for call in own if call.path in structure.norms)
+        in_chunks.append(_kept_beside(trial, own[0], layer.mlp, weights) if layer.mlp else kept[-1] - of_norms)
         if layer.kind is LayerKind.BLOCK:
             of_blocks += calls[0].inputs
     masks = mask_bytes(attention, of_blocks, *batch)

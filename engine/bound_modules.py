@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from megatrain_ray.engine.chunked_mlp import install
+from megatrain_ray.engine.chunked_mlp import ChunkedMlp, install
 from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.flat_layout import Segment
 from megatrain_ray.engine.layer_call import Function
@@ -73,6 +73,8 @@ class BoundModules:
             segments, layer = self.segments[path], structure.layer_of(path)
             template = templates.get(module, [segment.local for segment in segments])
             function: Function = partial(skeleton.recorder.run, template.module)
+            if mlp_chunk_tokens and path in structure.norms:
+                function = partial(skeleton.recorder.run, ChunkedMlp(template.module, mlp_chunk_tokens))
             mlp = structure.layers[layer].mlp
             if mlp and mlp_chunk_tokens and template not in chunks:
                 chunks[template] = _Chunks(template, mlp.path, f"layers like {path}", compiled=layers[layer].compiled)

@@ -25,9 +25,9 @@ CONTEXT_BYTES = 1 << 30
 # layer keeps with an activation budget of 1: up to 1.64 in a layer alone, 1.51 in a step (benchmarks/README.md).
 COMPILED_BACKWARD = 1.6
 # The same where the MLP is computed in chunks. Then attention's backward holds most: its inputs and output, the
-# gradients of these, what flash attention sums them in, in FP32, and keys and values for every head. A guess from these
-# sizes.
-CHUNKED_BACKWARD = 2.0
+# gradients of these, what flash attention sums them in, in FP32, and keys and values for every head: 2.46 and 2.28 for
+# a layer of Qwen2.5-7B with 131,072 tokens on an H200, attention computed again and kept, chunks of 8192 to 32768.
+CHUNKED_BACKWARD = 2.5
 # With this budget or less a backward computes nearly everything again. Then it holds all that the layer would have kept
 # and the gradients of all that at once, but for four tensors of the boundary's size: 2 % more than was measured for
 # layers of Qwen2.5-7B and 14B on an H200.
@@ -35,6 +35,9 @@ SMALL_BUDGET = 0.2
 # The share of a backward's most that may still be there when the gradients of all weights are: with 4 to 64 sequences
 # of 1024 tokens these gradients did not raise the peak. A guess.
 BESIDE_GRADIENTS = 0.6
+# What an uncompiled norm's backward holds at most, as a multiple of what its forward keeps: of RMSNorm, whose products
+# are in FP32 (counted operation by operation).
+NORM_BACKWARD = 4
 
 
 Row = tuple[int, str]  # bytes, and what they are made of
@@ -87,7 +90,7 @@ def activation_rows(
     staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*of_blocks, 0], plan.layers, strict=True)]
     held = tuple([live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)])
     of_loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
-    work = max(of_loss, backward_bytes(plan, layout, activations))
+    work = max(of_loss, norm_bytes(plan, activations), backward_bytes(plan, layout, activations))
     rows: dict[str, Row] = {
         "boundary activations": _boundaries(plan, structure, sum(stays)),
         "kept activations": _kept(plan, staying),
@@ -98,7 +101,8 @@ def activation_rows(
         ),
         "work": (
             work,
-            f"one layer's backward, or the loss: logits of {plan.loss_chunk_tokens} tokens, head gradient, tied ones",
+            f"one layer's backward, the last norm's or the loss: logits of {plan.loss_chunk_tokens} tokens, head "
+            "gradient, tied ones",
         ),
         "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
     }
@@ -110,6 +114,15 @@ def activation_rows(
 def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
     """What enters the head, its gradient, and what the head's own forward keeps until the loss has gone through it."""
     return 2 * max(activations.boundary) + kept_bytes(activations, len(plan.layers) - 1, plan.layers[-1])
+
+
+def norm_bytes(plan: Plan, activations: ActivationBytes) -> int:
+    """What the backward of the head's norm holds beside its input, its output and a gradient: what it kept and, on the
+    way, up to three times that (Qwen2's RMSNorm in bf16: 15.0 times the boundary's bytes in all). In chunks that is of
+    one of them."""
+    kept = activations.kept[-1]
+    in_chunks = activations.whole.kept[-1] - kept if activations.whole else 0
+    return 3 * activations.boundary[-1] + NORM_BACKWARD * (kept + in_chunks // plan.num_mlp_chunks)
 
 
 def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:

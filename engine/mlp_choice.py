@@ -1,6 +1,8 @@
-"""Which part of a block may be computed for some tokens at a time: the MLP, dense or of experts."""
+"""What may be computed for some tokens at a time: the MLP of a block, dense or of experts, and the last norm."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -30,6 +32,17 @@ def find_mlp(model: nn.Module, trial: Trial, base: str, block: str) -> Mlp | Non
             if is_known and not any(isinstance(part, _ConvNd) for part in module.modules()):
                 return Mlp(path.removeprefix(f"{block}."), _width(module, trial, calls[0]))
     return None
+
+
+def find_norms(model: nn.Module, trial: Trial, base: str, head: Iterable[str]) -> frozenset[str]:
+    """Of the modules at these paths: those named norms, of Transformers or torch, of which the same holds."""
+    return frozenset(path for path in head if _is_norm(model, trial, path) and not is_recorded(model, base, path))
+
+
+def _is_norm(model: nn.Module, trial: Trial, path: str) -> bool:
+    kind, calls = type(model.get_submodule(path)), [call for call in trial.calls if call.path == path]
+    is_named = "Norm" in kind.__name__ and kind.__module__.startswith((LIBRARY, "torch."))
+    return is_named and len(calls) == 1 and _is_per_token(calls[0])
 
 
 def _is_per_token(call: Call) -> bool:

@@ -86,6 +86,7 @@ class ModelStructure:
     # Of each layer that is a block, or a part of one: heads × head_dim; 0: it does not attend to every token.
     attention_widths: tuple[float, ...] = ()
     looked_up: frozenset[str] = frozenset()  # parameters whose rows are picked by index: embeddings
+    norms: frozenset[str] = frozenset()  # of the head: modules in which no token looks at another
     aliased_size: int | None = None  # of layouts
 
     def layout(self, num_fragments: int = 1) -> ModelLayout:

@@ -14,7 +14,7 @@ from megatrain_ray.engine.attention import Attention, imagined_masks
 from megatrain_ray.engine.compile_trial import try_compiling
 from megatrain_ray.engine.division import name_of, parts_of, with_departures
 from megatrain_ray.engine.flat_layout import ParameterSpec
-from megatrain_ray.engine.mlp_choice import find_mlp
+from megatrain_ray.engine.mlp_choice import find_mlp, find_norms
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelFactory, ModelStructure
 from megatrain_ray.engine.muon_choice import with_muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
@@ -140,6 +140,7 @@ class _Finder:
             vocab_size=self._vocab_size(),
             attention_widths=tuple(map(self._attention_width, layers[1:-1])),
             looked_up=frozenset(self._trial.looked_up),
+            norms=find_norms(self._model, self._trial, base.path, set(head) - set(in_loss)),
         )
 
     def _find_list(self) -> str:

@@ -76,6 +76,22 @@ def test_no_token_of_an_mlp_looks_at_another(name: str) -> None:
         assert block.get_submodule(mlp.path) is module
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in TWINS])
+def test_no_token_of_the_last_norm_looks_at_another(name: str) -> None:
+    structure, activations = discovered(name)
+    model = Architecture(FAMILIES[name].config)(torch.float32)
+    torch.manual_seed(0)
+    model.apply(_fill)
+    assert structure.norms <= set(structure.layers[-1].modules) - structure.loss_modules
+    for path in structure.norms:
+        norm = model.get_submodule(path)
+        for mine, theirs in zip(_values(ChunkedMlp(norm, 5)), _values(norm), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    if chunked := activations.in_chunks():
+        assert structure.norms, "where MLPs are computed in chunks the norm is, too"
+        assert chunked.kept[-1] < activations.kept[-1] or not activations.kept[-1]
+
+
 def _fill(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters(recurse=False):
@@ -172,7 +188,7 @@ def test_steps_are_those_of_plain_pytorch(tmp_path: Path, mode: Mode, monkeypatc
     assert (ours.plan.mlp_chunk_tokens, ours.plan.num_mlp_chunks) == (UNEVEN, 2)
     of_block = 3 if mode.activations is RECOMPUTE else 2
     assert set(seen) == {(UNEVEN, 32 - UNEVEN)}
-    assert len(seen) >= STEPS * 4 * 3 * of_block, "in every step, micro-batch and block"
+    assert len(seen) >= STEPS * 4 * (3 * of_block + 2), "in every step and micro-batch each block, and the norm"
     assert_close(ours, theirs)
 
 
