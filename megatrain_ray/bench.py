@@ -48,8 +48,8 @@ class Observed:
 @dataclass(frozen=True)
 class Measured:
     """`rows`, `in_process`: of all steps, warm-up first and the traced one last; the latter, like `ceiling`, None where
-    it was not asked for. `busy_share`: of the compute stage, from the trace; None without one. `comparison`: of the plan
-    with its run; None where there were too few steps."""
+    it was not asked for. `busy_share`: of the compute stage, from the trace; None without one. `comparison`: of the
+    plan with its run; None where there were too few steps."""
 
     config: TrainConfig
     observed: Observed
