@@ -4,7 +4,8 @@
 
 Reports are those of `megatrain bench --json` or benchmarks.rows. Device memory is the GPU worker's by NVML, or, where
 that is not known, the most that tensors took and the plan's context; host memory is that of all processes of the run
-(PSS), Ray's own among them. What is off by more than it may be has a mark.
+(PSS), Ray's own among them; where layers shared it the prediction is less by what they shared. What is off by more than
+it may be has a mark.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def pairs_of(report: Mapping[str, Any]) -> dict[str, Pair]:
         pairs["HBM"] = Pair(sizes["hbm"] / GB, measured / GB)
     else:  # device memory is host memory
         sizes["host"] += sizes["hbm"]
+    if aliased := report.get("aliased"):
+        sizes["host"] -= aliased["planned_bytes"] - aliased["held_bytes"]
     pairs["host"] = Pair(sizes["host"] / GB, memory["pss_bytes"] / GB)
     return pairs
 

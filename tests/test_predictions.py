@@ -56,3 +56,9 @@ def test_the_table_and_its_totals(capsys: pytest.CaptureFixture[str]) -> None:
         "host: 1 of 2 within 5%; the furthest -7.9%",
     ]
     assert not list(totals([]))
+
+
+def test_of_aliased_memory_what_was_held_is_predicted() -> None:
+    tree = report(RESULTS / "2026-11-23_h200_72b_aliased.json")
+    assert abs(pairs_of(tree)["host"].error) < 0.05
+    assert pairs_of(tree | {"aliased": None})["host"].error > 20
