@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_model import CostBasis, predict
+from megatrain_ray.engine.cost_basis import CostBasis
+from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_request import Machine, Request

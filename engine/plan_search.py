@@ -10,7 +10,8 @@ from functools import partial
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.candidates import splits
-from megatrain_ray.engine.cost_model import CostBasis, predict
+from megatrain_ray.engine.cost_basis import CostBasis
+from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan, Tier

@@ -13,7 +13,7 @@ from megatrain_ray.trace import Op, Stage
 
 class SimulatedWindows:
     """Fragments take windows in turn. What updates move meanwhile has a clock of its own: the price of a read counts on
-    it (cost_model.py)."""
+    it (prices.py)."""
 
     def __init__(self, plan: Plan, layout: ModelLayout, run: Run) -> None:
         self._run = run

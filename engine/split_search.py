@@ -9,7 +9,8 @@ from functools import cache
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.candidates import VERY_FEW_BLOCKS, candidates
-from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
+from megatrain_ray.engine.cost_basis import CostBasis
+from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.device_rows import resident_bytes
 from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.model import LayerKind
@@ -19,6 +20,7 @@ from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_variants import variants
+from megatrain_ray.engine.prices import SharedPrices
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError
 

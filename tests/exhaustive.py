@@ -19,7 +19,8 @@ from functools import cached_property
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.activation_space import with_windows
-from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
+from megatrain_ray.engine.cost_basis import CostBasis
+from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.device_rows import hbm_rows, kept_bytes, resident_bytes
 from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.layer_work import work_of
@@ -32,6 +33,7 @@ from megatrain_ray.engine.plan_limits import fits, spare_ram
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_rows import host_rows, nvme_rows
 from megatrain_ray.engine.plan_spill import with_spilled
+from megatrain_ray.engine.prices import SharedPrices
 from megatrain_ray.engine.spill_choice import OnDisk
 from megatrain_ray.engine.visits import LoopOrder
 from tests.exhaustive_disk import DiskChoices, on_disk_of, subsets

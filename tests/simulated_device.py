@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_model import CostBasis, Prices
+from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device_shard import DeviceShard
 from megatrain_ray.engine.engine import Engine
@@ -34,6 +34,7 @@ from megatrain_ray.engine.plan_request import Candidate
 from megatrain_ray.engine.plan_search import activations_of
 from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.prices import Prices
 from megatrain_ray.engine.simulated_slab import SimulatedSlab
 from megatrain_ray.engine.simulated_spill import SimulatedSpill
 from megatrain_ray.engine.simulated_windows import SimulatedWindows

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_model import CostBasis, Prices, predict
+from megatrain_ray.engine.cost_basis import CostBasis
+from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile, RatePoint, interpolate
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
@@ -19,6 +20,7 @@ from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.planner import build_plan, residency_of
 from megatrain_ray.engine.prediction import Prediction
+from megatrain_ray.engine.prices import Prices
 from megatrain_ray.engine.simulation import Simulation
 from megatrain_ray.engine.visits import LoopOrder, visits
 from megatrain_ray.trace import Op, Stage

@@ -11,7 +11,8 @@ import pytest
 from megatrain_ray.arenas import ACTIVATIONS, spill_files
 from megatrain_ray.engine.activation_moves import away, is_on_disk
 from megatrain_ray.engine.activation_space import NUM_WINDOWS, activation_file_bytes
-from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
+from megatrain_ray.engine.cost_basis import CostBasis
+from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import Plan, Tier
@@ -23,6 +24,7 @@ from megatrain_ray.engine.plan_rows import host_rows
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.plan_traffic import moved_bytes
 from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.prices import SharedPrices
 from megatrain_ray.engine.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.split_search import TIE
 from megatrain_ray.engine.visits import LoopOrder

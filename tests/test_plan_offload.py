@@ -16,7 +16,8 @@ from megatrain_ray.engine import candidates as tried_ways
 from megatrain_ray.engine import split_search
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.candidates import candidates
-from megatrain_ray.engine.cost_model import CostBasis, SharedPrices, predict
+from megatrain_ray.engine.cost_basis import CostBasis
+from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
@@ -28,6 +29,7 @@ from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.prices import SharedPrices
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 

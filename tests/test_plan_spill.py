@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.arenas import WORKING, arena_sizes, spill_files, state_arena
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_model import CostBasis, Prices, predict
+from megatrain_ray.engine.cost_basis import CostBasis
+from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
@@ -31,6 +32,7 @@ from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.prediction import Prediction
+from megatrain_ray.engine.prices import Prices
 from megatrain_ray.engine.simulation import Simulation
 from megatrain_ray.engine.spill_transfers import TRANSFERS
 from megatrain_ray.engine.split_search import TIE

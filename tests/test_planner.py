@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from megatrain_ray.engine import cost_model
+from megatrain_ray.engine import prices
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.model import ModelStructure
@@ -402,7 +402,7 @@ def test_all_layers_on_the_device(clip: bool) -> None:
 def test_the_device_is_filled_from_the_first_layer_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as fit under 97 % of its memory; none on a CPU, none that Muon trains. Updates need no launches here:
     they take longer than the CPU's updates of layers as small as these."""
-    monkeypatch.setattr(cost_model, "UPDATE_LAUNCHES", 0)
+    monkeypatch.setattr(prices, "UPDATE_LAUNCHES", 0)
     structure, activations = model()
     sizes = [
         make_plan(structure, activations, MACHINE, replace(REQUEST, hbm_layers=count)).total_bytes(Tier.HBM)
