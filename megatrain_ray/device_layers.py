@@ -13,8 +13,9 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.optimizer_settings import hyper_of
 from megatrain_ray.part_writer import WrittenPart, write_gated_part
-from megatrain_ray.planning import Prepared, hyper_of
+from megatrain_ray.planning import Prepared
 
 
 class DeviceLayers:
@@ -24,7 +25,7 @@ class DeviceLayers:
         plan = prepared.plan
         self._prepared = prepared
         self._index = plan.num_shards
-        self.shard = DeviceShard(plan, layout, device, hyper_of(prepared))
+        self.shard = DeviceShard(plan, layout, device, hyper_of(prepared.config.train))
         copies = [self.shard.copy_bytes(layer) for layer in self.shard.updated]
         self._spare = SpareMemory(copies, plan.device_copy_bytes)
         self._gate = SaveGate(self.shard, words, self._index, self.shard.updated, self._spare, plan.update_deadline_s)

@@ -35,9 +35,10 @@ from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.optimizer_settings import muon_of
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planned_device import make_device
-from megatrain_ray.planning import Prepared, muon_of
+from megatrain_ray.planning import Prepared
 from megatrain_ray.shard_files import find_momenta, open_activations, open_disk_weights
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 from megatrain_ray.step_rows import StepRows

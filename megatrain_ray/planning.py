@@ -8,28 +8,18 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
-import torch
-
-from megatrain_ray.config import OptimizationConfig, TrainConfig
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.discovering import compiles, discover_with_attention
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.adamw import Hyper
-from megatrain_ray.engine.attention import Attention, flex_problem
 from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile
-from megatrain_ray.engine.lora import LoraRules
-from megatrain_ray.engine.model import ModelStructure, build_empty
-from megatrain_ray.engine.muon import LrAdjustment, Muon
-from megatrain_ray.engine.parameter_group import ParameterGroup
-from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
+from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan, Precision
-from megatrain_ray.engine.plan_chunks import may_chunk
 from megatrain_ray.engine.plan_packing import plan_packed_or_not
 from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_search import lacks_device_memory, predict_plan
 from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.io.disk_io import DiskWay
@@ -37,7 +27,6 @@ from megatrain_ray.machine import probe_machine
 from megatrain_ray.model_source import ModelSource, checked, read_model
 from megatrain_ray.profiles import with_profile
 from megatrain_ray.spill_space import with_spill
-from megatrain_ray.trial_cache import TrialCache
 
 log = logging.getLogger(__name__)
 
@@ -173,8 +162,8 @@ def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision.of(config.train.precision, config.train.moments)
     compiled = compiles(config, machine.device)
-    find = partial(_discover, config, source, machine.device, compiled=compiled, block_parts=block_parts)
-    structure, activations, attention, packed_attention = find()
+    discovery = discover_with_attention(config, source, machine.device, compiled=compiled, block_parts=block_parts)
+    structure, activations = discovery.structure, discovery.activations
     _log_uncompiled(structure, activations)
     request = Request(
         precision=precision,
@@ -188,8 +177,8 @@ def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_
         saves=bool(config.save_every),
         z_loss=config.train.z_loss > 0,
         saves_frozen=config.lora is None,
-        attention=attention,
-        packed_attention=packed_attention,
+        attention=discovery.attention,
+        packed_attention=discovery.packed_attention,
         free_split=config.train.split_is_free,
         active_experts=active_experts(source),
         windows=windows(source, len(structure.blocks)),
@@ -212,33 +201,6 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _rules(config: TrainConfig) -> ParameterRules:
-    """A group's own learning rate is its peak: it follows the schedule of the run in proportion."""
-    train = config.train
-    groups = (
-        GroupRule(
-            group.match,
-            ParameterGroup(
-                True,
-                (group.lr or train.lr) / train.lr,
-                group.weight_decay,
-                None if group.optimizer is None else group.optimizer == "muon",
-            ),
-        )
-        for group in train.groups
-    )
-    kind = ParameterRules if config.lora is None else LoraRules
-    return kind(train.trainable, train.freeze, tuple(groups), train.optimizer == "muon")
-
-
-def muon_of(train: OptimizationConfig) -> Muon | None:
-    """Muon's constants, where it trains anything."""
-    if train.optimizer != "muon":
-        return None
-    muon = train.muon
-    return Muon(muon.momentum, muon.nesterov, muon.ns_steps, LrAdjustment(muon.adjust_lr))
-
-
 def check_length(config: TrainConfig, positions: int | None) -> None:
     """Raises ConfigError for rows that are longer than the model's positions; None: it has any number of them."""
     if positions is not None and config.data.seq_len > positions:
@@ -248,87 +210,12 @@ def check_length(config: TrainConfig, positions: int | None) -> None:
         )
 
 
-def hyper_of(prepared: Prepared) -> Hyper:
-    """The constants of every updater of the run."""
-    train = prepared.config.train
-    seed = train.seed if train.moments == "bf16" else None
-    return Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train), seed)
-
-
-def compiles(config: TrainConfig, device: str) -> bool:
-    """What hardware.compile comes to."""
-    setting = config.hardware.compile
-    return setting if setting != "auto" else device == "cuda" and not config.train.deterministic
-
-
 def _log_uncompiled(structure: ModelStructure, activations: ActivationBytes) -> None:
     """One line for each reason why layers are not compiled."""
     layers: dict[str, list[str]] = {}
-    for layer, trial in zip(
-        structure.layers, activations.compiled, strict=False
-    ):  # no trials where nothing is compiled
+    trials = activations.compiled  # none where nothing is compiled
+    for layer, trial in zip(structure.layers, trials, strict=False):
         if trial and trial.problem:
             layers.setdefault(trial.problem, []).append(layer.name)
     for problem, names in layers.items():
         log.info("not compiled: %d layers, %s to %s: %s", len(names), names[0], names[-1], problem)
-
-
-def _discover(
-    config: TrainConfig, source: ModelSource, device: str, *, compiled: bool, block_parts: int
-) -> tuple[ModelStructure, ActivationBytes, Attention, Attention]:
-    """Of steps with rows of one document, and of several where there may be such: masks cost the more the longer a row
-    is, so flex attention takes the place of those it can."""
-    (size, number), seq_len, packed = config.split(), config.data.seq_len, config.data.packing
-    shape = Precision(config.train.precision).working_dtype, size, seq_len
-    tokens = size * seq_len * (number if config.train.split_is_free else 1)  # of a micro-batch, at most
-    chunked = may_chunk(tokens, seq_len, has_disk=config.spill.path is not None)
-    find = partial(_find, source, shape, _rules(config), chunked=chunked, block_parts=block_parts)
-    sdpa, flex = Attention.SDPA, Attention.FLEX
-    if not _may_use_flex(config, source, device):
-        return *find(packed=packed, compiled=compiled), sdpa, sdpa
-    if packed:
-        _, activations = find()
-        return *find(attention=flex, packed=True, compiled=compiled), flex if activations.masks else sdpa, flex
-    structure, activations = find(compiled=compiled)
-    if activations.masks:
-        return *find(attention=flex, compiled=compiled), flex, flex
-    return structure, activations, sdpa, sdpa
-
-
-def _find(
-    source: ModelSource,
-    shape: tuple[torch.dtype, int, int],
-    rules: ParameterRules,
-    *,
-    attention: Attention = Attention.SDPA,
-    packed: bool = False,
-    compiled: bool = False,
-    chunked: bool = False,
-    block_parts: int = 1,
-) -> tuple[ModelStructure, ActivationBytes]:
-    """As `discover`, with what compiled layers keep from the cache where it is there."""
-    how: dict[str, Any] = {"attention": attention, "packed": packed, "chunked": chunked}
-    if not compiled or block_parts > 1:
-        return discover(source.factory, *shape, rules, **how, block_parts=block_parts)
-    cache = TrialCache(source, {"shape": shape, "rules": rules, **how})
-    known = cache.read()
-    structure, activations = discover(source.factory, *shape, rules, **how, compiled=known is None)
-    if known is not None:
-        return structure, activations.with_trials(known)
-    cache.write(activations.trials)
-    return structure, activations
-
-
-def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool:
-    """Raises ConfigError where it must be used and cannot."""
-    setting = config.model.attention
-    if setting == "sdpa" or (setting == "auto" and device != "cuda"):
-        return False
-    problem = flex_problem(build_empty(source.factory, torch.float32))
-    if device != "cuda":
-        problem = "it computes gradients on a GPU only"
-    if problem is not None and setting == "flex":
-        raise ConfigError(f"model.attention: flex attention is not possible here: {problem}; set model.attention: auto")
-    if problem is not None:
-        log.info("no flex attention: %s; rows of several documents get whole masks", problem)
-    return problem is None

@@ -44,8 +44,9 @@ from megatrain_ray.io.blob_store import BlobStore, MemoryStore
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.measured_store import DiskMeter, MeasuredStore
 from megatrain_ray.io.spill_file import taken_bytes
+from megatrain_ray.optimizer_settings import hyper_of
 from megatrain_ray.part_writer import WrittenPart, write_gated_part
-from megatrain_ray.planning import Prepared, hyper_of
+from megatrain_ray.planning import Prepared
 from megatrain_ray.shard_work import ShardWork
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
 
@@ -106,7 +107,7 @@ class ShardWorker:
             residual=state.get("residual"),
             m=state["m"],
             v=state["v"],
-            hyper=hyper_of(self._prepared),
+            hyper=hyper_of(self._prepared.config.train),
             num_threads=plan.num_shard_threads,
             journal=self._arenas[journal_arena(self._index)].buffer,
             saves_frozen=plan.saves_frozen,

@@ -16,6 +16,7 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.controller import Observation, RunPolicy
 from megatrain_ray.crew import Crew
 from megatrain_ray.data_worker import HeldOutData, naming_eval_path, open_stream
+from megatrain_ray.discovering import compiles
 from megatrain_ray.early_imports import TRANSFORMERS, importing
 from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.engine.plan import NARROW_MOMENTS, Plan
@@ -32,7 +33,7 @@ from megatrain_ray.machine import probe_machine
 from megatrain_ray.metric_sinks import check_packages, open_sinks
 from megatrain_ray.model_source import ModelSource, read_model
 from megatrain_ray.objects import Objects
-from megatrain_ray.planning import Prepared, check_length, compiles, prepare
+from megatrain_ray.planning import Prepared, check_length, prepare
 from megatrain_ray.profiles import measured
 from megatrain_ray.replanned import changes, is_same_placement
 from megatrain_ray.run_dir import RunDir

@@ -22,7 +22,8 @@ from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.plan_shards import shard_layout
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.inspect_run import inspect_run
-from megatrain_ray.planning import Prepared, hyper_of, prepare
+from megatrain_ray.optimizer_settings import hyper_of
+from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.trace_file import find_traces, read_trace
 from megatrain_ray.trainer import TrainSummary
 from tests.runs import cli_here, config, plan_of, rows, write_config
@@ -220,7 +221,7 @@ def test_layers_on_the_device_have_memory_of_their_own(tmp_path: Path) -> None:
     )
     ready = dataclasses.replace(ready, plan=dataclasses.replace(ready.plan, layers=layers))
     layout = with_aliases(ready, GIVEN).structure.layout(ready.plan.num_fragments)
-    shard = DeviceShard(ready.plan, layout, CpuDevice(), hyper_of(ready))
+    shard = DeviceShard(ready.plan, layout, CpuDevice(), hyper_of(ready.config.train))
     assert shard.memory.numel() == layout.size > 2 * (layout.aliased_size or 0)
     assert shard.layout.working_starts == layout.starts == shard.layout.starts
 

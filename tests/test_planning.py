@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray import planning, trainer
+from megatrain_ray import discovering, trainer
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.plan_request import Machine
@@ -65,7 +65,7 @@ def test_a_model_is_tried_as_often_as_its_attention_is_open(
     then two calls differ. A trial of 180 layers takes 3 s."""
     trials = []
     monkeypatch.setattr(
-        planning, "discover", lambda *args, **kwargs: trials.append(kwargs) or discover(*args, **kwargs)
+        discovering, "discover", lambda *args, **kwargs: trials.append(kwargs) or discover(*args, **kwargs)
     )
     tree = config(tmp_path, LLAMA | {"head_dim": 16}, data__packing=packing, hardware__compile=False)
     machine = replace(MACHINE, device=device, hbm_bytes=None if device == "cpu" else 8 << 30)
