@@ -4,61 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatrain_ray.config import LoraConfig, ModelConfig
 from megatrain_ray.engine.activation_space import activation_file_bytes
-from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.device_shard import DeviceShard
-from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
-from megatrain_ray.engine.engine import Engine, StepReport, UpdateSettings
-from megatrain_ray.engine.journal import Journal
+from megatrain_ray.engine.engine import Engine, StepReport
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.local_host import LocalHost
-from megatrain_ray.engine.lora import AdaptedFactory, LoraRules
+from megatrain_ray.engine.lora import AdaptedFactory
 from megatrain_ray.engine.loss import Objective
-from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
-from megatrain_ray.engine.muon import LrAdjustment, Muon
-from megatrain_ray.engine.parameter_group import ParameterGroup
-from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan, Precision, Tier
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_shards import spill_layout
 from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.rehearsal import Coming
-from megatrain_ray.engine.shard import AdamShard
-from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.engine.spill_layout import WORKING, SpillLayout
-from megatrain_ray.engine.spill_ring import SpillRing
-from megatrain_ray.engine.spill_table import SpillTable
-from megatrain_ray.engine.spilling_shard import SpillingShard
-from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
-from megatrain_ray.engine.working_copy import join
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.io.blob_store import BlobStore, MemoryStore, aligned_block
+from megatrain_ray.io.blob_store import MemoryStore
 from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.trace import CostModel, Record, Timeline, unit_cost
+from tests.host_state import HostState, blob_in_memory
+from tests.recipes import hyper_of, lora_of, muon_of, rules_of, schedule, step_input
 from tests.reference import Recipe
 
-WAIT_S = 60.0  # for what spills
 MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
 
 
@@ -132,21 +112,30 @@ def folder_source(folder: Path, *, trust_remote_code: bool = False) -> ModelSour
 
 
 def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> tuple[ModelStructure, Plan]:
-    """The plan of one mode: a candidate chosen by the test, everything else as the product does it."""
-    precision = Precision.of(recipe.precision, recipe.moments)
-    num_sequences, seq_len = batch
+    """The plan of one mode: a candidate chosen by the test, everything else as the product does it. `batch`: sequences
+    and their length."""
+    request = _request_of(recipe, mode, batch)
     structure, activations = discover(
         factory,
-        precision.working_dtype,
+        request.precision.working_dtype,
         recipe.micro_batch_size,
-        seq_len,
+        request.seq_len,
         rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory)),
-        compiled=mode.activation_budget is not None,
+        compiled=request.compiled,
         chunked=mode.mlp_chunk_tokens > 0,
         block_parts=mode.block_parts,
     )
-    request = Request(
-        precision=precision,
+    if mode.mlp_chunk_tokens:
+        activations = activations.in_chunks() or activations
+    candidate = _candidate_of(mode, len(structure.layers) - 2)
+    plan = build_plan(structure, activations, MACHINE, request, candidate)
+    return structure, _with_chosen(plan, recipe, mode, structure.layout(mode.num_fragments))
+
+
+def _request_of(recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> Request:
+    num_sequences, seq_len = batch
+    return Request(
+        precision=Precision.of(recipe.precision, recipe.moments),
         round_gradients=recipe.grad_dtype == "bf16",
         clip=recipe.clip is not None,
         micro_batch_size=recipe.micro_batch_size,
@@ -158,8 +147,11 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         compiled=mode.activation_budget is not None,
         mlp_chunk_tokens=mode.mlp_chunk_tokens,
     )
+
+
+def _candidate_of(mode: Mode, num_blocks: int) -> Candidate:
     budget = mode.activation_budget or 0.0
-    candidate = Candidate(
+    return Candidate(
         order=mode.order,
         activations=mode.activations,
         num_block_slots=mode.num_block_slots,
@@ -171,14 +163,15 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         segment=mode.segment,
         hbm_layers=mode.hbm_layers,
         activation_budget=budget,
-        num_late=0 if mode.kept is Tier.HBM else len(structure.layers) - 2,
+        num_late=0 if mode.kept is Tier.HBM else num_blocks,
         late_budget=budget,
         kept=mode.kept,
         num_staying=mode.num_staying,
     )
-    if mode.mlp_chunk_tokens:
-        activations = activations.in_chunks() or activations
-    plan = build_plan(structure, activations, MACHINE, request, candidate)
+
+
+def _with_chosen(plan: Plan, recipe: Recipe, mode: Mode, layout: ModelLayout) -> Plan:
+    """The plan with what no candidate chooses: chunks of the loss, and what is on disk."""
     changes: dict[str, Any] = {
         "num_compute_threads": recipe.num_threads,
         "captured": mode.captured,
@@ -187,16 +180,16 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     if recipe.loss_chunk_tokens:
         changes["loss_chunk_tokens"] = recipe.loss_chunk_tokens
     if mode.spilled | mode.stored:
-        plan = with_spilled(plan, tuple(_on_disk(plan, mode)), structure.layout(mode.num_fragments))
+        plan = with_spilled(plan, tuple(_on_disk(plan, mode)), layout)
         changes |= {"state_slots": 2, "extent_elements": 1 << 13}
     if mode.to_disk:
         layers = tuple(_with_activations_on_disk(plan, mode))
         changes |= {"layers": layers, "num_windows": mode.num_windows, "window_bytes": mode.window_bytes}
     if mode.stored:
-        sizes = structure.layout(mode.num_fragments).gradient_bytes(plan.wire_dtype.itemsize, mode.hbm_layers)
+        sizes = layout.gradient_bytes(plan.wire_dtype.itemsize, mode.hbm_layers)
         staying = sum(size for i, size in enumerate(sizes) if i not in plan.passing_layers)
         changes["slab_bytes"] = staying + max(sizes[i] for i in plan.passing_layers)
-    return structure, dataclasses.replace(plan, **changes)
+    return dataclasses.replace(plan, **changes)
 
 
 def _on_disk(plan: Plan, mode: Mode) -> Iterator[LayerPlan]:
@@ -211,36 +204,6 @@ def _with_activations_on_disk(plan: Plan, mode: Mode) -> Iterator[LayerPlan]:
     for i, layer in enumerate(plan.layers):
         moved = {kind: Tier.NVME for kind in ("boundary", "kept") if getattr(layer, kind) is Tier.HOST}
         yield dataclasses.replace(layer, **moved) if i in mode.to_disk else layer
-
-
-def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
-    groups = (
-        GroupRule((g.match,), ParameterGroup(True, (g.lr or recipe.lr) / recipe.lr, g.weight_decay, g.muon))
-        for g in recipe.groups
-    )
-    kind = LoraRules if has_pairs else ParameterRules
-    return kind(recipe.trainable, recipe.freeze, tuple(groups), recipe.muon is not None)
-
-
-def lora_of(recipe: Recipe) -> LoraConfig | None:
-    """The settings that go on from the recipe's adapter."""
-    if recipe.adapter is None:
-        return None
-    theirs = json.loads((recipe.adapter / "adapter_config.json").read_text())
-    return LoraConfig(
-        match=tuple(rf"(^|\.){re.escape(name)}$" for name in theirs["target_modules"]),
-        rank=theirs["r"],
-        alpha=theirs["lora_alpha"],
-        dropout=theirs["lora_dropout"],
-        path=str(recipe.adapter),
-    )
-
-
-def muon_of(recipe: Recipe) -> Muon | None:
-    theirs = recipe.muon
-    if theirs is None:
-        return None
-    return Muon(theirs.momentum, theirs.nesterov, theirs.ns_steps, LrAdjustment(theirs.adjust_lr))
 
 
 def train_engine(
@@ -274,7 +237,7 @@ def train_engine(
             state.device_shard.load(source.weights())
         engine = Engine(
             source.factory, structure, plan, device, host,
-            muon=muon_of(recipe), device_shard=state.device_shard, spill=_blob(plan, disk or _memory),
+            muon=muon_of(recipe), device_shard=state.device_shard, spill=_blob(plan, disk or blob_in_memory),
             poison=mode.poison,
         )  # fmt: skip
         return await Training(engine, host, timeline, recipe, EngineResult(plan, state.layout)).run(batches, held_out)
@@ -333,193 +296,6 @@ class Training:
         self.timeline.clear()
 
 
-def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
-    micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
-    objective = Objective(recipe.z_loss, recipe.label_smoothing)
-    return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed, objective)
-
-
-def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:
-    lr = learning_rate(
-        step,
-        peak=recipe.lr,
-        min_lr=recipe.min_lr,
-        steps=recipe.steps,
-        warmup_steps=recipe.warmup_steps,
-        schedule=recipe.schedule,  # type: ignore[arg-type]
-    )
-    return UpdateSettings(lr, adam_step, recipe.clip)
-
-
-def hyper_of(recipe: Recipe) -> Hyper:
-    seed = recipe.seed if recipe.moments == "bf16" else None
-    return Hyper(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe), seed)
-
-
-class HostState:
-    """Working copies and shards' state in ordinary memory; what nobody wrote is NaN."""
-
-    device_shard: DeviceShard | None = None  # of the layers that are not here
-
-    def __init__(self, layout: ModelLayout, plan: Plan, recipe: Recipe, *, saves_frozen: bool = True) -> None:
-        self.layout = layout
-        self.plan = plan
-        self.working = _poisoned(layout.size_among(plan.weights_on_host), plan.precision.working_dtype)
-        self.shard_layouts = [
-            ShardLayout(
-                layout,
-                k,
-                plan.num_shards,
-                layers=plan.host_layers,
-                spilled=plan.spilled_layers,
-                on_disk=plan.weights_on_disk,
-            )
-            for k in range(plan.num_shards)
-        ]
-        self.files = [_file(s, plan) for s in self.shard_layouts]
-        self.rings = [None if file is None else file.ring for file in self.files]
-        self.tensors = [
-            {kind: _poisoned(s.size_of(kind), dtype) for kind, dtype in plan.precision.state_kinds}
-            for s in self.shard_layouts
-        ]
-        self.shards = [
-            _shard_class(ring)(
-                s,
-                plan.precision,
-                working=self.working,
-                residual=t.get("residual"),
-                m=t["m"],
-                v=t["v"],
-                hyper=hyper_of(recipe),
-                num_threads=1,
-                journal=memoryview(bytearray(Journal.num_bytes(s, plan.precision, 1))),
-                saves_frozen=saves_frozen,
-            )
-            for s, t, ring in zip(self.shard_layouts, self.tensors, self.rings, strict=True)
-        ]
-
-    def load(self, source: WeightSource) -> None:
-        for shard in self.shards:
-            shard.load(source)
-
-    def disk_weights(self, *, poison: bool) -> DiskWeights:
-        files = [file.shard_file for file in self.files if file is not None]
-        return DiskWeights(self.plan, self.layout, files, poison=poison)
-
-    def whole(self, kind: str) -> Tensor:
-        """One kind of all shards, every layer's padded flat at its start."""
-        flat = torch.zeros(self.layout.size, dtype=self.tensors[0][kind].dtype)
-        for s, t, ring in zip(self.shard_layouts, self.tensors, self.rings, strict=True):
-            starts = s.v_starts if kind == "v" else s.starts
-            for i, start in enumerate(self.layout.starts):
-                span = s.span_of(i, kind)
-                part = t[kind][starts[i] :][: span.size]
-                if ring is not None and i in ring.layout.layers:
-                    part = _read(ring, i, kind).view(flat.dtype)
-                flat[start + span.start : start + span.stop] = part
-        if self.device_shard is not None:
-            of_device = self.device_shard.layout
-            for i in self.device_shard.layers:
-                starts, spans = (
-                    (of_device.v_starts, of_device.v_spans) if kind == "v" else (of_device.starts, of_device.spans)
-                )
-                part = self.device_shard._own[kind][starts[i] :][: spans[i].size]
-                flat[self.layout.starts[i] :][: spans[i].size] = part.cpu()
-        return flat
-
-    def working_of(self, layer: int) -> Tensor:
-        """The working copy of a layer."""
-        return self.whole_working()[self.layout.starts[layer] :][: self.layout.layers[layer].size]
-
-    def whole_working(self) -> Tensor:
-        """Of all layers, wherever they live."""
-        flat = torch.zeros(self.layout.size, dtype=self.working.dtype)
-        of_device = None if self.device_shard is None else self.device_shard.layout
-        for i, layer in enumerate(self.layout.layers):
-            if of_device is not None and self.device_shard is not None and i in self.device_shard.layers:
-                part = self.device_shard.memory[of_device.working_starts[i] :][: layer.size].cpu()
-            elif i in self.plan.weights_on_disk:
-                parts = [_read(ring, i, WORKING) for ring in self.rings if ring is not None and ring.layout.state_of(i)]
-                part = torch.cat(parts).view(flat.dtype)
-            else:
-                part = self.working[self.shard_layouts[0].working_starts[i] :][: layer.size]
-            flat[self.layout.starts[i] :][: layer.size] = part
-        return flat
-
-    def masters(self) -> Tensor:
-        if self.working.dtype == torch.float32:
-            return self.whole_working()
-        return join(self.whole_working(), self.whole("residual"))
-
-    def named(self, flat: Tensor) -> dict[str, Tensor]:
-        return {
-            s.name: layer.view(flat[start : start + layer.size], s.name)
-            for layer, start in zip(self.layout.layers, self.layout.starts, strict=True)
-            for s in layer.trained_segments
-        }
-
-    def second_moments(self) -> dict[str, Tensor]:
-        """Of what AdamW trains."""
-        without = {s.name for layer in self.layout.layers for s in layer.muon_segments}
-        return {name: v for name, v in self.named(self.whole("v")).items() if name not in without}
-
-    def frozen(self) -> dict[str, Tensor]:
-        working = self.whole_working()
-        return {
-            s.name: layer.view(working[start : start + layer.size], s.name)
-            for layer, start in zip(self.layout.layers, self.layout.starts, strict=True)
-            for s in layer.owned
-            if not s.group.trained
-        }
-
-
 def _blob(plan: Plan, disk: Callable[[int], MemoryStore]) -> tuple[MemoryStore, str] | None:
     """Where activations wait; None where none do on disk."""
     return (disk(activation_file_bytes(plan)), "spill") if plan.disk_activations else None
-
-
-def _memory(num_bytes: int) -> MemoryStore:
-    """Memory that stands for a disk."""
-    store = MemoryStore()
-    store._blobs["spill"] = bytearray(num_bytes)
-    return store
-
-
-@dataclass(frozen=True)
-class SpillMemory:
-    """Of one shard: memory that stands for a disk, and slots."""
-
-    layout: SpillLayout
-    memory: Tensor
-    store: BlobStore
-    ring: SpillRing
-
-    @property
-    def shard_file(self) -> ShardFile:
-        return ShardFile(self.layout, SpillTable(self.layout, self.memory), self.store, "spill")
-
-
-def _file(part: ShardLayout, plan: Plan) -> SpillMemory | None:
-    """None where nothing spills."""
-    layout = spill_layout(plan, part)
-    if not layout.extents:
-        return None
-    blobs = _memory(layout.blob_bytes)
-    memory = torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8)
-    store = SpillTable(layout, memory).packing(blobs) if plan.disk_packed else blobs
-    return SpillMemory(layout, memory, store, SpillRing(layout, memory, store, "spill", WAIT_S, poison=True))
-
-
-def _read(ring: SpillRing, layer: int, kind: str) -> Tensor:
-    """A shard's part of a layer, as bytes."""
-    extents = ring.layout.extents
-    on_disk = (ring.read(k, extents[k].kinds[kind]) for k in ring.layout.state_of(layer))
-    return torch.cat([torch.frombuffer(x, dtype=torch.uint8) for x in on_disk])
-
-
-def _shard_class(ring: SpillRing | None) -> Callable[..., AdamShard]:
-    return AdamShard if ring is None else partial(SpillingShard, ring)
-
-
-def _poisoned(size: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((size,), float("nan") if dtype.is_floating_point else 12345, dtype=dtype)

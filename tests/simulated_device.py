@@ -41,8 +41,10 @@ from megatrain_ray.engine.simulated_windows import SimulatedWindows
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.planning import Question
 from megatrain_ray.trace import CostModel, Op, Record, Stage, Timeline
+from tests.host_state import HostState
+from tests.recipes import hyper_of
 from tests.reference import Recipe
-from tests.run_engine import MACHINE, EngineResult, HostState, Training, hyper_of
+from tests.run_engine import MACHINE, EngineResult, Training
 from tests.shapes import FOUND_LAYERS, deepened
 from tests.tiny import text_batches
 

@@ -21,8 +21,9 @@ from megatrain_ray.io.weight_map import CheckpointTensor, MappedWeights, check_c
 from megatrain_ray.io.weights import WeightFolder
 from tests.families import FAMILIES
 from tests.family_models import build_family
+from tests.host_state import HostState
 from tests.reference import Recipe
-from tests.run_engine import HostState, Mode, folder_source, plan_for
+from tests.run_engine import Mode, folder_source, plan_for
 from tests.test_round_trip import assert_same_bytes, exported, save
 
 VISION_LANGUAGE = [name for name, of_family in FAMILIES.items() if of_family.frozen]

@@ -12,8 +12,9 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device_shard import DeviceShard
 from megatrain_ray.engine.plan import ActivationPolicy, Tier
 from megatrain_ray.engine.visits import LoopOrder
+from tests.recipes import hyper_of
 from tests.reference import Own, Recipe, train_reference
-from tests.run_engine import EngineResult, Mode, folder_source, hyper_of, plan_for, train_engine
+from tests.run_engine import EngineResult, Mode, folder_source, plan_for, train_engine
 from tests.tiny import build_tiny, tiny_batches
 
 STEPS = 4

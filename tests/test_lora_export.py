@@ -24,8 +24,10 @@ from megatrain_ray.io.save import save_folder
 from megatrain_ray.lora_export import export_adapter, export_merged
 from tests.adapters import build_adapter, peft
 from tests.family_models import build_family, family_batches
+from tests.host_state import HostState
+from tests.recipes import lora_of
 from tests.reference import Recipe, load_model
-from tests.run_engine import HostState, Mode, folder_source, lora_of, plan_for
+from tests.run_engine import Mode, folder_source, plan_for
 from tests.test_round_trip import save
 
 CASES = {

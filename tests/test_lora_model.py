@@ -29,9 +29,10 @@ from megatrain_ray.model_source import open_model
 from megatrain_ray.planning import question_of
 from tests.families import FAMILIES
 from tests.family_models import build_family
+from tests.host_state import HostState
 from tests.hub import files_of, fill_cache
 from tests.reference import Recipe
-from tests.run_engine import HostState, Mode, folder_source, plan_for, train_engine
+from tests.run_engine import Mode, folder_source, plan_for, train_engine
 from tests.runs import ROOT, config, write_config
 from tests.tiny import build_tiny, tiny_batches
 

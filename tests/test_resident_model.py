@@ -19,8 +19,9 @@ from megatrain_ray.engine.resident_model import ResidentModel
 from megatrain_ray.planning import prepare
 from megatrain_ray.resident_ceiling import Trial, measure_ceiling, search
 from megatrain_ray.trace import Record, Stage
+from tests.recipes import step_input
 from tests.reference import Recipe
-from tests.run_engine import Mode, folder_source, plan_for, step_input, train_engine
+from tests.run_engine import Mode, folder_source, plan_for, train_engine
 from tests.runs import config
 from tests.tiny import VOCAB_SIZE, build_tiny, tiny_batches
 
