@@ -194,6 +194,11 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)
 
 
+# Of values that are followed. More are no positions any more but what masks are made of: of a long sequence they would
+# fill the memory of whoever makes the plan.
+FOLLOWED_BYTES = 64 << 20
+
+
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
@@ -235,7 +240,8 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         begins = func._opname == "arange" or any(id(value) in self._known for value in given)
         follows = all(id(value) in self._known for value in given) and not func._schema.is_mutable
-        if begins and follows and isinstance(result, torch.Tensor) and not result.is_floating_point():
+        small = isinstance(result, torch.Tensor) and result.numel() * result.itemsize <= FOLLOWED_BYTES
+        if begins and follows and small and not result.is_floating_point():
             known = {key: values for key, (_, values) in self._known.items()}
             real_args, real_kwargs = tree_map(lambda value: known.get(id(value), value), (tuple(args), dict(kwargs)))
             with unset_fake_temporarily():
