@@ -123,10 +123,14 @@ def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> I
         """No mask where a plain causal one would do; a pattern of the model's own (use_vmap) stays."""
         return built(*args, **kwargs | {"allow_is_causal_skip": not kwargs.get("use_vmap")})
 
+    def without_cap(*args: Any, **kwargs: Any) -> Any:
+        """Capped scores are flex attention's business; SDPA keeps as much without, and refuses some with a cap."""
+        return sdpa_attention_forward(*args, **kwargs | {"softcap": None})
+
     switch = AttentionSwitch(model)
     if attention is Attention.FLEX:
         switch.set(attention)
-        masks[FLEX], functions[FLEX] = (lambda *args, **kwargs: None), sdpa_attention_forward
+        masks[FLEX], functions[FLEX] = (lambda *args, **kwargs: None), without_cap
     elif not packed:
         masks["sdpa"] = whole_rows
     try:

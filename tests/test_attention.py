@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
 from megatrain_ray.architecture import Architecture
@@ -15,6 +16,7 @@ from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.trial import FOLLOWED_BYTES, Answers
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning import prepare
@@ -55,6 +57,8 @@ SDPA, FLEX = Attention.SDPA, Attention.FLEX
         (CUDA, {}, {"data__packing": False}, (SDPA, SDPA)),
         (CUDA, {}, {"model__attention": "sdpa"}, (SDPA, SDPA)),
         (CUDA, {"model_type": "mistral", "sliding_window": 32}, {"data__packing": False}, (FLEX, FLEX)),
+        # Its scores are capped, which Transformers' SDPA refuses (5.23).
+        (CUDA, {"model_type": "gemma2", "head_dim": 16}, {"data__packing": False}, (FLEX, FLEX)),
         (CUDA, {"head_dim": 8}, {}, (SDPA, SDPA)),
         (CUDA, {"attention_dropout": 0.1}, {}, (SDPA, SDPA)),
         (CPU, {}, {}, (SDPA, SDPA)),
@@ -125,6 +129,17 @@ def test_flex_attention_computes_the_same(tmp_path: Path, name: str, monkeypatch
     theirs = train_reference(tmp_path, batches, recipe)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-5)
+
+
+def test_whole_masks_of_long_sequences_are_not_computed() -> None:
+    """A trial knows positions, but not what would be as large as the square of a sequence."""
+    with FakeTensorMode(), Answers() as answers:
+        positions = torch.arange(1 << 14)
+        mask = positions[:, None] >= positions[None]
+        assert mask.shape == (1 << 14, 1 << 14)
+        assert int(positions[-1]) == (1 << 14) - 1
+        known = sum(values.numel() * values.itemsize for _, values in answers._known.values())
+        assert known <= FOLLOWED_BYTES
 
 
 def test_the_imagined_masks_leave_nothing_behind() -> None:
