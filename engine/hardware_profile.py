@@ -13,7 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Wide enough for any machine, and such that seconds made of them are neither infinite nor 0.
+Rate = Annotated[float, Field(ge=1e-6, le=1e24, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,12 @@ class HardwareProfile:
     h2d_bytes_per_s: Rate
     d2h_bytes_per_s: Rate
     both_bytes_per_s: Rate  # each way, while the other one runs too
-    copy_s: Annotated[float, Field(ge=0)]  # what a copy takes however small it is
+    copy_s: Seconds  # what a copy takes however small it is
     triad_bytes_per_s: Rate  # of host memory: STREAM's triad on all cores, 16 bytes an element
     adamw_per_s: Rate  # parameters: split bf16 masters, bf16 gradient, all cores
     adamw_busy_per_s: Rate  # the same while both copies run
     device_bytes_per_s: Rate  # of device memory: what a copy inside of it reads and writes
-    launch_s: Annotated[float, Field(ge=0)]  # of each operator in a row of small ones
+    launch_s: Seconds  # of each operator in a row of small ones
     matmul: Annotated[Mapping[str, RateCurve], Field(min_length=1)]  # by train.precision; size and rate: FLOPs
     attention: RateCurve  # size: tokens of a sequence; FLOP/s of forward and backward, causal counted once
     disk_bytes_per_s: Rate | None = None  # of the disk of spill.path, read and written at the same time, both together

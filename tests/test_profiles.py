@@ -68,6 +68,16 @@ def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:
             json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"disk_bytes_per_s": 0}),
             "{} is no profile: disk_bytes_per_s: ",
         ),
+        # With such rates seconds are infinite, or divided by 0.
+        (
+            json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"both_bytes_per_s": 1e-300}),
+            "{} is no profile: both_bytes_per_s: ",
+        ),
+        (
+            json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"attention": [{"size": 1e300, "per_s": 1e-20}]}),
+            "{} is no profile: attention.0.size: ",
+        ),
+        (json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"launch_s": 1e300}), "{} is no profile: launch_s: "),
         (json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"matmul": {}}), "{} is no profile: matmul: "),
         (json.dumps(json.loads(TYPICAL_CPU.to_json()) | {"version": 2}), "{} is no profile: version: "),
     ],
