@@ -57,11 +57,12 @@ class LocalHost:
         self._order = plan.layer_order
         slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
         sizes = layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
-        self._slab = SlabPool(slab, sizes, passing=plan.passing_layers)
+        self._error: BaseException | None = None
+        self._slab = SlabPool(slab, sizes, self._check, passing=plan.passing_layers)
         self._room = SimulatedSlab(plan, layout)
         self._stored = plan.stored_layers
         directions = torch.empty(plan.direction_slab_bytes, dtype=torch.uint8)
-        self._directions = SlabPool(directions, layout.direction_bytes)
+        self._directions = SlabPool(directions, layout.direction_bytes, self._check)
         self._wire_dtype = plan.wire_dtype
         self._generations = [generation if i in self._order else EVERY_GENERATION for i in range(len(layout.layers))]
         self._spill = SimulatedSpill(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))
@@ -73,7 +74,6 @@ class LocalHost:
         self._changed = asyncio.Condition()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="optimizer")
         self._next = generation + 1
-        self._error: BaseException | None = None
         self._task = asyncio.create_task(self._serve(), name="local optimizer")
 
     def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
@@ -153,6 +153,12 @@ class LocalHost:
             async with self._changed:
                 self._error = error
                 self._changed.notify_all()
+            await self._slab.wake()  # nobody gives room back any more
+            await self._directions.wake()
+
+    def _check(self) -> None:
+        if self._error:
+            raise self._error
 
     async def _landing(self, update: int, layer: int) -> _Landing:
         async with self._changed:

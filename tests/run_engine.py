@@ -242,13 +242,15 @@ def train_engine(
         )  # fmt: skip
         return await Training(engine, host, timeline, recipe, EngineResult(plan, state.layout)).run(batches, held_out)
 
-    result = asyncio.run(train())
-    result.masters = state.named(state.masters())
-    result.frozen = state.frozen()
-    result.exp_avg = state.named(state.whole("m"))
-    result.exp_avg_sq = state.second_moments()
-    for shard in state.shards:
-        shard.close()
+    try:
+        result = asyncio.run(train())
+        result.masters = state.named(state.masters())
+        result.frozen = state.frozen()
+        result.exp_avg = state.named(state.whole("m"))
+        result.exp_avg_sq = state.second_moments()
+    finally:
+        for shard in state.shards:
+            shard.close()
     return result
 
 

@@ -19,9 +19,10 @@ from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_loop import ShardLoop
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.spill_layout import GRADIENT
+from megatrain_ray.engine.spilling_shard import SpillingShard
 from megatrain_ray.errors import MegatrainError
 from tests.reference import Recipe
-from tests.run_engine import Mode, folder_source, plan_for
+from tests.run_engine import Mode, folder_source, plan_for, train_engine
 from tests.shards import (
     Dictionary,
     flat_directions,
@@ -35,7 +36,7 @@ from tests.shards import (
 )
 from tests.test_shard_loop import FORWARD, WAIT_S, Worker, gate_of, wait_generation
 from tests.test_spill_ring import Memory, content, memory_of, opened
-from tests.tiny import build_tiny
+from tests.tiny import build_tiny, tiny_batches
 
 STORED = (2, 0)  # layer 1 is partly Muon's
 UPDATES = 3
@@ -187,3 +188,15 @@ def test_a_store_is_not_a_generation() -> None:
     words.store_gradient(1, 1, 1)
     assert words.stored(1) == 1
     assert words.torn(0) is None
+
+
+def test_an_error_of_a_shard_ends_a_step_that_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, where the compute thread waits for gradients to leave, which nobody takes any more."""
+
+    def fail(*_: object) -> None:
+        raise MegatrainError("the disk is gone")
+
+    monkeypatch.setattr(SpillingShard, "store", fail)
+    mode = Mode(stored=frozenset({1, 2, 3, 4}))
+    with pytest.raises(MegatrainError, match="the disk is gone"):
+        train_engine(build_tiny(tmp_path), tiny_batches(1), Recipe(1, micro_batch_size=4), mode)
