@@ -32,12 +32,14 @@ from megatrain_ray.io.disk_io import DiskIo, DiskWay
 from megatrain_ray.io.disk_rate import measure_mixed
 from megatrain_ray.io.kvikio_store import unusable
 from megatrain_ray.logs import say
+from megatrain_ray.machine import read_text
 
 log = logging.getLogger(__name__)
 
 PROBE_BYTES = 512 << 20  # each way
 MARGIN_BYTES = 1 << 30  # of what is free that stays free
 ANY_ROOM = 1 << 60  # bytes of a disk that is not here
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are host memory
 GAIN = 1.05  # by which a way must be faster than a simpler one: rates that are measured once differ by about as much
 
 
@@ -65,6 +67,13 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
         return machine
     folder = Path(spill.path).absolute()
     is_here = _check(folder, make=not imagined)
+    if is_here and (kind := _memory_file_system(folder)):
+        log.warning(
+            "spill.path: %s is on %s, which is host memory: what spills there comes on top of what the plan counts; "
+            "name a folder on a local NVMe drive, or lower hardware.ram_limit by what spills",
+            folder,
+            kind,
+        )
     limit_bytes = spill.limit or ANY_ROOM
     if is_here:
         limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
@@ -104,6 +113,17 @@ def _check(folder: Path, *, make: bool) -> bool:
         advice = "name a folder on a local NVMe drive that can be written to"
         raise ConfigError(f"spill.path: cannot write to {folder}: {error.strerror}; {advice}") from None
     return is_here
+
+
+def _memory_file_system(folder: Path) -> str | None:
+    """The type of the folder's file system where that keeps files in memory; None elsewhere."""
+    device = folder.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    for line in read_text(Path("/proc/self/mountinfo")).splitlines():
+        mounted, _, kind = line.partition(" - ")
+        if mounted.split()[2] == name and kind.split()[0] in IN_MEMORY:
+            return kind.split()[0]
+    return None
 
 
 def _asked(spill: SpillConfig) -> tuple[DiskWay, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -352,3 +353,21 @@ def test_a_ray_job_takes_absolute_paths_alone(tmp_path: Path, monkeypatch: pytes
     override(tree, f"{key}=relative")
     with pytest.raises(ConfigError, match=rf"^{key}: relative is relative, and a Ray job runs in a folder of its own"):
         trainer.Trainer(TrainConfig.model_validate(tree)).fit()
+
+
+def test_a_folder_in_memory_is_told(
+    tmp_path: Path, measurements: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What spills to tmpfs is in host memory all the same, and no row of a plan has it."""
+    monkeypatch.setattr(spill_space, "read_text", lambda path: _mounts(tmp_path, "tmpfs"))
+    with_spill(MACHINE, SpillConfig(path=str(tmp_path)))
+    assert "is on tmpfs, which is host memory" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(spill_space, "read_text", lambda path: _mounts(tmp_path, "ext4"))
+    with_spill(MACHINE, SpillConfig(path=str(tmp_path)))
+    assert "host memory" not in caplog.text
+
+
+def _mounts(folder: Path, kind: str) -> str:
+    device = folder.stat().st_dev
+    return f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw,noatime - {kind} none rw\n"
