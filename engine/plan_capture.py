@@ -35,7 +35,8 @@ def _problem(request: Request, machine: Machine, layout: ModelLayout) -> str | N
     if machine.device != "cuda":
         return "there is no GPU"
     if request.hbm_layers not in (None, len(layout.layers)):
-        return f"hardware.hbm_layers leaves {len(layout.layers) - request.hbm_layers} layers on the host"
+        count = len(layout.layers)
+        return f"hardware.hbm_layers is {request.hbm_layers}, and all {count} layers must live in GPU memory"
     if layout.with_muon:
         return "what Muon trains lives on the host"
     if not request.clip:

@@ -283,7 +283,7 @@ def _captured_within(hbm_bytes: int) -> Plan | None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"hbm_layers": 4}, "hardware.hbm_layers leaves 6 layers on the host"),
+        ({"hbm_layers": 4}, "hardware.hbm_layers is 4, and all 10 layers must live in GPU memory"),
         ({"clip": False}, "with train.clip: null layers are updated within it"),
     ],
 )
