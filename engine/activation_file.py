@@ -22,9 +22,10 @@ from megatrain_ray.engine.activation_space import Block, Places, windows_of
 from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.device import Device, Event
 from megatrain_ray.engine.layer_call import bytes_of
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.simulated_file import SimulatedFile
 from megatrain_ray.engine.spill_transfers import Checksums, SpillTransfers
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.blob_store import BlobStore, aligned_block
 from megatrain_ray.io.words import WORD_BYTES, Words
 from megatrain_ray.spans import Row

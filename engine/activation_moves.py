@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from megatrain_ray.engine.plan import ELSEWHERE, LayerPlan, Plan, Tier
+from megatrain_ray.engine.plan import LayerPlan, Plan
+from megatrain_ray.engine.tier import ELSEWHERE, Tier
 from megatrain_ray.engine.visits import Phase, Visit
 
 RETURNING = (Phase.REPLAY, Phase.BACKWARD)

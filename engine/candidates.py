@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_request import Candidate, Request
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 
 VERY_FEW_BLOCKS = 4

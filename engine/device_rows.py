@@ -14,8 +14,10 @@ from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.muon import work_bytes
-from megatrain_ray.engine.plan import ELSEWHERE, ActivationPolicy, ByteCount, LayerPlan, Plan, Precision, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, LayerPlan, Plan
 from megatrain_ray.engine.plan_loss import loss_bytes
+from megatrain_ray.engine.precision import Precision
+from megatrain_ray.engine.tier import ELSEWHERE, Tier
 from megatrain_ray.units import format_bytes
 
 # A CUDA context and its libraries: on an H200 NVML had 0.95 GB more than all tensors at their most (7.6b_16x4096 in

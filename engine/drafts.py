@@ -21,7 +21,7 @@ from megatrain_ray.engine.device_rows import (
 )
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan
 from megatrain_ray.engine.plan_frame import frame_of
 from megatrain_ray.engine.plan_gradients import GradientPlaces
 from megatrain_ray.engine.plan_layers import LayerDrafts
@@ -31,6 +31,7 @@ from megatrain_ray.engine.plan_request import Candidate, Machine, Request, Spill
 from megatrain_ray.engine.plan_rows import host_rows, nvme_rows
 from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.spill_choice import NOTHING, OnDisk, Spillable
+from megatrain_ray.engine.tier import Tier
 
 # Fields of a candidate with values that stand for all, where they make no difference.
 BLOCKS_ALIKE: dict[str, Any] = {"num_late": 0, "late_budget": 1.0, "kept": Tier.HBM, "num_staying": 0}

@@ -17,7 +17,8 @@ from megatrain_ray.engine.gradient_slots import GradientSlots, wait_for
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.loss import OpenSum
 from megatrain_ray.engine.offload import Departure, Fetch
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
 
 SMALL_ELEMENTS = 1 << 20  # a guess: fewer should take a GPU less time than the launch of their copy
 

@@ -20,7 +20,7 @@ from megatrain_ray.engine.hardware_profile import HardwareProfile, MachineName, 
 from megatrain_ray.engine.journal import Journal, Part, Transaction
 from megatrain_ray.engine.kernel_choice import open_kernel
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.io.arena_holder import ArenaHolder
 from megatrain_ray.trace import Op, Stage

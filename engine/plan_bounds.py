@@ -8,11 +8,12 @@ from __future__ import annotations
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.model import LayerKind
-from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.plan_spill import room_in_slots
 from megatrain_ray.engine.prices import Prices, SharedPrices
 from megatrain_ray.engine.residency import group_of
 from megatrain_ray.engine.simulation import operations
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit
 
 

@@ -9,9 +9,10 @@ from itertools import accumulate
 
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.drafts import Drafts
-from megatrain_ray.engine.plan import ELSEWHERE, Plan, Tier
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_limits import missing_bytes
 from megatrain_ray.engine.plan_request import Candidate
+from megatrain_ray.engine.tier import ELSEWHERE, Tier
 
 # Of the device's memory, for what need not be there: what a plan counts is an estimate. Three plans of 140 to 143 GB on
 # an H200 took 134 to 142 GB by NVML.

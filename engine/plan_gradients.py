@@ -10,8 +10,8 @@ import torch
 
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.plan import Tier
 from megatrain_ray.engine.plan_request import Candidate, Request
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 
 

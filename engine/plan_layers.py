@@ -9,10 +9,11 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.device_rows import kept_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan
 from megatrain_ray.engine.plan_gradients import GradientPlaces
 from megatrain_ray.engine.plan_request import Candidate, Request, SpillFirst
 from megatrain_ray.engine.spill_choice import NOTHING, OnDisk
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 
 Layers = tuple[LayerPlan, ...]

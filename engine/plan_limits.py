@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
 
 
 def fits(plan: Plan) -> bool:

@@ -6,7 +6,8 @@ import math
 
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.precision import Precision
 
 # Logits of a chunk may take this much; or this share of the device's memory, or what a layer's backward takes at
 # another time, where that is more. The head's gradient is summed over the chunks: of 512 tokens each that took a third

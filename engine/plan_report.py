@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatrain_ray.engine.layout import DIRECTION_BYTES
-from megatrain_ray.engine.plan import NARROW_MOMENTS, ActivationPolicy, ByteCount, Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
 from megatrain_ray.engine.plan_limits import beyond_disk
+from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.engine.prediction import Prediction
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.disk_io import PLAIN, DiskWay
 from megatrain_ray.units import format_bytes, format_count
 

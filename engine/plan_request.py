@@ -7,7 +7,9 @@ from enum import Enum
 
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.hardware_profile import HardwareProfile, typical
-from megatrain_ray.engine.plan import ActivationPolicy, Precision, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.precision import Precision
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.disk_io import PLAIN, DiskWay
 

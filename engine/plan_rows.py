@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from megatrain_ray.engine.activation_space import activation_file_bytes, windows_of
 from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import (
-    SECOND_MOMENT_BYTES,
-    ByteCount,
-    Plan,
-    Tier,
-)
+from megatrain_ray.engine.plan import ByteCount, Plan
 from megatrain_ray.engine.plan_spill import slots_bytes, spilled_bytes, windows_bytes
+from megatrain_ray.engine.precision import SECOND_MOMENT_BYTES
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.words import WORD_BYTES
 from megatrain_ray.units import format_bytes
 

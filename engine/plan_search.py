@@ -14,7 +14,7 @@ from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
 from megatrain_ray.engine.plan_chunks import may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.plan_limits import missing_bytes
@@ -23,6 +23,7 @@ from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.planner import with_uploads
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.split_search import Found, SplitSearch
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError, ConfigError
 
 GRADIENT_BYTES = 4  # of an element that waits, at most

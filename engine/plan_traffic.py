@@ -6,8 +6,10 @@ import torch
 
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.planner import residency_of
+from megatrain_ray.engine.precision import SECOND_MOMENT_BYTES
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.trace import Stage
 
 

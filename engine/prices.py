@@ -18,9 +18,10 @@ from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.layer_work import Product
 from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.model import LayerKind
-from megatrain_ray.engine.plan import SECOND_MOMENT_BYTES, Plan, UpdateOrder
+from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_loss import logits_bytes
+from megatrain_ray.engine.precision import SECOND_MOMENT_BYTES
 from megatrain_ray.engine.prediction import WEIGHTS_SHARE
 from megatrain_ray.trace import Op, Stage
 

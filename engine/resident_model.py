@@ -21,7 +21,7 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.loss import ChunkSums, Objective, OpenSum, chunk_sums
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.offload import Departure, Fetch
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.planner import needed_fragments
 from megatrain_ray.engine.rehearsal import Coming, Rehearsal
 from megatrain_ray.engine.residency import FragmentId
@@ -29,6 +29,7 @@ from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.step_loss import StepLoss
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import Visit, visits
 
 WEIGHT_STD = 0.02  # of the matrices: zeros would need less power, and so run faster, than values do

@@ -14,7 +14,7 @@ from megatrain_ray.engine.adamw import Hyper, Rates
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.journal import Journal, Part, Transaction
 from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_state import ShardState
 from megatrain_ray.engine.update_kernel import Build

@@ -17,7 +17,7 @@ from megatrain_ray.engine.block_pool import BlockPool, Job
 from megatrain_ray.engine.flat_layout import Run, Segment, Span, round_up
 from megatrain_ray.engine.journal import UNIT_ELEMENTS, Part, num_units
 from megatrain_ray.engine.load import WeightSource
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.working_copy import split_into, to_working
 from megatrain_ray.errors import ConfigError, MegatrainError

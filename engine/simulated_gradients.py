@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.simulated_clocks import Clocks, Ring
 from megatrain_ray.engine.simulated_directions import SimulatedDirections
 from megatrain_ray.engine.simulated_slab import SimulatedSlab
 from megatrain_ray.engine.simulated_spill import SimulatedSpill
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import WITH_GRADIENT, Visit
 from megatrain_ray.trace import Op, Stage
 

@@ -13,9 +13,10 @@ from megatrain_ray.engine.activation_moves import Activations, away, num_bytes
 from megatrain_ray.engine.activation_space import Windows
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.plan_request import SpillFirst
 from megatrain_ray.engine.plan_spill import Kind, Sizes, Spilling, late_bytes
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.words import WORD_BYTES
 
 

@@ -14,13 +14,14 @@ from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.device_rows import resident_bytes
 from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.model import LayerKind
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_variants import variants
 from megatrain_ray.engine.prices import SharedPrices
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError
 

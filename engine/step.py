@@ -28,12 +28,13 @@ from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.offload import Departure, Transfer
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.part_memory import leaving, let_go, noting_saved, own_of_glue
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
 from megatrain_ray.engine.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.step_seams import GradientTaker, LayerSource
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import WITH_GRADIENT, Phase, Visit
 from megatrain_ray.trace import Op
 

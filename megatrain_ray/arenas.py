@@ -10,8 +10,9 @@ from megatrain_ray.engine.activation_space import activation_file_bytes
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.slab import held_slab_bytes
 from megatrain_ray.io.blob_store import aligned

@@ -19,8 +19,10 @@ from megatrain_ray.bench import Measured
 from megatrain_ray.bench_config import BenchOptions
 from megatrain_ray.comparisons import comparison_tree
 from megatrain_ray.config_file import config_to_dict
-from megatrain_ray.engine.plan import NARROW_MOMENTS, Plan, Tier
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
+from megatrain_ray.engine.precision import NARROW_MOMENTS
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.planning import Prepared
 from megatrain_ray.summary import waits
 from megatrain_ray.surroundings import commit, hardware, versions

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.units import format_bytes
 

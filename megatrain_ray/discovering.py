@@ -13,8 +13,8 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.attention import Attention, flex_problem
 from megatrain_ray.engine.model import ModelStructure, build_empty
 from megatrain_ray.engine.parameter_rules import ParameterRules
-from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.plan_chunks import may_chunk
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model_source import ModelSource

@@ -10,7 +10,7 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.measure_profile import measure
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.profiles import this_machine
 
 

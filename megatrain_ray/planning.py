@@ -15,10 +15,11 @@ from megatrain_ray.discovering import compiles, discover_with_attention
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.plan import Plan, Precision
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_packing import plan_packed_or_not
 from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_search import lacks_device_memory, predict_plan
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.flop_count import active_experts, windows

@@ -11,8 +11,9 @@ from typing import Any
 
 from megatrain_ray.engine.activation_space import activation_file_bytes
 from megatrain_ray.engine.hardware_profile import HardwareProfile
-from megatrain_ray.engine.plan import Plan, Tier, UpdateOrder
+from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.prediction import Prediction
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.step_work import StepWork
 from megatrain_ray.units import format_bytes
 

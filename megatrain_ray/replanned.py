@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.disk_io import DiskIo
 from megatrain_ray.units import format_bytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.comparisons import read_comparisons
-from megatrain_ray.engine.plan import NARROW_MOMENTS
+from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.prediction_check import disk_rate
 from megatrain_ray.progress import describe_evaluation
 from megatrain_ray.units import format_bytes, format_count, format_duration

@@ -19,8 +19,9 @@ from megatrain_ray.data_worker import HeldOutData, naming_eval_path, open_stream
 from megatrain_ray.discovering import compiles
 from megatrain_ray.early_imports import TRANSFORMERS, importing
 from megatrain_ray.engine.packing import check_packing
-from megatrain_ray.engine.plan import NARROW_MOMENTS, Plan
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.exporting import export_run, has_adapters, load_exported
 from megatrain_ray.interrupts import Interrupts

@@ -25,7 +25,7 @@ from megatrain_ray.engine.device_rows import hbm_rows, kept_bytes, resident_byte
 from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_chunks import is_long, may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.plan_fill import FILLED_SHARE
@@ -35,6 +35,7 @@ from megatrain_ray.engine.plan_rows import host_rows, nvme_rows
 from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.prices import SharedPrices
 from megatrain_ray.engine.spill_choice import OnDisk
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.exhaustive_disk import DiskChoices, on_disk_of, subsets
 

@@ -13,13 +13,15 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.activation_space import activation_file_bytes, with_windows
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.plan import Plan, Precision, Tier
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_rows import nvme_rows
 from megatrain_ray.engine.plan_search import make_plan, predict_plan
 from megatrain_ray.engine.planner import with_uploads
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.disk_io import DiskWay
 from megatrain_ray.prediction_check import WAITS
 from megatrain_ray.step_work import StepWork

@@ -24,12 +24,14 @@ from megatrain_ray.engine.lora import AdaptedFactory
 from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan, Precision, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.blob_store import MemoryStore

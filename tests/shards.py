@@ -20,7 +20,7 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import FROZEN, ParameterGroup
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.update_kernel import Build

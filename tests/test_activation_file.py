@@ -18,7 +18,8 @@ from megatrain_ray.engine.activation_file import ActivationFile, OnDisk
 from megatrain_ray.engine.activation_space import Part, Places, activation_file_bytes
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.trace import Op, Stage

@@ -19,8 +19,9 @@ from megatrain_ray.engine.activation_store import ActivationStore
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Event
 from megatrain_ray.engine.owned_storages import SMALL_BYTES, owned_storages
-from megatrain_ray.engine.plan import LayerPlan, Plan, Tier
+from megatrain_ray.engine.plan import LayerPlan, Plan
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder, Phase, visits
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.trace import Op

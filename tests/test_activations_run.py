@@ -16,7 +16,8 @@ from benchmarks.kill_campaign.cases import GPU
 from megatrain_ray.arenas import ACTIVATIONS
 from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.engine.activation_space import activation_file_bytes
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
 from tests.spilling import least_ram
 from tests.test_kills import END_S, SECOND_SAVE, kill, training

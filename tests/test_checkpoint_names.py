@@ -13,7 +13,7 @@ import torch
 from megatrain_ray.architecture import Architecture
 from megatrain_ray.config import ModelConfig
 from megatrain_ray.engine.export_save import export_save
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.exporting import beside_the_save
 from megatrain_ray.io.save import save_folder

@@ -21,13 +21,15 @@ from megatrain_ray.config import LoraConfig
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.chunked_mlp import ChunkedMlp, installed
 from megatrain_ray.engine.model import Mlp, ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_chunks import CHUNK_TOKENS, MAX_ELEMENTS, may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Request
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
 from tests.families import FAMILIES

@@ -10,7 +10,8 @@ import torch
 
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device_shard import DeviceShard
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.recipes import hyper_of
 from tests.reference import Own, Recipe, train_reference

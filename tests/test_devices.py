@@ -16,8 +16,9 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice, num_gpus
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.journal import Part
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.stochastic_rounding import rounding_counter
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import split

@@ -16,8 +16,8 @@ from megatrain_ray.arenas import ACTIVATIONS, arena_sizes, spill_files
 from megatrain_ray.comparison_table import comparison_table
 from megatrain_ray.config_file import load_config
 from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.engine.plan import Tier
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.gpu_worker import GpuWorker, Progress
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch

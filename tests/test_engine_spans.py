@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.spans import Row, Span
 from megatrain_ray.trace import Record, Stage, Timeline

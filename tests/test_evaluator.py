@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain_ray.engine import loss
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit, forward_visits
 from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.io.batches import Batch

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device, Event
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.trace import Op, Record, Stage, Timeline
 from tests.reference import Recipe

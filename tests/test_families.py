@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.families import FAMILIES, ROUNDED, table
 from tests.family_models import build_family, family_batches

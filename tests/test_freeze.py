@@ -13,7 +13,8 @@ import torch
 
 from megatrain_ray.engine.layer_call import LayerCall
 from megatrain_ray.engine.loss import Objective, chunk_sums, chunked_loss
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.io.weights import WeightFolder

@@ -19,9 +19,10 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.device_memory import check_free
 from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.plan import ByteCount, Tier
+from megatrain_ray.engine.plan import ByteCount
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.gpu_worker import GpuWorker, Progress
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles

@@ -16,7 +16,7 @@ from typing import IO
 
 import pytest
 
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.io.words import Words
 from tests.transactions import KERNELS, NUM_GRADIENTS, Memory, header, one_layer
 from tests.updater import BEGUN, FINISHED, WORD_BYTES

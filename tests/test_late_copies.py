@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.late_device import LateDevice
 from tests.reference import MuonRecipe, Recipe

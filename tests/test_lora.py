@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.adapters import build_adapter
 from tests.families import FAMILIES as ALL_FAMILIES

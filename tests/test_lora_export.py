@@ -16,7 +16,7 @@ from megatrain_ray.engine import saved_values
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.lora import is_adapter
 from megatrain_ray.engine.model import build_empty
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.exporting import beside_the_save
 from megatrain_ray.io.manifest import Manifest

@@ -20,9 +20,9 @@ from megatrain_ray.config_file import load_config
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.lora import LoraRules
 from megatrain_ray.engine.model import build_empty
-from megatrain_ray.engine.plan import Tier
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.template import structure
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.adapter_folder import AdapterFolder
 from megatrain_ray.model_source import open_model

@@ -12,7 +12,7 @@ import torch
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import Tier
+from megatrain_ray.engine.tier import Tier
 from tests.reference import Recipe
 from tests.run_engine import Mode, folder_source, plan_for
 from tests.tiny import build_tiny

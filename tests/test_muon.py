@@ -13,7 +13,8 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from megatrain_ray.engine import muon
 from megatrain_ray.engine.muon import LrAdjustment, newton_schulz
-from megatrain_ray.engine.plan import ActivationPolicy, Tier, UpdateOrder
+from megatrain_ray.engine.plan import ActivationPolicy, UpdateOrder
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError
 from tests.family_models import build_family, family_batches

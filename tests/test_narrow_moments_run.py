@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain_ray.cli import main
-from megatrain_ray.engine.plan import NARROW_MOMENTS
+from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.io.manifest import read_manifest
 from tests.reference import Result, train_reference
 from tests.runs import cli_here, config, exported_masters, losses, recipe_of, write_config

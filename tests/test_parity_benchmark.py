@@ -23,9 +23,10 @@ from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.engine import Engine
 from megatrain_ray.engine.model import build_empty
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.model_source import open_model

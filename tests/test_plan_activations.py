@@ -15,7 +15,7 @@ from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_limits import fits, spare_ram
 from megatrain_ray.engine.plan_report import describe
@@ -27,6 +27,7 @@ from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.prices import SharedPrices
 from megatrain_ray.engine.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.split_search import TIE
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.io.disk_io import DiskWay

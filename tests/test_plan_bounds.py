@@ -17,10 +17,12 @@ from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.layer_work import work_of
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prices import SharedPrices
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.shapes import qwen
 

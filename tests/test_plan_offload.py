@@ -22,15 +22,17 @@ from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_limits import fits, spare_ram
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prices import SharedPrices
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 
 NUM_BLOCKS, SEQ_LEN = 6, 1 << 17

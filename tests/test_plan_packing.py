@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_packing import plan_packed_or_not
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.io.disk_io import DiskIo, DiskWay
 from tests.test_plan_spill import CUDA, DISK, REQUEST, planned, shape

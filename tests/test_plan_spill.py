@@ -21,7 +21,7 @@ from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_fill import FILLED_SHARE
 from megatrain_ray.engine.plan_limits import fits, spare_ram
@@ -31,12 +31,14 @@ from megatrain_ray.engine.plan_rows import host_rows
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.prices import Prices
 from megatrain_ray.engine.simulation import Simulation
 from megatrain_ray.engine.spill_transfers import TRANSFERS
 from megatrain_ray.engine.split_search import TIE
 from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.io.disk_io import DiskIo, DiskWay

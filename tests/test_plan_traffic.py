@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.engine import owned_storages
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.trace import Record, Stage
 from tests.reference import MuonRecipe, Recipe

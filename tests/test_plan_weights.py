@@ -11,7 +11,6 @@ import torch
 
 from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.parameter_rules import ParameterRules
-from megatrain_ray.engine.plan import Precision, Tier
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_limits import fits
 from megatrain_ray.engine.plan_report import describe
@@ -19,7 +18,9 @@ from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.plan_rows import host_rows
 from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.plan_traffic import moved_bytes
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.spill_table import SpillTable
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.blob_store import MemoryStore
 from tests.test_plan_spill import (

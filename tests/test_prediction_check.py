@@ -9,7 +9,8 @@ import pytest
 
 from megatrain_ray.comparison_table import comparison_table
 from megatrain_ray.engine.hardware_profile import HardwareProfile
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.prediction_check import Comparison, compare, warning
 from tests.planned_steps import PROFILE, measured, planned, with_more_on_disk
 

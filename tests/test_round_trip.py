@@ -15,7 +15,7 @@ from torch import Tensor
 from megatrain_ray.engine import shard_state
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.working_copy import split, to_working
 from megatrain_ray.io.export import ExportDtype
 from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry

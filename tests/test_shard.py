@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.journal import Journal
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_state import LOAD_ELEMENTS

@@ -19,7 +19,7 @@ from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.host_words import HostWords, TornLayer
 from megatrain_ray.engine.journal import Journal, serial_of
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_layout import ShardLayout

@@ -10,7 +10,8 @@ import pytest
 
 from megatrain_ray import machine
 from megatrain_ray.config_file import load_config
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.planning import question_of
 from megatrain_ray.trace import Record, Stage
 from tests.runs import ROOT

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.engine import owned_storages
-from megatrain_ray.engine.plan import ActivationPolicy, Tier
+from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.simulation import SimulatedStep, Simulation
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.trace import CostModel, Op, Record, Stage
 from tests.reference import MuonRecipe, Recipe

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.journal import Journal, serial_of
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard import AdamShard, Gradient
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.spill_layout import Extent, SpillLayout

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
 from megatrain_ray.comparisons import read_comparisons
-from megatrain_ray.engine.plan import Tier
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.packed_store import Packer
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
 from tests.spilling import spilling, with_gradients_on_disk

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Event
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.trace import Op, Stage

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
-from megatrain_ray.engine.plan import Tier
+from megatrain_ray.engine.tier import Tier
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
 from tests.spilling import with_weights_on_disk
 from tests.test_kills import END_S, kill, mid_update, training

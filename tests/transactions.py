@@ -16,7 +16,7 @@ from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.journal import UNIT_ELEMENTS, Journal
 from megatrain_ray.engine.kernel_choice import NATIVE
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.torch_blocks import TorchBlocks

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.kernel_choice import open_kernel
-from megatrain_ray.engine.plan import Precision
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.io.words import Words
 from tests.shards import hyper_for
 from tests.transactions import KERNELS, NUM_GRADIENTS, Memory, header, one_layer
