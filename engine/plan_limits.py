@@ -12,15 +12,23 @@ def fits(plan: Plan) -> bool:
 
 def missing_bytes(plan: Plan) -> int:
     """Beyond all limits together; 0 where the plan fits."""
+    return beyond_device(plan) + max(0, -spare_ram(plan)) + beyond_disk(plan)
+
+
+def beyond_device(plan: Plan) -> int:
+    """Bytes beyond what may be in device memory."""
     limit = plan.hbm_limit_bytes
-    of_device = 0 if limit is None else max(0, plan.total_bytes(Tier.HBM) - limit)
-    return of_device + max(0, -spare_ram(plan)) + beyond_disk(plan)
+    return 0 if limit is None else max(0, plan.total_bytes(Tier.HBM) - limit)
+
+
+def host_bytes(plan: Plan) -> int:
+    """All that is in host memory: on a CPU what the device has, too."""
+    return plan.total_bytes(Tier.HOST) + (plan.total_bytes(Tier.HBM) if plan.device == "cpu" else 0)
 
 
 def spare_ram(plan: Plan) -> int:
     """Bytes of the host's limit that the plan leaves; negative where it does not fit."""
-    on_host = plan.total_bytes(Tier.HOST) + (plan.total_bytes(Tier.HBM) if plan.device == "cpu" else 0)
-    return plan.ram_limit_bytes - on_host
+    return plan.ram_limit_bytes - host_bytes(plan)
 
 
 def beyond_disk(plan: Plan) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
-from megatrain_ray.engine.plan_limits import beyond_disk
+from megatrain_ray.engine.plan_limits import beyond_device, beyond_disk, host_bytes, spare_ram
 from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.tier import Tier
@@ -214,18 +214,17 @@ def _limit(plan: Plan, tier: Tier) -> str:
 def explain_misfit(plan: Plan, remedy: str | None) -> str:
     """Which tier overflows in the plan that misses the fewest bytes, by how much, and what would help. `remedy`:
     settings with which something fits, where there are any."""
-    hbm, host = plan.total_bytes(Tier.HBM), plan.total_bytes(Tier.HOST)
-    on_host = host + (hbm if plan.device == "cpu" else 0)
     problems = []
-    if plan.hbm_limit_bytes is not None and hbm > plan.hbm_limit_bytes:
+    if beyond_device(plan):
+        limit = plan.hbm_limit_bytes or 0
         problems.append(
-            f"needs {format_bytes(hbm)} of device memory, {format_bytes(plan.hbm_limit_bytes)} available: raise "
-            "hardware.hbm_limit, or lower train.micro_batch_size or data.seq_len"
+            f"needs {format_bytes(plan.total_bytes(Tier.HBM))} of device memory, {format_bytes(limit)} available: "
+            "raise hardware.hbm_limit, or lower train.micro_batch_size or data.seq_len"
         )
-    if on_host > plan.ram_limit_bytes:
+    if spare_ram(plan) < 0:
         problems.append(
-            f"needs {format_bytes(on_host)} of host RAM, {format_bytes(plan.ram_limit_bytes)} available: raise "
-            "hardware.ram_limit if the machine has more, "
+            f"needs {format_bytes(host_bytes(plan))} of host RAM, {format_bytes(plan.ram_limit_bytes)} available: "
+            "raise hardware.ram_limit if the machine has more, "
             + ("" if plan.spill_limit_bytes is not None else "name a folder on NVMe as spill.path, ")
             + "or use a smaller model"
         )

@@ -17,13 +17,12 @@ from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
 from megatrain_ray.engine.plan_chunks import may_chunk, mlp_chunk_tokens
-from megatrain_ray.engine.plan_limits import missing_bytes
+from megatrain_ray.engine.plan_limits import beyond_device, missing_bytes
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.planner import with_uploads
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.split_search import Found, SplitSearch
-from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError, ConfigError
 
 GRADIENT_BYTES = 4  # of an element that waits, at most
@@ -52,8 +51,7 @@ def lacks_device_memory(
     structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
 ) -> bool:
     """Whether the plan that misses the fewest bytes is too large for the device. Arguments as of `make_plan`."""
-    plan = _smallest(_basis(structure, machine, request), machine, request, activations)
-    return plan.hbm_limit_bytes is not None and plan.total_bytes(Tier.HBM) > plan.hbm_limit_bytes
+    return beyond_device(_smallest(_basis(structure, machine, request), machine, request, activations)) > 0
 
 
 def predict_plan(
