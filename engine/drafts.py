@@ -45,8 +45,8 @@ ANYWHERE: dict[str, Any] = ANY_SLOTS | NO_DISK | {
 
 @dataclass(frozen=True)
 class Drafts:
-    """Fitting or not, but that uploads are not counted: to simulate the slots takes most of the time. What many
-    candidates share is made once: candidates stand for what decides about it."""
+    """Plans that fit or do not, with all but their uploads: to simulate the slots takes most of the time. What many
+    candidates share is made once, and kept by a candidate that stands for what decides about it."""
 
     structure: ModelStructure
     layout: ModelLayout
@@ -194,6 +194,7 @@ class Drafts:
 
     @cached_property
     def num_blocks(self) -> int:
+        """Blocks, or parts of them, that are layers."""
         return sum(layer.kind is LayerKind.BLOCK for layer in self.structure.layers)
 
     @cached_property

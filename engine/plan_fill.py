@@ -37,7 +37,6 @@ class Filling:
     drafts: Drafts
     candidate: Candidate
     able: tuple[int, ...]
-    num_blocks: int
     count_fewest: Callable[[Candidate, tuple[int, ...]], int]
     fixed: bool
 
@@ -107,7 +106,7 @@ class Filling:
 
     @property
     def _most_late(self) -> int:
-        return self.num_blocks if self._offloads or self._may_keep_more else 0
+        return self.drafts.num_blocks if self._offloads or self._may_keep_more else 0
 
     @property
     def _is_bounded(self) -> bool:
@@ -142,7 +141,7 @@ class Filling:
         most = 0
         if self._may_keep_more:
             most = first_above(
-                lambda late: self._beyond(FILLED_SHARE, self._candidate(count, late)), self.num_blocks + 1
+                lambda late: self._beyond(FILLED_SHARE, self._candidate(count, late)), self.drafts.num_blocks + 1
             )
         return self._with_waiting(count, max(0, most - 1))
 
@@ -161,7 +160,7 @@ class Filling:
     def _offloading(self, count: int) -> Iterator[Candidate]:
         """With as much kept elsewhere as has room there, and where that is on disk, whose time it takes, with less.
         None where nothing can be, or all on the device."""
-        blocks = self.num_blocks
+        blocks = self.drafts.num_blocks
 
         def beyond_device(staying: int) -> int:
             return self._beyond(FILLED_SHARE, self._candidate(count, blocks, num_staying=staying))

@@ -11,9 +11,7 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.candidates import VERY_FEW_BLOCKS, candidates
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cost_model import predict
-from megatrain_ray.engine.device_rows import resident_bytes
 from megatrain_ray.engine.drafts import Drafts
-from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_chunks import is_long
@@ -27,8 +25,6 @@ from megatrain_ray.errors import ConfigError
 
 FEW_BLOCKS = 32  # with more of them one more on the device, or less, makes a step less than 3 % longer
 TIE = 0.002  # what is faster by less than this is not: the simpler of two plans is taken
-
-
 # Of the plans of a split that take something to the disk those of which others are tried: so many, of those that take
 # less than so many times as long as the best.
 NUM_VARIED = 3
@@ -70,8 +66,6 @@ class SplitSearch:
         self._found = found
         # Not those that Muon trains, whose momenta are the shards'.
         self._able = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
-        self._layer_bytes = [resident_bytes(request.precision, layer) for layer in basis.layout.layers]
-        self._num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in basis.structure.layers)
         self._fixed = self._fixed_count()
         self._candidates = list(candidates(basis.structure, request))
         if machine.spill is not None:
@@ -138,24 +132,25 @@ class SplitSearch:
         the ends last, in whose place there may be room for a block, which would be uploaded twice; the smallest first,
         where there is none; and of few layers the last ones, too. Of many the ends first, where there is a disk: slots
         for blocks alone, which may be much smaller, leave the more."""
-        ends = 0, len(self._layer_bytes) - 1
+        layer_bytes = self._drafts.resident_bytes
+        ends = 0, len(layer_bytes) - 1
         if self._fixed is not None:
             return (self._able,)
         if self._has_many_blocks:
             ends_first = tuple(sorted(self._able, key=lambda i: i not in ends))
             return (self._able, ends_first) if self._machine.spill else (self._able,)
         ends_last = tuple(sorted(self._able, key=lambda i: i in ends))
-        smallest_first = tuple(sorted(self._able, key=lambda i: self._layer_bytes[i]))
-        last_first = (self._able[::-1],) if self._num_blocks <= VERY_FEW_BLOCKS else ()
+        smallest_first = tuple(sorted(self._able, key=lambda i: layer_bytes[i]))
+        last_first = (self._able[::-1],) if self._drafts.num_blocks <= VERY_FEW_BLOCKS else ()
         return dict.fromkeys((self._able, ends_last, smallest_first, *last_first))
 
     @property
     def _has_many_blocks(self) -> bool:
-        return self._num_blocks > FEW_BLOCKS
+        return self._drafts.num_blocks > FEW_BLOCKS
 
     def _filling(self, candidate: Candidate, able: tuple[int, ...]) -> Filling:
         is_fixed = self._fixed is not None
-        return Filling(self._drafts, candidate, able, self._num_blocks, self._fewest, fixed=is_fixed)
+        return Filling(self._drafts, candidate, able, self._fewest, fixed=is_fixed)
 
     def _fixed_count(self) -> int | None:
         """How many layers must live on the device. Raises ConfigError where that many cannot."""
