@@ -33,7 +33,7 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     slots = _slots(num_blocks)
     policies = [(ActivationPolicy.KEEP, 1.0), (ActivationPolicy.RECOMPUTE, 0.0)]
     if request.compiled and not structure.is_divided:
-        # What is not compiled is recomputed as soon as what is keeps less.
+        # Layers that are not compiled are recomputed as soon as those that are keep less.
         policies[1:] = [(ActivationPolicy.RECOMPUTE, budget) for budget in ACTIVATION_BUDGETS[1:]]
     for (policy, budget), wait, num_slots, order in itertools.product(policies, waits, slots, orders):
         yield Candidate(order, policy, *num_slots, gradients=wait, activation_budget=budget)

@@ -75,9 +75,7 @@ class Request:
     active_experts: int | None = None  # that a token goes to; None: all
     windows: tuple[int | None, ...] = ()  # tokens that a token of each block attends to; empty: all before it
     compiled: bool = False  # layers that can be are compiled
-    mlp_chunk_tokens: int = (
-        0  # of a micro-batch that an MLP computes at a time; 0: all of them (make_plan alone chooses)
-    )
+    mlp_chunk_tokens: int = 0  # that an MLP computes at a time; 0: a whole micro-batch (make_plan alone chooses)
     captured: bool | None = None  # a step is a graph of the device; None: where that is faster (make_plan alone)
 
 

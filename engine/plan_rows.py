@@ -39,28 +39,20 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         "processes": _of_processes(plan),
     }
     if plan.uses_disk:
-        rows |= {
-            "state slots": (
-                slots_bytes(plan, layout),
-                f"{plan.num_shards} × {plan.state_slots} parts of layers on their way between disk and updates",
-            )
-        }
+        formula = f"{plan.num_shards} × {plan.state_slots} parts of layers on their way between disk and updates"
+        rows["state slots"] = slots_bytes(plan, layout), formula
     if plan.weights_on_disk:
-        rows |= {
-            "weight windows": (
-                windows_bytes(plan, layout),
-                f"{plan.weight_windows} working copies of layers on their way from disk to the device",
-            )
-        }
+        formula = f"{plan.weight_windows} working copies of layers on their way from disk to the device"
+        rows["weight windows"] = windows_bytes(plan, layout), formula
     if plan.boundary_bytes:
-        rows |= {"boundary activations": (plan.boundary_bytes, "what enters layers, until their backward")}
+        rows["boundary activations"] = plan.boundary_bytes, "what enters layers, until their backward"
     if plan.kept_bytes:
-        rows |= {"kept activations": (plan.kept_bytes, "what layers keep, until their backward")}
+        rows["kept activations"] = plan.kept_bytes, "what layers keep, until their backward"
     if on_disk := plan.disk_activations:
         formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)} on their way between device and disk"
-        rows |= {"activation windows": (windows_of(plan).memory_bytes(on_disk), formula)}
+        rows["activation windows"] = windows_of(plan).memory_bytes(on_disk), formula
     if plan.num_muon:
-        rows |= {"directions in waiting": (plan.direction_slab_bytes, "Muon's, bf16, of four layers at most")}
+        rows["directions in waiting"] = plan.direction_slab_bytes, "Muon's, bf16, of four layers at most"
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
 
 

@@ -30,6 +30,7 @@ def build_plan(
 
 
 def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
+    """The plan with its uploads counted, and what of them comes from the disk."""
     of_step = plan.visits(layout.lowest_trained)
     loads = residency_of(of_step, structure, layout, plan).loads
     of_disk = read_bytes(plan, layout, (load.fragment for load in loads))
