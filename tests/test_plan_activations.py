@@ -34,7 +34,7 @@ from megatrain_ray.io.disk_io import DiskWay
 from tests.test_plan_offload import MACHINE, NUM_BLOCKS, REQUEST, offloading, row, shape, step_s
 
 DISK = SpillSpace(1 << 40, 2e10)  # so small a model computes for no longer than one that is faster than any takes
-SHORT = replace(MACHINE, ram_bytes=6 << 30)
+SHORT = replace(MACHINE, ram_bytes=5 << 30)
 CANDIDATE = replace(offloading(1), boundaries=Tier.HOST, spills_activations=True)
 
 
@@ -78,7 +78,7 @@ def test_what_the_host_has_no_room_for_goes_to_the_disk_where_that_is_faster() -
 def test_how_fast_others_are_packed_makes_no_difference_to_them() -> None:
     """They go to the disk by its rate without, and nothing is said of packing where they alone are there."""
     packing = DiskWay(packed=True)
-    slow, fast = SpillSpace(1 << 40, 2e10, packing, 3e9), SpillSpace(1 << 40, 3e9, packing, DISK.bytes_per_s)
+    slow, fast = SpillSpace(1 << 40, 2e10, packing, 3e8), SpillSpace(1 << 40, 3e9, packing, DISK.bytes_per_s)
     in_memory, on_disk = (make_plan(*shape(), replace(SHORT, spill=disk), REQUEST) for disk in (slow, fast))
     assert not in_memory.disk_activations
     assert on_disk.layers == make_plan(*shape(), replace(SHORT, spill=DISK), REQUEST).layers
@@ -88,7 +88,7 @@ def test_how_fast_others_are_packed_makes_no_difference_to_them() -> None:
 
 def test_where_the_host_has_room_or_the_disk_is_slow_nothing_goes_there() -> None:
     """But for the disk the plan is the same."""
-    for machine, disk in ((replace(MACHINE, ram_bytes=256 << 30), DISK), (SHORT, SpillSpace(1 << 40, 3e9))):
+    for machine, disk in ((replace(MACHINE, ram_bytes=256 << 30), DISK), (SHORT, SpillSpace(1 << 40, 3e8))):
         with_disk = make_plan(*shape(), replace(machine, spill=disk), REQUEST)
         without = make_plan(*shape(), machine, REQUEST)
         assert with_disk.prediction and without.prediction

@@ -41,7 +41,7 @@ SHAPE = LlamaConfig(
     num_key_value_heads=1, max_position_embeddings=SEQ_LEN,
 )  # fmt: skip
 REQUEST = Request(Precision.BF16, False, True, 1, 1, SEQ_LEN, compiled=True, saves=False)
-MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=4 << 30, profile=TYPICAL_GPU)
+MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=3584 << 20, profile=TYPICAL_GPU)
 
 
 @cache
@@ -66,7 +66,7 @@ def step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
-@pytest.mark.parametrize(("compiled", "hbm_bytes"), [(True, 4 << 30), (False, 8 << 30)])
+@pytest.mark.parametrize(("compiled", "hbm_bytes"), [(True, 3584 << 20), (False, 8 << 30)])
 def test_what_is_kept_goes_to_the_host_where_the_device_is_full(
     monkeypatch: pytest.MonkeyPatch, compiled: bool, hbm_bytes: int
 ) -> None:
