@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config_file import load_config
+from megatrain_ray.engine.hardware_profile import TYPICAL_CPU
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.planning import Question, question_of
 from tests.runs import write_config
+
+DISK_BYTES_PER_S = 1e9
 
 
 def spilling(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +50,11 @@ def least_ram(folder: Path, tree: Mapping[str, Any]) -> int:
 
 
 def _limited(tree: Mapping[str, Any], ram_bytes: int, on_disk: Path) -> dict[str, Any]:
-    hardware = {**tree.get("hardware", {}), "ram_limit": ram_bytes}
+    """With rates that are always the same, since what goes to the disk depends on how fast it is: a slow one, to which
+    nothing goes that need not."""
+    rates = on_disk.parent / "rates.json"
+    rates.write_text(replace(TYPICAL_CPU, disk_bytes_per_s=DISK_BYTES_PER_S).to_json())
+    hardware = {"profile": str(rates), **tree.get("hardware", {}), "ram_limit": ram_bytes}
     spill = {"path": str(on_disk), "compression": "none", **tree.get("spill", {})}
     return {**tree, "hardware": hardware, "spill": spill}
 
