@@ -87,7 +87,7 @@ def test_what_the_hub_refuses_is_named(tmp_path: Path) -> None:
 from megatrain_ray.config import ModelConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model_source import open_model
-from megatrain_ray.planning import discover
+from megatrain_ray.engine.structure import discover
 for name in ("o/none", "o/model@dev", "o/text", "o/model"):
     try:
         source = open_model(ModelConfig(path=name))
