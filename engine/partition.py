@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import partitioners
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 
 OPERATIONS = (
     torch.ops.aten._scaled_dot_product_cudnn_attention,
@@ -35,9 +35,9 @@ class Partitioner(CustomPartitionerFn):
         with _attention_weighed():
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
-    def uuid(self) -> str:
-        """Compiled graphs on disk are found again by it."""
-        return " ".join((type(self).__name__, *map(str, OPERATIONS)))
+    def uuid(self) -> bytes:
+        """Compiled graphs on disk are found again by it: not those of another version of this file."""
+        return get_hash_for_files((__file__,))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from megatrain_ray.engine import owned_storages
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS, CompileTrial
+from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
 from megatrain_ray.engine.plan_request import Machine, Request
@@ -216,3 +217,35 @@ def test_a_step_computes_the_same(
     assert ours.losses == pytest.approx(theirs.losses, rel=BOUND)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=BOUND)
     assert ours.evaluations == pytest.approx(theirs.evaluations, rel=BOUND)
+
+
+# Of so long a sequence attention's own result is a small part of what its layer keeps, and most of its work.
+LONG = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=4096,
+)  # fmt: skip
+
+
+def test_attention_of_long_sequences_is_the_first_to_be_kept() -> None:
+    (trial,) = trials_of(LONG, (1, 4096), torch.bfloat16)
+    again = {cost.activation_budget: cost.of_attention for cost in trial.budgets}
+    assert again[0.0] > 0
+    assert not any(flops for budget, flops in again.items() if budget >= 0.2)
+
+
+@pytest.mark.parametrize(("budget", "times"), [(0.0, 2), (0.2, 1)])
+def test_a_compiled_backward_attends_again_only_as_the_trial_says(budget: float, times: int) -> None:
+    up, down = torch.randn(16, 256, requires_grad=True), torch.randn(256, 16, requires_grad=True)
+
+    def attended(x: torch.Tensor) -> torch.Tensor:
+        mixed = torch.nn.functional.scaled_dot_product_attention(x.sin(), x.cos(), x.exp(), is_causal=True)
+        return (mixed @ up).sin() @ down
+
+    call = CompiledCall("a test's", attended, budget)
+    hidden = torch.randn(1, 2, 512, 16, requires_grad=True)
+    with call.rehearsal():
+        call(hidden).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call(hidden).sum().backward()
+    forward = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert sum(event.name == forward for event in profile.events() or ()) == times
