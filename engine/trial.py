@@ -15,6 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatrain_ray.engine.attention import attention_width, packed_arguments
 from megatrain_ray.engine.stores import Stores
 
+# Of values that are followed. More are no positions any more but what masks are made of: of a long sequence they would
+# fill the memory of whoever makes the plan.
+FOLLOWED_BYTES = 64 << 20
+
 
 class Arguments:
     """What a module was called with; containers as they were then."""
@@ -192,11 +196,6 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return True
     place = names.index("dropout_p")
     return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)
-
-
-# Of values that are followed. More are no positions any more but what masks are made of: of a long sequence they would
-# fill the memory of whoever makes the plan.
-FOLLOWED_BYTES = 64 << 20
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
