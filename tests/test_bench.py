@@ -59,6 +59,16 @@ def test_steps(report: dict[str, Any]) -> None:
     assert all(5 < loss < 6 for loss in report["losses"])
 
 
+def test_without_a_trace_there_is_no_further_step(tmp_path: Path, ray_address: str) -> None:
+    file = str(write_config(tmp_path / "bench.yaml", config(tmp_path / "other", MODEL)))
+    lengths = ("--warmup=0", "--steps=1", "--no-ceiling", "--no-trace")
+    done = cli("bench", file, "--json", *lengths, f"run_dir={tmp_path / 'run'}", RAY_ADDRESS=ray_address)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (len(found["all_step_s"]), found["busy_share"]) == (1, None)
+    assert not list((tmp_path / "run").glob("trace*"))
+
+
 def test_ceiling_and_comparison(report: dict[str, Any]) -> None:
     ceiling, compared = report["ceiling"], report["in_process"]
     assert [trial["micro_batch_size"] for trial in ceiling["trials"]] == [2, 4]
