@@ -379,6 +379,7 @@ def test_cuda_takes_no_more_memory_than_it_may() -> None:
     """Of 5 GiB, 1 of them for the context; what a tensor left does not stand in the way of a larger one. The next
     device may take all."""
     with closing(CudaDevice(memory_bytes=5 << 30)) as device:
+        torch.cuda.empty_cache()  # earlier tests may have left more than this one asks for
         before = torch.cuda.memory_reserved()
         for gib in (2, 3):
             torch.empty((gib << 30) - before, dtype=torch.uint8, device=device.torch_device)
