@@ -34,10 +34,10 @@ from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
 from tests.families import FAMILIES
 from tests.family_models import build_family, family_batches
+from tests.makers import MAKERS, Make
 from tests.own_code import CODE, build_own_code
 from tests.reference import Recipe, Result, train_reference
 from tests.run_engine import MACHINE, EngineResult, Mode, folder_source, train_engine
-from tests.test_devices import MAKERS, Make
 from tests.test_packing import packed
 from tests.tiny import build_tiny, tiny_batches
 

@@ -14,10 +14,10 @@ from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CaptureError
 from megatrain_ray.trace import Timeline
+from tests.makers import MAKERS, Make
 from tests.reference import Recipe
 from tests.run_engine import train_engine
 from tests.test_captured_step import CAPTURED, assert_equal
-from tests.test_devices import MAKERS, Make
 from tests.tiny import build_tiny, tiny_batches
 
 needs_gpu = pytest.mark.skipif(not num_gpus(), reason="needs a GPU")

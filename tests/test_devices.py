@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
-from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice, num_gpus
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.journal import Part
@@ -24,18 +23,10 @@ from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import split
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.trace import Op, Stage, Timeline
+from tests.makers import MAKERS, Make
 from tests.reference import MuonRecipe, Recipe, train_reference
 from tests.run_engine import Mode, train_engine
 from tests.tiny import build_tiny, tiny_batches
-
-Make = Callable[[Timeline, int], Device]
-
-
-def make_cuda(timeline: Timeline, num_threads: int) -> Device:
-    return CudaDevice(timeline, deterministic=True)
-
-
-MAKERS: dict[str, Make] = {"cpu": CpuDevice} | ({"cuda": make_cuda} if num_gpus() else {})
 
 
 @pytest.fixture(params=list(MAKERS))
