@@ -38,6 +38,7 @@ from megatrain_ray.tokenizing import tokenize
 
 CONFIG = Path("examples/tiny_llama.yaml")
 LAST = 50
+CPU = ("hardware.device=cpu",)  # unless overrides say otherwise
 KINDS = {
     "fp32": ("train.moments=fp32",),
     "bf16": ("train.moments=bf16",),
@@ -84,8 +85,8 @@ def train(config: TrainConfig, *, to_nearest: bool) -> list[dict[str, Any]]:
 def measure(kind: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         seeds = (f"model.seed={seed}", f"data.seed={seed}", f"train.seed={seed}")
-        where = (f"run_dir={folder}/run", "hardware.device=cpu")
-        config = load_config(CONFIG, [*overrides, *KINDS[kind], *seeds, *where]).resolve()
+        settings = (*CPU, *overrides, *KINDS[kind], *seeds, f"run_dir={folder}/run")
+        config = load_config(CONFIG, settings).resolve()
         start_s = time.perf_counter()
         rows = train(config, to_nearest=kind == "nearest")
     losses = [row["loss"] for row in rows]
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     report: dict[str, Any] = {
         "commit": options.commit or commit(),
-        "hardware": hardware("cpu"),
+        "hardware": hardware(load_config(CONFIG, [*CPU, *options.overrides]).resolve().hardware.device),
         "versions": versions(),
         "overrides": options.overrides,
         "threads": torch.get_num_threads(),
