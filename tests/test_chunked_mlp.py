@@ -322,6 +322,7 @@ def plan_in_chunks(seq_len: int, chunk_tokens: int) -> Plan:
     return build_plan(structure, chunks, MACHINE, request_of(seq_len, mlp_chunk_tokens=chunk_tokens), candidate)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11, at every profile
 def test_a_backward_takes_what_the_plan_says() -> None:
     """Bytes at most of one block's forward and backward, whole and in chunks, beside the plan's rows for them."""
     seq_len, chunk_tokens = 1024, 128

@@ -367,14 +367,14 @@ def test_a_sum_of_two_is_rounded_twice(device: Device, dtype: torch.dtype, shape
 
 @pytest.mark.skipif(not num_gpus(), reason="needs a GPU")
 def test_cuda_takes_no_more_memory_than_it_may() -> None:
-    """Of 5 GiB, 1 of them for the context; what a tensor left does not stand in the way of a larger one. The next
-    device may take all."""
-    with closing(CudaDevice(memory_bytes=5 << 30)) as device:
-        torch.cuda.empty_cache()  # earlier tests may have left more than this one asks for
-        before = torch.cuda.memory_reserved()
+    """5 GiB beside what earlier tests hold, 1 of them for the context; what a tensor left does not stand in the way of a
+    larger one. The next device may take all."""
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    with closing(CudaDevice(memory_bytes=held + (5 << 30))) as device:
         for gib in (2, 3):
-            torch.empty((gib << 30) - before, dtype=torch.uint8, device=device.torch_device)
-        assert torch.cuda.memory_reserved() <= 4 << 30
+            torch.empty(gib << 30, dtype=torch.uint8, device=device.torch_device)
+        assert torch.cuda.memory_reserved() <= held + (4 << 30)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(9 << 29, dtype=torch.uint8, device=device.torch_device)
     with closing(CudaDevice()) as device:
