@@ -367,8 +367,8 @@ def test_a_sum_of_two_is_rounded_twice(device: Device, dtype: torch.dtype, shape
 
 @pytest.mark.skipif(not num_gpus(), reason="needs a GPU")
 def test_cuda_takes_no_more_memory_than_it_may() -> None:
-    """5 GiB beside what earlier tests hold, 1 of them for the context; what a tensor left does not stand in the way of a
-    larger one. The next device may take all."""
+    """5 GiB beside what earlier tests hold, 1 of them for the context; what a tensor left does not stand in the way of
+    a larger one. The next device may take all."""
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved()
     with closing(CudaDevice(memory_bytes=held + (5 << 30))) as device:
