@@ -146,7 +146,8 @@ class Runs:
 
 
 def limit_for(question: Question, has: Callable[[Plan], object]) -> int:
-    """About the most host memory with which a plan has that on disk, which is more than the least that it fits."""
+    """Host memory with which a plan has that on disk: about the most, but plans with more may have it there, too, where
+    that is faster."""
 
     def lacks_room(ram_bytes: int) -> bool:
         try:
