@@ -1,4 +1,5 @@
-"""ActivationFile: activations that wait on disk, and the windows of pinned host memory between it and the device.
+"""ActivationFile: activations that wait on disk, and the windows between it and the memory that they leave. Windows are
+pinned memory of the host, or where the store moves that (Plan.windows) memory of the device.
 
 Out of the device block by block: a copy into a window, and from there into the blob, once the copy has ended. Back in
 the order in which they are wanted: read into windows as far ahead as there are any, and copied as soon as there is
@@ -26,7 +27,8 @@ from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.simulated_file import SimulatedFile
 from megatrain_ray.engine.spill_transfers import Checksums, SpillTransfers
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.io.blob_store import BlobStore, aligned_block
+from megatrain_ray.io import blob_store
+from megatrain_ray.io.blob_store import ALIGN_BYTES, BlobStore, aligned_block
 from megatrain_ray.io.words import WORD_BYTES, Words
 from megatrain_ray.spans import Row
 from megatrain_ray.trace import Op, Stage
@@ -91,17 +93,16 @@ class ActivationFile:
     """Of one plan. `send`, `expect`, `want`, `wait` and `clear` are the compute thread's."""
 
     def __init__(self, plan: Plan, device: Device, store: BlobStore, name: str, *, poison: bool = False) -> None:
-        """`name`: of a blob in `store`, of `activation_file_bytes(plan)`. `poison`: windows that are let go of are
-        filled with NaN.
+        """`name`: of a blob in `store`, of `activation_file_bytes(plan)`; it moves blocks of the device where the plan
+        has windows there. `poison`: windows that are let go of are filled with NaN.
 
         Raises MegatrainError for a blob that is not there.
         """
         size, count = plan.window_bytes, plan.num_windows
-        memory = torch.frombuffer(aligned_block(count * size), dtype=torch.uint8)
-        device.pin(memory)
+        memory = _memory(device, plan.windows, count * size)
         self._device = device
-        self._poison = poison
         self._windows = [memory[i * size : (i + 1) * size] for i in range(count)]
+        self._poison = torch.full_like(self._windows[0], POISON) if poison else None
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for i in range(count):
             self._free.put_nowait(i)
@@ -114,7 +115,7 @@ class ActivationFile:
         words = windows_of(plan).num_blocks(plan.disk_activations)
         checksums = Checksums(Words(aligned_block(WORD_BYTES * words), words), 0)
         timeout_s = transfer_deadline_s(plan.total_bytes(Tier.NVME))  # whose disk this is, too
-        self._transfers = SpillTransfers(store, name, checksums, timeout_s, self._wake)
+        self._transfers = SpillTransfers(store, name, checksums, timeout_s, self._wake, device.checksum)
         self._transfers.open()
 
     def begin(self) -> None:
@@ -181,8 +182,8 @@ class ActivationFile:
     async def _write(self, sent: OnDisk, block: Block, window: int, copied: Event) -> None:
         await self._reached(Stage.D2H, copied)
         with self._span("write", sent, block):
-            await self._transfers.write(block.extent, self._memory(block, window))
-        self._let_go(window)
+            await self._transfers.write(block.extent, self._block(block, window))
+        await self._let_go(window, Stage.D2H, sent.op, copied)
         sent.num_written += 1
         if sent.num_written == len(sent.blocks):
             sent.is_written.set()
@@ -196,7 +197,7 @@ class ActivationFile:
 
     async def _bring(self, coming: OnDisk, block: Block, window: int) -> None:
         with self._span("read", coming, block):
-            await self._transfers.read(block.extent, self._memory(block, window))
+            await self._transfers.read(block.extent, self._block(block, window))
         await coming.is_wanted.wait()
         assert coming.coming is not None
         event = self._copy(Stage.H2D, coming, block, window, coming.coming)
@@ -206,7 +207,7 @@ class ActivationFile:
             coming.last_in = event  # of copies that end in the order in which they were submitted
             self._wake()
         await self._reached(Stage.H2D, event)
-        self._let_go(window)
+        await self._let_go(window, Stage.H2D, coming.op, event)
 
     def _span(self, name: str, moved: OnDisk, block: Block) -> AbstractContextManager[None]:
         """The block of this function is at the disk with a block of it."""
@@ -228,11 +229,22 @@ class ActivationFile:
             pairs.append((there, here) if stage is Stage.D2H else (here, there))
         return self._device.copy_part(stage, pairs, moved.op, copying.after, copying.end_s)
 
-    def _memory(self, block: Block, window: int) -> memoryview:
-        memory: memoryview = self._windows[window].numpy().data
-        return memory[: block.extent.nbytes]
+    def _block(self, block: Block, window: int) -> blob_store.Block:
+        return self._device.block(self._windows[window][: block.extent.nbytes])
 
-    def _let_go(self, window: int) -> None:
-        if self._poison:
-            self._windows[window].numpy().fill(POISON)
+    async def _let_go(self, window: int, stage: Stage, op: Op, copied: Event) -> None:
+        """`copied`: the last copy of the stage from it, or into it."""
+        if self._poison is not None:
+            pair = self._windows[window], self._poison
+            await self._reached(stage, self._device.copy_part(stage, [pair], op, (copied,), copied.at_s))
         self._free.put_nowait(window)
+
+
+def _memory(device: Device, tier: Tier, num_bytes: int) -> torch.Tensor:
+    """1-D uint8, at a multiple of ALIGN_BYTES, on the device or pinned on the host."""
+    if tier is Tier.HBM:
+        memory = device.allocate(num_bytes + ALIGN_BYTES)
+        return memory[-memory.data_ptr() % ALIGN_BYTES :][:num_bytes]
+    memory = torch.frombuffer(aligned_block(num_bytes), dtype=torch.uint8)
+    device.pin(memory)
+    return memory

@@ -17,6 +17,7 @@ from megatrain_ray.engine.device import Capture, Device, Event, MemoryStatistics
 from megatrain_ray.engine.device_rows import CONTEXT_BYTES
 from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.errors import CaptureError, ConfigError, MegatrainError
+from megatrain_ray.io.blob_store import Block
 from megatrain_ray.spans import MAX_SPANS, Row, Span
 from megatrain_ray.trace import Op, Stage, Timeline
 
@@ -87,7 +88,11 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         _limit_memory(memory_bytes)
         self._deterministic = deterministic
-        self._streams = {stage: torch.cuda.Stream() for stage in (Stage.COMPUTE, Stage.H2D, Stage.D2H)}
+        # What has priority begins before kernels of the compute stage that have not: a copy within the device may be a
+        # kernel, and so is a sum.
+        self._streams = {stage: torch.cuda.Stream(priority=-1) for stage in (Stage.H2D, Stage.D2H)}
+        self._streams[Stage.COMPUTE] = torch.cuda.Stream()
+        self._summing = torch.cuda.Stream(priority=-1)
         self._generator = torch.cuda.default_generators[self.torch_device.index]
         self._pinned: list[int] = []
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -108,6 +113,15 @@ class CudaDevice(Device):
                 for part in self._registered_parts(source if source.device.type == "cpu" else target):
                     target.data[part].copy_(source[part], non_blocking=True)
         return CudaEvent(stream, end_s)
+
+    def block(self, memory: torch.Tensor) -> Block:
+        return memory if memory.is_cuda else super().block(memory)
+
+    def checksum(self, block: Block) -> int:
+        if not isinstance(block, torch.Tensor):
+            return super().checksum(block)
+        with torch.cuda.stream(self._summing), torch.no_grad():
+            return int(block.view(torch.int64).sum().item())
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         if host.is_cuda:

@@ -16,8 +16,10 @@ from typing import Protocol
 import torch
 
 from megatrain_ray.engine.adamw import Hyper
+from megatrain_ray.engine.block_checksum import host_checksum
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.update_kernel import UpdateKernel
+from megatrain_ray.io.blob_store import Block
 from megatrain_ray.spans import Row, Span, SpanLog
 from megatrain_ray.trace import Op, Stage, Timeline
 
@@ -90,6 +92,15 @@ class Device(ABC):
         for target, source in pairs:
             after = [self._copy(stage, target, source, replace(op, num_bytes=source.nbytes), after, end_s)]
         return after[-1]
+
+    def block(self, memory: torch.Tensor) -> Block:
+        """1-D uint8 memory, of the host or of the device, as a BlobStore is given it."""
+        return memory.numpy().data
+
+    def checksum(self, block: Block) -> int:
+        """The sum of its 64-bit words, now: behind nothing that was submitted, so that has ended which writes to the
+        block. From any thread."""
+        return host_checksum(block)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the device of a small tensor of ordinary memory, in the order of the compute stage, which the host

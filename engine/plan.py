@@ -144,8 +144,9 @@ class Plan:
     weight_windows: int = 0  # host memory of a layer's working copy each, which those on disk pass through
     weight_read_bytes: int = 0  # of working copies on disk, read for the uploads of a step
     disk_packed: bool = False  # blocks of floats take fewer bytes there than they have (packed_store.py)
-    num_windows: int = 0  # in host memory, through which activations go to the disk and come back
+    num_windows: int = 0  # through which activations go to the disk and come back
     window_bytes: int = 0  # of each
+    windows: Tier = Tier.HOST  # where these are; hbm: what reads and writes the file moves memory of the device
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:

@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
+from megatrain_ray.engine.block_checksum import host_checksum
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.spill_layout import Extent
 from megatrain_ray.errors import DeadlineError, MegatrainError
-from megatrain_ray.io.blob_store import Blob, BlobStore, aligned_block
+from megatrain_ray.io.blob_store import Blob, BlobStore, Block, aligned_block
 from megatrain_ray.io.words import Words
 
 Found = TypeVar("Found")
+Checksum = Callable[[Block], int]
 
 TRANSFERS = 8  # blocks on their way at once, those of all slots together
 CLOSE_S = 1.0  # for what a disk is at when nobody needs it any more: blocks of a few MiB
@@ -51,15 +51,22 @@ class SpillTransfers:
     """`submit`, `block`, `fail` and `close` are for any thread, coroutines for those that are submitted."""
 
     def __init__(
-        self, store: BlobStore, name: str, checksums: Checksums, timeout_s: float, failed: Callable[[], None]
+        self,
+        store: BlobStore,
+        name: str,
+        checksums: Checksums,
+        timeout_s: float,
+        failed: Callable[[], None],
+        checksum: Checksum = host_checksum,
     ) -> None:
         """`name`: of a blob in `store`. `timeout_s`: of `block`. `failed`: called when something went wrong, which is
-        `error` then."""
+        `error` then. `checksum`: of a block, also where its memory is a device's."""
         self._store = store
         self._name = name
         self._checksums = checksums
         self.timeout_s = timeout_s
         self._failed = failed
+        self._checksum = checksum
         self.error: Exception | None = None  # the first one
         self._submitting = threading.Lock()
         self._last = _Block(-1, 0, memoryview(b""))  # that `block` has read
@@ -80,12 +87,12 @@ class SpillTransfers:
         """Something that reads and writes; what it raises is `error` then."""
         self._loop.call_soon_threadsafe(self._begin, work)
 
-    async def read(self, extent: Extent, memory: memoryview) -> None:
+    async def read(self, extent: Extent, memory: Block) -> None:
         """All of an extent. Raises MegatrainError for what cannot be read or is not what was written."""
         blocks = enumerate(extent.blocks)
         await asyncio.gather(*(self._read_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
 
-    async def write(self, extent: Extent, memory: memoryview) -> None:
+    async def write(self, extent: Extent, memory: Block) -> None:
         """All of an extent. Raises MegatrainError for what cannot be written."""
         blocks = enumerate(extent.blocks)
         await asyncio.gather(*(self._write_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
@@ -177,24 +184,31 @@ class SpillTransfers:
         if isinstance(error, Exception):
             self.fail(error)
 
-    async def _read_block(self, extent: Extent, index: int, block: Span, memory: memoryview) -> None:
+    async def _read_block(self, extent: Extent, index: int, block: Span, memory: Block) -> None:
         async with self._room:
             where = self._store.describe(self._name)
-            await read_block(self._blob, where, self._checksums, extent, index, block, memory)
+            await read_block(self._blob, where, self._checksums, extent, index, block, memory, self._checksum)
 
-    async def _write_block(self, extent: Extent, index: int, block: Span, memory: memoryview) -> None:
+    async def _write_block(self, extent: Extent, index: int, block: Span, memory: Block) -> None:
         async with self._room:
-            self._checksums.store(extent, index, await asyncio.to_thread(_checksum, memory))
+            self._checksums.store(extent, index, await asyncio.to_thread(self._checksum, memory))
             await self._blob.write_at(extent.start + block.start, memory)
 
 
 async def read_block(
-    blob: Blob, where: str, checksums: Checksums, extent: Extent, index: int, block: Span, memory: memoryview
+    blob: Blob,
+    where: str,
+    checksums: Checksums,
+    extent: Extent,
+    index: int,
+    block: Span,
+    memory: Block,
+    checksum: Checksum = host_checksum,
 ) -> None:
     """Block `index` of the extent. `where`: the blob is, for messages. Raises MegatrainError for what cannot be read or
     is not what was written."""
     await blob.read_into(extent.start + block.start, memory)
-    found, expected = await asyncio.to_thread(_checksum, memory), checksums.of(extent, index)
+    found, expected = await asyncio.to_thread(checksum, memory), checksums.of(extent, index)
     if found != expected:
         raise MegatrainError(
             f"{where}: bytes {extent.start + block.start} to {extent.start + block.stop} are not what was written "
@@ -208,9 +222,3 @@ async def _give_up(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _checksum(memory: memoryview) -> int:
-    """The sum of its 64-bit words. It costs little (50 GB/s on one core of a small machine, the block in its caches),
-    and what a disk does to a block, another block, an older one, zeros, flipped bits, changes it."""
-    return int(np.frombuffer(memory, np.int64).sum())

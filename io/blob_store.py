@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import aiofiles
 
@@ -23,6 +23,20 @@ ALIGN_BYTES = 4096  # of O_DIRECT: file offset, size and address
 T = TypeVar("T")
 
 
+class DeviceMemory(Protocol):
+    """Bytes of a GPU, one behind the other, such as a 1-D uint8 tensor of CUDA's. In reach of some stores alone."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice) -> DeviceMemory: ...
+
+
+Block = memoryview | DeviceMemory
+
+
 class BlobWriter(Protocol):
     """A blob that is being written. Blocks may be written in any order, several at the same time."""
 
@@ -31,10 +45,14 @@ class BlobWriter(Protocol):
 
 
 class Blob(BlobWriter, Protocol):
-    """A blob that is read and written in place. `write_at` raises MegatrainError past its end: its size stays."""
+    """A blob that is read and written in place. `write_at` raises MegatrainError past its end: its size stays. Both
+    raise it for memory of a device where the store moves none."""
 
-    async def read_into(self, offset: int, block: memoryview) -> None:
-        """As of BlobStore."""
+    async def write_at(self, offset: int, block: Block) -> None:
+        """As of BlobWriter. What a device does to its memory has ended."""
+
+    async def read_into(self, offset: int, block: Block) -> None:
+        """As of BlobStore. What was read is there on return."""
 
 
 class BlobStore(Protocol):
@@ -64,6 +82,13 @@ def aligned(nbytes: int) -> int:
 def aligned_block(nbytes: int) -> memoryview:
     """Zeros at a multiple of ALIGN_BYTES, `aligned(nbytes)` of them; pages are taken when they are touched."""
     return memoryview(mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes))))
+
+
+def host_memory(where: str, block: Block) -> memoryview:
+    """The block, which must be that. Raises MegatrainError."""
+    if not isinstance(block, memoryview):
+        raise MegatrainError(f"cannot move memory of a device to {where} or from there; only kvikio can")
+    return block
 
 
 class MemoryStore:
@@ -110,11 +135,12 @@ class _MemoryInPlace(_MemoryBlob):
         super().__init__(blob)
         self._where = where
 
-    async def write_at(self, offset: int, block: memoryview) -> None:
+    async def write_at(self, offset: int, block: Block) -> None:
         _check_inside(self._where, offset + len(block), len(self._blob))
-        await super().write_at(offset, block)
+        await super().write_at(offset, host_memory(self._where, block))
 
-    async def read_into(self, offset: int, block: memoryview) -> None:
+    async def read_into(self, offset: int, block: Block) -> None:
+        block = host_memory(self._where, block)
         part = self._blob[offset : offset + len(block)]
         if len(part) < len(block):
             raise _too_short(self._where, offset + len(block), len(self._blob))
@@ -184,7 +210,7 @@ class _FileBlob:
         self._path = path
         self._fd = fd
 
-    async def write_at(self, offset: int, block: memoryview) -> None:
+    async def write_at(self, offset: int, block: Block) -> None:
         with explained("write", self._path):
             await self._completed(self._write, offset, block)
 
@@ -192,7 +218,8 @@ class _FileBlob:
         with explained("write", self._path):
             await self._completed(os.fsync, self._fd)
 
-    def _write(self, offset: int, block: memoryview) -> None:
+    def _write(self, offset: int, block: Block) -> None:
+        block = host_memory(str(self._path), block)
         while block:
             written = _transfer(self._fd, partial(os.pwrite, self._fd, block, offset))
             block, offset = block[written:], offset + written
@@ -214,19 +241,19 @@ class FileInPlace(_FileBlob):
         super().__init__(path, fd)
         self._nbytes = os.fstat(fd).st_size
 
-    async def write_at(self, offset: int, block: memoryview) -> None:
+    async def write_at(self, offset: int, block: Block) -> None:
         _check_inside(str(self._path), offset + len(block), self._nbytes)
         await super().write_at(offset, block)
 
-    async def read_into(self, offset: int, block: memoryview) -> None:
+    async def read_into(self, offset: int, block: Block) -> None:
         with explained("read", self._path):
             got = await self._completed(self._read, offset, block)
         if got < len(block):
             raise _too_short(str(self._path), offset + len(block), self._nbytes)
 
-    def _read(self, offset: int, block: memoryview) -> int:
+    def _read(self, offset: int, block: Block) -> int:
         """Bytes read: fewer than the block's at the end of the file only."""
-        total = 0
+        block, total = host_memory(str(self._path), block), 0
         while total < len(block):
             got = _transfer(self._fd, partial(os.preadv, self._fd, [block[total:]], offset + total))
             if not got:

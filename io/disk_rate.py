@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatrain_ray.io.blob_store import BlobStore, aligned_block
+from megatrain_ray.io.blob_store import BlobStore, Block, aligned_block
 from megatrain_ray.io.disk_errors import explained
 from megatrain_ray.io.disk_io import PLAIN, DiskWay, held_files
 from megatrain_ray.io.packed_store import Packable, PackedStore
@@ -24,10 +24,19 @@ IN_FLIGHT = 4  # blocks each way at a time: a guess of what keeps a drive busy
 FILL_S, MIXED_S = 0.5, 1.5  # after which no further block is begun, of the file's filling and of what counts
 
 
-def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN) -> float:
+Copied = Callable[[memoryview], Block]
+
+
+def _on_host(content: memoryview) -> Block:
+    block = aligned_block(len(content))
+    block[:] = content
+    return block
+
+
+def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN, copied: Copied = _on_host) -> float:
     """Bytes per second, both together, of reading `num_bytes` and writing as many in place at the same time, past the
     page cache where the file system can. On a slow disk as much of it as two seconds allow. Of what is packed all bytes
-    count, whatever is stored of them.
+    count, whatever is stored of them. `copied`: makes the memory that is read into and written from, with this in it.
 
     The file has no name, so that nothing of it stays however this ends. Raises MegatrainError.
     """
@@ -37,7 +46,7 @@ def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN) -> float:
         store: BlobStore = held_files(way.io)
         if way.packed:
             store = _packing(store, num_blocks)
-        return asyncio.run(_mixed_rate(store, str(file.fileno()), num_blocks))
+        return asyncio.run(_mixed_rate(store, str(file.fileno()), num_blocks, copied))
 
 
 def _packing(store: BlobStore, num_blocks: int) -> BlobStore:
@@ -54,20 +63,19 @@ def _moments() -> memoryview:
     return memoryview((values * np.exp(scales)).tobytes())
 
 
-async def _mixed_rate(store: BlobStore, name: str, num_blocks: int) -> float:
+async def _mixed_rate(store: BlobStore, name: str, num_blocks: int, copied: Copied) -> float:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * IN_FLIGHT))
-    into = [aligned_block(BLOCK_BYTES) for _ in range(IN_FLIGHT)]
-    values = aligned_block(BLOCK_BYTES)
-    values[:] = _moments()  # zeros may cost a drive less
+    into = [copied(memoryview(bytes(BLOCK_BYTES))) for _ in range(IN_FLIGHT)]
+    values = copied(_moments())  # zeros may cost a drive less
     async with store.update(name) as blob:
 
-        async def write(number: int, block: memoryview) -> None:
+        async def write(number: int, block: Block) -> None:
             await blob.write_at(number * BLOCK_BYTES, block)
 
-        async def rewrite(number: int, block: memoryview) -> None:
+        async def rewrite(number: int, block: Block) -> None:
             await write((number + num_filled // 2) % num_filled, block)
 
-        async def read(number: int, block: memoryview) -> None:
+        async def read(number: int, block: Block) -> None:
             await blob.read_into(number % num_filled * BLOCK_BYTES, block)
 
         # Not counted: to take room on a disk is another thing than to write in place, as spilled state is written.
@@ -82,12 +90,12 @@ async def _mixed_rate(store: BlobStore, name: str, num_blocks: int) -> float:
 class _Way:
     """Transfers of blocks 0, 1, …, as many at a time as there are buffers. `begun`: how many."""
 
-    transfer: Callable[[int, memoryview], Awaitable[None]]
-    buffers: Sequence[memoryview]
+    transfer: Callable[[int, Block], Awaitable[None]]
+    buffers: Sequence[Block]
     num_blocks: int
     begun: int = 0
 
-    async def work(self, buffer: memoryview, end_s: float) -> None:
+    async def work(self, buffer: Block, end_s: float) -> None:
         """Until all are begun or the time is over, but one at least."""
         while not self.begun or (self.begun < self.num_blocks and time.monotonic() < end_s):
             number, self.begun = self.begun, self.begun + 1

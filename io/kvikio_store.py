@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.blob_store import ALIGN_BYTES, Blob, FileInPlace, aligned_block
+from megatrain_ray.io.blob_store import ALIGN_BYTES, Blob, Block, FileInPlace, aligned_block
 from megatrain_ray.io.disk_errors import FULL, GONE, explained
 from megatrain_ray.io.spill_file import HeldFiles
 
@@ -52,19 +52,20 @@ class KvikioFiles(HeldFiles):
 
 
 class _KvikioInPlace(FileInPlace):
-    """`file`: a kvikio.CuFile, which divides a block between its threads."""
+    """`file`: a kvikio.CuFile, which divides a block between its threads, and moves memory of a GPU as well: through
+    its driver for that, or through pinned buffers of each thread."""
 
     def __init__(self, path: Path, file: Any) -> None:
         super().__init__(path, file.fileno())
         self._file = file
 
-    def _write(self, offset: int, block: memoryview) -> None:
+    def _write(self, offset: int, block: Block) -> None:
         with _os_errors():
             written = self._file.pwrite(block, file_offset=offset).get()
         if written != len(block):
             raise OSError(errno.EIO, f"kvikio wrote {written} of {len(block)} bytes")
 
-    def _read(self, offset: int, block: memoryview) -> int:
+    def _read(self, offset: int, block: Block) -> int:
         there = os.fstat(self._fd).st_size - offset
         if there < len(block):  # beyond the end kvikio fails
             return max(0, there)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import NamedTuple
 
-from megatrain_ray.io.blob_store import Blob, BlobStore, BlobWriter
+from megatrain_ray.io.blob_store import Blob, BlobStore, BlobWriter, Block
 
 MAX_TIMES = 4096  # that are kept; a disk that a step waits for has few of them in a step
 
@@ -129,10 +129,10 @@ class _MeasuredBlob:
         self._blob = blob
         self._meter = meter
 
-    async def read_into(self, offset: int, block: memoryview) -> None:
+    async def read_into(self, offset: int, block: Block) -> None:
         with self._meter.transfer(Moved(read=len(block))):
             await self._blob.read_into(offset, block)
 
-    async def write_at(self, offset: int, block: memoryview) -> None:
+    async def write_at(self, offset: int, block: Block) -> None:
         with self._meter.transfer(Moved(written=len(block))):
             await self._blob.write_at(offset, block)

@@ -34,7 +34,7 @@ from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.batches import Batch
-from megatrain_ray.io.blob_store import MemoryStore
+from megatrain_ray.io.blob_store import BlobStore
 from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.trace import CostModel, Record, Timeline, unit_cost
 from tests.host_state import HostState, blob_in_memory
@@ -73,6 +73,7 @@ class Mode:
     to_disk: frozenset[int] = frozenset()  # of layers whose activations are elsewhere, those on disk
     num_windows: int = 3  # that these pass through
     window_bytes: int = 4096
+    windows: Tier = Tier.HOST
     block_parts: int = 1  # into which blocks are divided, at most
     poison: bool = True
 
@@ -187,6 +188,7 @@ def _with_chosen(plan: Plan, recipe: Recipe, mode: Mode, layout: ModelLayout) ->
     if mode.to_disk:
         layers = tuple(_with_activations_on_disk(plan, mode))
         changes |= {"layers": layers, "num_windows": mode.num_windows, "window_bytes": mode.window_bytes}
+        changes["windows"] = mode.windows
     if mode.stored:
         sizes = layout.gradient_bytes(plan.wire_dtype.itemsize, mode.hbm_layers)
         staying = sum(size for i, size in enumerate(sizes) if i not in plan.passing_layers)
@@ -219,10 +221,10 @@ def train_engine(
     trust_remote_code: bool = False,
     held_out: Sequence[Batch] = (),
     lora: LoraConfig | None = None,
-    disk: Callable[[int], MemoryStore] | None = None,
+    disk: Callable[[int], tuple[BlobStore, str]] = lambda num_bytes: (blob_in_memory(num_bytes), "spill"),
 ) -> EngineResult:
     """Trains the model of `folder` on one batch an update through the engine. `lora`: pairs, if not those of the
-    recipe's adapter. `disk`: where activations wait, of so many bytes, in a blob "spill"."""
+    recipe's adapter. `disk`: where activations wait, of so many bytes, by store and name."""
     batches = list(batches)
     source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
     structure, plan = plan_for(source.factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
@@ -237,10 +239,10 @@ def train_engine(
         if plan.hbm_layers:
             state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
             state.device_shard.load(source.weights())
+        spill = disk(activation_file_bytes(plan)) if plan.disk_activations else None
         engine = Engine(
             source.factory, structure, plan, device, host,
-            muon=muon_of(recipe), device_shard=state.device_shard, spill=_blob(plan, disk or blob_in_memory),
-            poison=mode.poison,
+            muon=muon_of(recipe), device_shard=state.device_shard, spill=spill, poison=mode.poison,
         )  # fmt: skip
         return await Training(engine, host, timeline, recipe, EngineResult(plan, state.layout)).run(batches, held_out)
 
@@ -298,8 +300,3 @@ class Training:
         self.result.evaluations.append(sum(parts) / sum(batch.num_supervised for batch in batches))
         assert self.engine.device.take_exposed() == {}, "no step waited for what an evaluation waited for"
         self.timeline.clear()
-
-
-def _blob(plan: Plan, disk: Callable[[int], MemoryStore]) -> tuple[MemoryStore, str] | None:
-    """Where activations wait; None where none do on disk."""
-    return (disk(activation_file_bytes(plan)), "spill") if plan.disk_activations else None

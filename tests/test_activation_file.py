@@ -34,7 +34,11 @@ LAYERS = (1, 2, 3)
 
 def plan_of(num_windows: int, activations: tuple[int, ...] = (SIZE,) * len(LAYERS)) -> Plan:
     plan = SimpleNamespace(
-        num_windows=num_windows, window_bytes=PAGE, disk_activations=activations, total_bytes=lambda tier: 0
+        num_windows=num_windows,
+        window_bytes=PAGE,
+        windows=Tier.HOST,
+        disk_activations=activations,
+        total_bytes=lambda tier: 0,
     )
     return cast(Plan, plan)
 
@@ -256,4 +260,4 @@ def test_what_a_disk_does_ends_the_step_with_one_message(
     folder = build_tiny(tmp_path)
     mode = Mode(boundaries=boundaries, kept=Tier.HOST, to_disk=frozenset(range(5)))
     with pytest.raises(MegatrainError, match=message):
-        train_engine(folder, tiny_batches(2), Recipe(2), mode, disk=make)
+        train_engine(folder, tiny_batches(2), Recipe(2), mode, disk=lambda num_bytes: (make(num_bytes), BLOB))

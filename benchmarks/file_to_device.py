@@ -1,0 +1,197 @@
+"""Activations between a disk and the device: through windows of the host, by threads of ours and by kvikio, and through
+windows of the device, which kvikio reads and writes itself.
+
+    python benchmarks/file_to_device.py OUT.json [--folder /mnt/nvme --gib 2 --layers 8]
+    python benchmarks/file_to_device.py OUT.json --device cpu --gib 0.1
+
+For each way, through the engine's own ActivationFile: the rate at which all layers leave, until they are written, and
+until they are back, first with an idle device, then beside a compute stage that multiplies large matrices; whether they
+came back bit for bit. Then the rate of reading and writing at the same time that a plan takes (measure_mixed), and what
+the process took of the device's memory and of the host's. A way that does not work says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from megatrain_ray.engine.activation_file import ActivationFile
+from megatrain_ray.engine.activation_space import Windows
+from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.cuda_device import CudaDevice, device_name
+from megatrain_ray.engine.device import Device
+from megatrain_ray.engine.direct_disk import measure_direct
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.blob_store import aligned
+from megatrain_ray.io.disk_io import DiskIo, DiskWay, held_files
+from megatrain_ray.io.disk_rate import measure_mixed
+from megatrain_ray.io.kvikio_store import unusable
+from megatrain_ray.io.spill_file import create_spill_file
+from megatrain_ray.trace import Op
+
+MIXED_BYTES = 512 << 20
+BUSY_SIZE, NUM_BUSY = 8192, 1500  # of square matrices, and their products: 1.4 ms each on an H200
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """What an ActivationFile reads of a plan."""
+
+    disk_activations: tuple[int, ...]
+    num_windows: int
+    window_bytes: int
+    windows: Tier
+
+    @staticmethod
+    def of(activations: tuple[int, ...], windows: Tier) -> Plan:
+        number, num_bytes = Windows.of(activations)
+        return cast(Plan, FilePlan(activations, number, num_bytes, windows))
+
+    def total_bytes(self, tier: Tier) -> int:
+        return sum(map(aligned, self.disk_activations))
+
+
+class Way(NamedTuple):
+    io: DiskIo
+    windows: Tier
+
+
+def ways_of(device: Device) -> dict[str, Way]:
+    """On the CPU memory of the device is in everybody's reach."""
+    direct = DiskIo.KVIKIO if device.kind == "cuda" else DiskIo.POSIX
+    host = {io.value: Way(io, Tier.HOST) for io in DiskIo}
+    return {**host, "direct": Way(direct, Tier.HBM)}
+
+
+def compute(device: Device) -> None:
+    """Gives the compute stage about two seconds of an H200's work, twice as much as moving everything one way takes."""
+    a = torch.ones(BUSY_SIZE, BUSY_SIZE, device=device.torch_device, dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    for _ in range(NUM_BUSY):
+        torch.mm(a, a, out=out)
+
+
+def moved(device: Device, file: ActivationFile, tensors: list[torch.Tensor], *, is_busy: bool) -> dict[str, float]:
+    """GB/s of all, out and back. What was there is freed in between."""
+    device.record().synchronize()
+    file.begin()
+    start_s = time.perf_counter()
+    away = [file.send(op_of(i, tensor), [tensor.untyped_storage()]) for i, tensor in enumerate(tensors)]
+    if is_busy:
+        compute(device)
+    for sent in away:
+        sent.gone().synchronize()
+    seconds = {"out": time.perf_counter() - start_s}
+    while any(sent.num_written < len(sent.blocks) for sent in away):
+        time.sleep(0.001)
+    seconds["written"] = time.perf_counter() - start_s
+    for storage in (storage for sent in away for storage in sent.storages):
+        storage.resize_(0)
+    start_s = time.perf_counter()
+    file.expect(away[::-1])
+    for sent in away[::-1]:
+        sent.fetch()
+    if is_busy:
+        compute(device)
+    for sent in away:
+        sent.back().synchronize()
+    seconds["read"] = time.perf_counter() - start_s
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    return {name: round(num_bytes / value / 1e9, 3) for name, value in seconds.items()}
+
+
+def op_of(layer: int, tensor: torch.Tensor) -> Op:
+    return Op("boundary", layer, num_bytes=tensor.nbytes)
+
+
+@contextmanager
+def opened(device: Device, folder: Path, way: Way, activations: tuple[int, ...]) -> Iterator[ActivationFile]:
+    plan = FilePlan.of(activations, way.windows)
+    fd = create_spill_file(folder, "file_to_device", plan.total_bytes(Tier.NVME))
+    file = ActivationFile(plan, device, held_files(way.io), str(fd))
+    try:
+        yield file
+    finally:
+        file.close()
+        os.close(fd)
+
+
+def is_same(device: Device, tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, copy.to(device.torch_device)) for tensor, copy in zip(tensors, copies, strict=True))
+
+
+def measured(device: Device, folder: Path, way: Way, options: argparse.Namespace) -> dict[str, Any]:
+    size = int(options.gib * 2**30) // options.layers // 8 * 8
+    generator = torch.Generator().manual_seed(0)
+    copies = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for _ in range(options.layers)]
+    found: dict[str, Any] = {"windows": way.windows.value, "io": way.io.value}
+    before = device.memory()
+    with device.activate():
+        tensors = [copy.to(device.torch_device) for copy in copies]
+        with opened(device, folder, way, (size,) * options.layers) as file:
+            found["first_gb_per_s"] = moved(device, file, tensors, is_busy=False)
+            found["gb_per_s"] = moved(device, file, tensors, is_busy=False)
+            if device.kind == "cuda":
+                found["beside_compute_gb_per_s"] = moved(device, file, tensors, is_busy=True)
+            found["is_bit_equal"] = is_same(device, tensors, copies)
+    if way.windows is Tier.HBM:
+        mixed = measure_direct(device, folder, MIXED_BYTES, way.io)
+    else:
+        mixed = measure_mixed(folder, MIXED_BYTES, DiskWay(way.io))
+    found["mixed_gb_per_s"] = round(mixed / 1e9, 3)
+    found["reserved_bytes"] = device.memory().reserved_bytes - before.reserved_bytes
+    found["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return found
+
+
+def tried(device: Device, folder: Path, way: Way, options: argparse.Namespace) -> dict[str, Any]:
+    if way.io is DiskIo.KVIKIO and (reason := unusable(folder)):
+        return {"problem": reason}
+    try:
+        return measured(device, folder, way, options)
+    except (MegatrainError, RuntimeError) as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--folder", type=Path, default=Path())
+    parser.add_argument("--gib", type=float, default=2.0, help="of all layers together")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--ways", default="posix,kvikio,direct")
+    parser.add_argument("--commit", default=None)
+    options = parser.parse_args()
+    device: Device = CudaDevice() if options.device == "cuda" else CpuDevice()
+    report: dict[str, Any] = {
+        "commit": options.commit,
+        "torch": torch.__version__,
+        "device": device_name() if device.kind == "cuda" else "cpu",
+        "options": {key: str(value) for key, value in vars(options).items()},
+        "ways": {},
+    }
+    chosen = options.ways.split(",")
+    for name, way in ways_of(device).items():
+        if name in chosen:
+            start_s = time.perf_counter()
+            report["ways"][name] = tried(device, options.folder.absolute(), way, options)
+            print(name, f"{time.perf_counter() - start_s:.1f} s", json.dumps(report["ways"][name]), flush=True)
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+    device.close()
+
+
+if __name__ == "__main__":
+    main()
