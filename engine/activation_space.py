@@ -1,4 +1,4 @@
-"""Where activations lie on disk, and the windows in host memory that they pass through. Pure."""
+"""Where activations lie on disk, and the windows that they pass through. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatrain_ray.engine.activation_moves import away
+from megatrain_ray.engine.activation_moves import num_bytes as bytes_of
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan import LayerPlan, Plan
 from megatrain_ray.engine.spill_layout import BLOCK_BYTES, Extent
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.blob_store import aligned
+from megatrain_ray.io.blob_store import ALIGN_BYTES, aligned
 from megatrain_ray.io.words import WORD_BYTES
 
 # 256 MiB, three times what is on its way to the disk or from it: the others are filled, or wait for their copy.
@@ -35,7 +38,7 @@ class Block(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """In host memory."""
+    """In memory of the host or of the device."""
 
     number: int
     num_bytes: int  # of each
@@ -51,9 +54,18 @@ class Windows(NamedTuple):
         """On disk."""
         return sum(-(-num_bytes // self.num_bytes) for num_bytes in activations)
 
-    def memory_bytes(self, activations: Sequence[int]) -> int:
-        """Of windows, and of a checksum of each block."""
-        return self.number * self.num_bytes + WORD_BYTES * self.num_blocks(activations)
+    def host_bytes(self, activations: Sequence[int]) -> int:
+        """Of windows in host memory, and of a checksum of each block."""
+        return self.number * self.num_bytes + self.beside_device_bytes(activations)
+
+    def beside_device_bytes(self, activations: Sequence[int]) -> int:
+        """In host memory where windows are on the device: of checksums."""
+        return WORD_BYTES * self.num_blocks(activations)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of windows there, which begin at a page."""
+        return self.number * self.num_bytes + ALIGN_BYTES
 
 
 def activation_file_bytes(plan: Plan) -> int:
@@ -65,12 +77,19 @@ def windows_of(plan: Plan) -> Windows:
     return Windows(plan.num_windows, plan.window_bytes)
 
 
-def with_windows(plan: Plan) -> Plan:
-    """For the activations that are on disk."""
+def with_windows(plan: Plan, tier: Tier) -> Plan:
+    """For the activations that are on disk. `tier`: where windows are."""
     if not plan.disk_activations:
         return plan
     windows = Windows.of(plan.disk_activations)
-    return replace(plan, num_windows=windows.number, window_bytes=windows.num_bytes)
+    return replace(plan, num_windows=windows.number, window_bytes=windows.num_bytes, windows=tier)
+
+
+def most_windows_bytes(layers: Sequence[LayerPlan]) -> int:
+    """Of the device, for windows there, at most: with all on disk that may be. `layers`: of a plan with nothing
+    there."""
+    moving = [bytes_of(layer, kind) for layer in layers for kind in away(layer)]
+    return Windows.of(moving).device_bytes if moving else 0
 
 
 class Places:

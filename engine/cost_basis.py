@@ -15,6 +15,7 @@ from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.residency import Residency
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder, Visit, visits
 
 
@@ -37,6 +38,7 @@ class CostBasis:
     z_loss: bool
     disk_bytes_per_s: float = math.inf  # read and written at the same time, both together
     disk_plain_bytes_per_s: float | None = None  # where that is of what is packed: of activations, which never are
+    disk_direct_bytes_per_s: float | None = None  # of activations whose windows are on the device
     schedules: dict[object, Schedule] = field(default_factory=dict)  # by what decides about them
 
     def schedule(self, plan: Plan) -> Schedule:
@@ -52,13 +54,17 @@ class CostBasis:
         """All that prices are made of."""
         if math.isinf(self.disk_bytes_per_s):
             return self.profile
-        plain = self.disk_plain_bytes_per_s
-        return replace(self.profile, disk_bytes_per_s=self.disk_bytes_per_s, disk_plain_bytes_per_s=plain)
+        return replace(
+            self.profile,
+            disk_bytes_per_s=self.disk_bytes_per_s,
+            disk_plain_bytes_per_s=self.disk_plain_bytes_per_s,
+            disk_direct_bytes_per_s=self.disk_direct_bytes_per_s,
+        )
 
-    @property
-    def activations_per_s(self) -> float:
-        """Bytes of activations, read and written."""
-        return self.disk_plain_bytes_per_s or self.disk_bytes_per_s
+    def activations_per_s(self, windows: Tier) -> float:
+        """Bytes of activations, read and written through such windows."""
+        direct = self.disk_direct_bytes_per_s if windows is Tier.HBM else None
+        return direct or self.disk_plain_bytes_per_s or self.disk_bytes_per_s
 
     @cached_property
     def alike(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.activation_space import with_windows
+from megatrain_ray.engine.activation_space import most_windows_bytes, with_windows
 from megatrain_ray.engine.device_rows import (
     ActivationRows,
     activation_rows,
@@ -28,7 +28,7 @@ from megatrain_ray.engine.plan_layers import LayerDrafts
 from megatrain_ray.engine.plan_limits import beyond_disk, spare_ram
 from megatrain_ray.engine.plan_loss import chunk_tokens
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillFirst
-from megatrain_ray.engine.plan_rows import host_rows, nvme_rows
+from megatrain_ray.engine.plan_rows import device_windows_row, host_rows, nvme_rows
 from megatrain_ray.engine.plan_spill import with_spilled
 from megatrain_ray.engine.spill_choice import NOTHING, OnDisk, Spillable
 from megatrain_ray.engine.tier import Tier
@@ -60,6 +60,7 @@ class Drafts:
     on_disk: dict[Candidate, OnDisk] = field(default_factory=dict)
     host_rooms: dict[Candidate, int] = field(default_factory=dict)
     spillable: dict[Candidate, Spillable] = field(default_factory=dict)
+    windows_bytes: dict[Candidate, int] = field(default_factory=dict)
 
     def plan(self, candidate: Candidate) -> Plan:
         """With its arithmetic."""
@@ -70,6 +71,8 @@ class Drafts:
         if any(on_disk):
             plan = self._with_spilled(plan, candidate, on_disk)
             rows = (*host_rows(plan, layout), *nvme_rows(plan, layout))
+        if plan.windows is Tier.HBM:
+            rows = (device_windows_row(plan), *rows)
         plan = replace(plan, rows=(*of_device, *rows))
         return _with_copies(plan) if self.request.saves else plan
 
@@ -86,10 +89,23 @@ class Drafts:
     def device_bytes(self, candidate: Candidate) -> int:
         """All that the plan has in device memory."""
         rows, placement = self._activation_rows(candidate), self._placement(candidate)
-        num_bytes = rows.num_bytes + placement.num_bytes
+        num_bytes = rows.num_bytes + placement.num_bytes + self._most_windows_bytes(candidate)
         if waiting := candidate.hbm_layers | placement.late:
             num_bytes += waiting_row(placement.frame, self.layout, rows.held, waiting, placement.late)[0]
         return num_bytes
+
+    def _most_windows_bytes(self, candidate: Candidate) -> int:
+        """What activations may pass through on the device: they are on disk, or not, by what the host lacks then."""
+        if not candidate.spills_activations or self._windows is Tier.HOST:
+            return 0
+        key = replace(candidate, **ANY_SLOTS)
+        if key not in self.windows_bytes:
+            self.windows_bytes[key] = most_windows_bytes(self._layers.of(candidate))
+        return self.windows_bytes[key]
+
+    @property
+    def _windows(self) -> Tier:
+        return self.machine.spill.windows if self.machine.spill else Tier.HOST
 
     def least_device_bytes(self, candidate: Candidate) -> int:
         """What of it no layers on the device, and no slots, make less."""
@@ -137,7 +153,9 @@ class Drafts:
         key = replace(self._of_host(candidate), spill_first=SpillFirst.LEAST)
         if key not in self.spillable:
             activations = candidate.spills_activations
-            self.spillable[key] = Spillable(plan, self.structure, self.layout, activations=activations)
+            self.spillable[key] = Spillable(
+                plan, self.structure, self.layout, activations=activations, windows=self._windows
+            )
         return self.spillable[key]
 
     def _spare(self, candidate: Candidate, plan: Plan) -> int:
@@ -147,7 +165,7 @@ class Drafts:
     def _with_spilled(self, plan: Plan, candidate: Candidate, on_disk: OnDisk) -> Plan:
         layers = self._layers.of(candidate, on_disk)
         plan = with_spilled(plan, layers, self.layout) if on_disk.of_shards else replace(plan, layers=layers)
-        return with_windows(plan)
+        return with_windows(plan, self._windows)
 
     def _host_rows(self, candidate: Candidate, plan: Plan) -> tuple[ByteCount, ...]:
         """Where nothing spills."""

@@ -65,6 +65,7 @@ class HardwareProfile:
     attention: RateCurve  # size: tokens of a sequence; FLOP/s of forward and backward, causal counted once
     disk_bytes_per_s: Rate | None = None  # of the disk of spill.path, read and written at the same time, both together
     disk_plain_bytes_per_s: Rate | None = None  # where that is of what is packed: of the rest
+    disk_direct_bytes_per_s: Rate | None = None  # of activations that pass between it and the device's own memory
 
     def to_json(self) -> str:
         return TypeAdapter(HardwareProfile).dump_json(self, indent=1).decode() + "\n"

@@ -203,6 +203,13 @@ class Plan:
         return self.host_layers - self.weights_on_disk
 
     @property
+    def activations_io(self) -> DiskIo:
+        """By whom activations on disk are read and written. Memory of a GPU is in kvikio's reach alone; that of the CPU
+        device in everybody's."""
+        is_direct = self.windows is Tier.HBM and self.device == "cuda"
+        return DiskIo.KVIKIO if is_direct else self.disk_io
+
+    @property
     def uses_disk(self) -> bool:
         """Whether state or gradients of some layer are on disk. Working copies are there with state alone."""
         return bool(self.spilled_layers or self.stored_layers)

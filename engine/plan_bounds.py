@@ -52,7 +52,8 @@ class Bounds:
         """State that spills, with working copies, comes and goes once, and so do gradients that wait there; activations
         in every sweep. That working copies come for uploads, too, is left out."""
         spilled, stored = self._plan.spilled_layers, self._plan.stored_layers
-        activations_s = self._num_sweeps * sum(self._plan.disk_activations) / self._basis.activations_per_s
+        per_s = self._basis.activations_per_s(self._plan.windows)
+        activations_s = self._num_sweeps * sum(self._plan.disk_activations) / per_s
         return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)) + activations_s)
 
     def _state_s(self, layer: int) -> float:
@@ -120,5 +121,6 @@ class Bounds:
         if plan.sums is Tier.HOST:
             summed = sum(layer.trained.size for layer in layers)
             num_bytes += (self._num_sweeps - 1) * summed * plan.accumulation_dtype.itemsize
-        num_bytes += (plan.host_activation_bytes + sum(plan.disk_activations)) * self._num_sweeps
+        through_host = sum(plan.disk_activations) if plan.windows is Tier.HOST else 0
+        num_bytes += (plan.host_activation_bytes + through_host) * self._num_sweeps
         return num_bytes / self._basis.profile.both_bytes_per_s

@@ -12,7 +12,7 @@ from megatrain_ray.engine.plan_limits import beyond_device, beyond_disk, host_by
 from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.io.disk_io import PLAIN, DiskWay
+from megatrain_ray.io.disk_io import DIRECT, PLAIN, DiskWay
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_NAMED = 4  # layers
@@ -170,6 +170,8 @@ def _spill_lines(plan: Plan) -> list[str]:
     read = format_bytes(plan.written_bytes + plan.weight_read_bytes)
     way = DiskWay(plan.disk_io, plan.disk_packed and plan.uses_disk)  # activations never are
     by = "" if way == PLAIN else f" by {way}"
+    if plan.windows is Tier.HBM:
+        by += f"; activations by {DIRECT}"
     return [f"spill     on disk: {what}; {read} read and {format_bytes(plan.written_bytes)} written a step{by}"]
 
 

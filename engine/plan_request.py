@@ -18,18 +18,26 @@ from megatrain_ray.io.disk_io import PLAIN, DiskWay
 class SpillSpace:
     """What may be spilled to disk: bytes, how fast they are read and written at the same time, both together, and in
     which way. Activations are never packed: where the way packs, `plain_bytes_per_s` is theirs; None: nobody measured
-    it, and they are as fast as the rest. `may_be_unpacked`: packing was chosen for its rate, and not asked for."""
+    it, and they are as fast as the rest. `may_be_unpacked`: packing was chosen for its rate, and not asked for.
+    `direct_bytes_per_s`: of activations, where kvikio moves memory of the device and they are faster so; else None."""
 
     limit_bytes: int
     bytes_per_s: float
     way: DiskWay = PLAIN
     plain_bytes_per_s: float | None = None
     may_be_unpacked: bool = False
+    direct_bytes_per_s: float | None = None
 
     @property
     def unpacked(self) -> SpillSpace:
         """The same disk without packing."""
-        return SpillSpace(self.limit_bytes, self.plain_bytes_per_s or self.bytes_per_s, DiskWay(self.way.io))
+        rate = self.plain_bytes_per_s or self.bytes_per_s
+        return SpillSpace(self.limit_bytes, rate, DiskWay(self.way.io), direct_bytes_per_s=self.direct_bytes_per_s)
+
+    @property
+    def windows(self) -> Tier:
+        """Where those of activations are."""
+        return Tier.HBM if self.direct_bytes_per_s else Tier.HOST
 
 
 @dataclass(frozen=True)

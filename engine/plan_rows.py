@@ -11,6 +11,7 @@ from megatrain_ray.engine.plan import ByteCount, Plan
 from megatrain_ray.engine.plan_spill import slots_bytes, spilled_bytes, windows_bytes
 from megatrain_ray.engine.precision import SECOND_MOMENT_BYTES
 from megatrain_ray.engine.tier import Tier
+from megatrain_ray.io.kvikio_store import NUM_THREADS, THREAD_BYTES
 from megatrain_ray.io.words import WORD_BYTES
 from megatrain_ray.units import format_bytes
 
@@ -22,6 +23,15 @@ PROCESS_BYTES = 640 << 20
 BESIDE_GPU_BYTES = 1280 << 20
 # Beside the shards: driver, GPU worker, data, arena owner.
 OTHER_PROCESSES = 4
+ON_THEIR_WAY = " on their way between device and disk"
+# What kvikio's threads move memory of a device through where its driver does not reach the disk (kvikio_store.py).
+BOUNCE_BYTES = NUM_THREADS * THREAD_BYTES
+
+
+def device_windows_row(plan: Plan) -> ByteCount:
+    """Of a plan with windows on the device."""
+    formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)}{ON_THEIR_WAY}"
+    return ByteCount(Tier.HBM, "activation windows", windows_of(plan).device_bytes, formula)
 
 
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
@@ -48,12 +58,19 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         rows["boundary activations"] = plan.boundary_bytes, "what enters layers, until their backward"
     if plan.kept_bytes:
         rows["kept activations"] = plan.kept_bytes, "what layers keep, until their backward"
-    if on_disk := plan.disk_activations:
-        formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)} on their way between device and disk"
-        rows["activation windows"] = windows_of(plan).memory_bytes(on_disk), formula
+    if plan.disk_activations:
+        rows["activation windows"] = _of_windows(plan)
     if plan.num_muon:
         rows["directions in waiting"] = plan.direction_slab_bytes, "Muon's, bf16, of four layers at most"
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def _of_windows(plan: Plan) -> tuple[int, str]:
+    on_disk, windows = plan.disk_activations, windows_of(plan)
+    if plan.windows is Tier.HOST:
+        return windows.host_bytes(on_disk), f"{plan.num_windows} × {format_bytes(plan.window_bytes)}{ON_THEIR_WAY}"
+    formula = f"on the device; here checksums, and {format_bytes(BOUNCE_BYTES)} of kvikio's own, pinned"
+    return windows.beside_device_bytes(on_disk) + BOUNCE_BYTES, formula
 
 
 def _of_processes(plan: Plan) -> tuple[int, str]:

@@ -70,7 +70,8 @@ def activations_of(plan: Plan, activations: ActivationBytes, request: Request) -
 def _basis(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
     layout = structure.layout(request.num_fragments)
     work = work_of(structure, request.active_experts, request.windows)
-    disk = (machine.spill.bytes_per_s, machine.spill.plain_bytes_per_s) if machine.spill else ()
+    spill = machine.spill
+    disk = (spill.bytes_per_s, spill.plain_bytes_per_s, spill.direct_bytes_per_s) if spill else ()
     return CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, *disk)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.activation_moves import Activations
+from megatrain_ray.engine.activation_moves import Activations, is_on_disk
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.layer_work import Product
@@ -23,6 +23,7 @@ from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_loss import logits_bytes
 from megatrain_ray.engine.precision import SECOND_MOMENT_BYTES
 from megatrain_ray.engine.prediction import WEIGHTS_SHARE
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.trace import Op, Stage
 
 # Bytes that the operations between products read and write, as multiples of what autograd keeps of a layer. From one
@@ -72,14 +73,23 @@ class Prices:
 
     def __call__(self, stage: Stage, op: Op) -> float:
         if stage in (Stage.H2D, Stage.D2H):
+            if self._stays_on_device(op):
+                return self._profile.copy_s + 2 * op.num_bytes / self._profile.device_bytes_per_s
             # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
         if stage is Stage.DISK:
-            of_activations = op.name in ACTIVATIONS
-            return op.num_bytes / (self._basis.activations_per_s if of_activations else self._basis.disk_bytes_per_s)
+            basis, of_activations = self._basis, op.name in ACTIVATIONS
+            rate = basis.activations_per_s(self._plan.windows) if of_activations else basis.disk_bytes_per_s
+            return op.num_bytes / rate
         if stage is Stage.WEIGHTS:
             return op.num_bytes / (WEIGHTS_SHARE * self._basis.disk_bytes_per_s)
         return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
+
+    def _stays_on_device(self, op: Op) -> bool:
+        """Whether a copy is one into a window there, or out of it."""
+        if self._plan.windows is Tier.HOST or op.name not in ACTIVATIONS:
+            return False
+        return is_on_disk(self._plan.layers[op.layer], Activations(op.name))
 
     def of_layer(self, name: str, layer: int) -> float:
         """Of an operation that computes; "shards": an update by the CPU."""

@@ -15,6 +15,7 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.plan_request import SpillFirst
+from megatrain_ray.engine.plan_rows import BOUNCE_BYTES
 from megatrain_ray.engine.plan_spill import Kind, Sizes, Spilling, late_bytes
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.words import WORD_BYTES
@@ -52,13 +53,14 @@ class Spillable:
     """What of a plan can go to the disk, and what its host memory gains by that. `plan`: in which nothing is there.
 
     Not what Muon trains something of: the GPU worker reads its momenta. Working copies of blocks of which nothing is
-    frozen alone. `activations`: whether these may.
+    frozen alone. `activations`: whether these may. `windows`: where these pass through.
     """
 
     plan: Plan
     structure: ModelStructure
     layout: ModelLayout
     activations: bool
+    windows: Tier = Tier.HOST
 
     def choice(self, missing: int, first: SpillFirst) -> OnDisk:
         """As little as makes up for so many bytes; what frees the most, which may be nothing, where it is not
@@ -133,8 +135,12 @@ class Spillable:
             on_disk[size] += live
             freed += live * size
             num_blocks += live * windows.num_blocks([size])
-            gained.append(freed - windows.number * windows.num_bytes - WORD_BYTES * num_blocks)
+            gained.append(freed - self._of_windows(windows) - WORD_BYTES * num_blocks)
         return gained
+
+    def _of_windows(self, windows: Windows) -> int:
+        """Host memory."""
+        return BOUNCE_BYTES if self.windows is Tier.HBM else windows.number * windows.num_bytes
 
     def _choice(self, missing: int, first: SpillFirst) -> OnDisk:
         items, most, count_of_most = self.order(first), 0, 0
@@ -170,7 +176,7 @@ class Spillable:
             windows = Windows.of([max(moving)])
             num_blocks = sum(count * windows.num_blocks([size]) for size, count in moving.items())
             freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
-            of_moving = live * freed - windows.number * windows.num_bytes
+            of_moving = live * freed - self._of_windows(windows)
         sizes = Sizes(*([self.layout.trained_sizes[i] for i in layers] for layers in on_disk[:3]))
         return of_moving + self._spilling.gain(sizes, self._late_bytes)
 

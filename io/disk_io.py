@@ -16,16 +16,21 @@ class DiskIo(Enum):
 
 
 class DiskWay(NamedTuple):
-    """`packed`: floats take fewer bytes of the disk than they have (packed_store.py)."""
+    """`packed`: floats take fewer bytes of the disk than they have (packed_store.py). `direct`: it moves memory of a
+    device."""
 
     io: DiskIo = DiskIo.POSIX
     packed: bool = False
+    direct: bool = False
 
     def __str__(self) -> str:
+        if self.direct:
+            return f"{self.io.value} to the device"
         return f"{self.io.value} with zstd" if self.packed else self.io.value
 
 
 PLAIN = DiskWay()
+DIRECT = DiskWay(DiskIo.KVIKIO, direct=True)
 
 
 def held_files(io: DiskIo) -> HeldFiles:

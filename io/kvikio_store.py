@@ -21,8 +21,15 @@ from megatrain_ray.io.disk_errors import FULL, GONE, explained
 from megatrain_ray.io.spill_file import HeldFiles
 
 NUM_THREADS = 8  # of kvikio in this process: as many as blocks are on their way at once (spill_transfers.py)
-# Of kvikio 25.12 on. By itself it reads host memory through the page cache.
-SETTINGS = {"num_threads": NUM_THREADS, "auto_direct_io_read": True, "auto_direct_io_write": True}
+THREAD_BYTES = 4 << 20  # of a block that a thread moves at a time, and of the pinned memory that it has for a GPU's
+# Of kvikio 25.12 on. By itself it reads host memory through the page cache, and has four times the pinned memory.
+SETTINGS = {
+    "num_threads": NUM_THREADS,
+    "task_size": THREAD_BYTES,
+    "bounce_buffer_size": THREAD_BYTES,
+    "auto_direct_io_read": True,
+    "auto_direct_io_write": True,
+}
 
 
 class KvikioFiles(HeldFiles):

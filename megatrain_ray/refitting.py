@@ -143,12 +143,20 @@ def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder
 def _fit_disk(profile: HardwareProfile, found: Comparison, _: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
     """All of its rates by one factor, where there are several: which of them it was nobody timed."""
     measured, planned = disk_rate(found), planned_disk_rate(found)
-    before, plain = profile.disk_bytes_per_s, profile.disk_plain_bytes_per_s
+    before, plain, direct = (
+        profile.disk_bytes_per_s, profile.disk_plain_bytes_per_s, profile.disk_direct_bytes_per_s
+    )  # fmt: skip
     if not measured:
         return profile, []
-    rate = before * measured / planned if before and plain else measured
+    factor = measured / planned if planned else 1.0
+    rate = before * factor if before and (plain or direct) else measured
     was = f"{before / 1e9:.3g} → " if before else ""
-    faster = replace(profile, disk_bytes_per_s=rate, disk_plain_bytes_per_s=plain and plain * measured / planned)
+    faster = replace(
+        profile,
+        disk_bytes_per_s=rate,
+        disk_plain_bytes_per_s=plain and plain * factor,
+        disk_direct_bytes_per_s=direct and direct * factor,
+    )
     return faster, [f"disk          {was}{rate / 1e9:.3g} GB/s, read and written"]
 
 

@@ -47,7 +47,7 @@ def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter) -> tuple
     """The blob of activations, by its store and name; None where none wait on disk. `meter`: counts what moves."""
     if not plan.disk_activations:
         return None
-    store, name = holder.spill(ACTIVATIONS, plan.disk_io)
+    store, name = holder.spill(ACTIVATIONS, plan.activations_io)
     return MeasuredStore(store, meter), name
 
 

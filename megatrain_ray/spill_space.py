@@ -23,12 +23,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.config import SpillConfig
+from megatrain_ray.direct_rate import measure_direct_here
+from megatrain_ray.engine.cuda_device import total_memory_bytes
 from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate
 from megatrain_ray.engine.plan_request import Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
 from megatrain_ray.io.disk_errors import free_bytes
-from megatrain_ray.io.disk_io import DiskIo, DiskWay
+from megatrain_ray.io.disk_io import DIRECT, DiskIo, DiskWay
 from megatrain_ray.io.disk_rate import measure_mixed
 from megatrain_ray.io.kvikio_store import unusable
 from megatrain_ray.logs import say
@@ -46,15 +48,20 @@ GAIN = 1.05  # by which a way must be faster than a simpler one: rates that are 
 @dataclass(frozen=True)
 class DiskRate:
     """What the cache keeps. `device`: st_dev of the file system that `folder` is on. `bytes_per_s`: in each way
-    that was tried, by its name."""
+    that was tried, by its name. `failed`: ways that did not work."""
 
     version: Literal[2]
     folder: str
     device: int
     bytes_per_s: dict[str, Rate]
+    failed: tuple[str, ...] = ()
+
+    def knows(self, ways: Sequence[DiskWay]) -> bool:
+        return {str(way) for way in ways} <= {*self.bytes_per_s, *self.failed}
 
 
 _DISK_RATE = TypeAdapter(DiskRate)
+UNKNOWN = DiskRate(2, "", 0, {})
 
 
 def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) -> Machine:
@@ -78,12 +85,15 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
     if is_here:
         limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
     able = _able(folder, spill) if is_here else _asked(spill)
+    direct = (DIRECT,) if _may_be_direct(machine, able) else ()
     if machine.profile and machine.profile.disk_bytes_per_s:
-        return replace(machine, spill=_space(limit_bytes, *_of_profile(machine.profile, able)))
-    rates, ways = _kept(folder), _with_plain(able)
-    if is_here and limit_bytes and not {str(way) for way in ways} <= set(rates):
-        rates = _measured(folder, ways)
-    return replace(machine, spill=_space(limit_bytes, able, rates))
+        ways, rates = _of_profile(machine.profile, able)
+        return replace(machine, spill=_with_direct(_space(limit_bytes, ways, rates), direct, rates))
+    known, ways = _kept(folder), (*_with_plain(able), *direct)
+    if is_here and limit_bytes and not known.knows(ways):
+        known = _measured(folder, ways)
+    rates = known.bytes_per_s
+    return replace(machine, spill=_with_direct(_space(limit_bytes, able, rates), direct, rates))
 
 
 def rate_file(folder: Path) -> Path:
@@ -153,6 +163,19 @@ def _able_io(folder: Path, io: str, asked: DiskIo) -> tuple[DiskIo, ...]:
     return (asked,)
 
 
+def _may_be_direct(machine: Machine, able: Sequence[DiskWay]) -> bool:
+    """Whether activations may pass between the disk and a GPU, that of this machine, by kvikio."""
+    works = any(way.io is DiskIo.KVIKIO for way in able)
+    return works and machine.device == "cuda" and total_memory_bytes() is not None
+
+
+def _with_direct(space: SpillSpace, direct: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
+    """With that way, where it may be taken, if it is faster than the one that activations take by themselves."""
+    through_host = space.unpacked.bytes_per_s
+    rate = max((rates.get(str(way), 0.0) for way in direct), default=0.0)
+    return replace(space, direct_bytes_per_s=rate) if rate > through_host * GAIN else space
+
+
 def _plain(way: DiskWay) -> DiskWay:
     """Which activations take where the rest takes this one."""
     return way._replace(packed=False)
@@ -165,10 +188,11 @@ def _with_plain(able: Sequence[DiskWay]) -> tuple[DiskWay, ...]:
 def _of_profile(profile: HardwareProfile, able: Sequence[DiskWay]) -> tuple[Sequence[DiskWay], Mapping[str, float]]:
     """The ways that it has a rate of: the simplest, or where it has two rates that packed and not."""
     rate, plain = profile.disk_bytes_per_s or 0.0, profile.disk_plain_bytes_per_s
+    of_direct = {str(DIRECT): profile.disk_direct_bytes_per_s or 0.0}
     if plain is None:
-        return able[:1], {str(able[0]): rate}
+        return able[:1], {str(able[0]): rate} | of_direct
     rates = {str(_plain(able[0])): plain, str(able[0]._replace(packed=True)): rate}
-    return [way for way in able if str(way) in rates], rates
+    return [way for way in able if str(way) in rates], rates | of_direct
 
 
 def _space(limit_bytes: int, able: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
@@ -188,33 +212,41 @@ def _fastest(able: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float
     return best_rate or TYPICAL_DISK_BYTES_PER_S, best
 
 
-def _kept(folder: Path) -> Mapping[str, float]:
-    """Empty where nothing was measured, or what is kept is damaged."""
+def _kept(folder: Path) -> DiskRate:
+    """Without rates where nothing was measured, or what is kept is damaged."""
     try:
-        return _DISK_RATE.validate_json(rate_file(folder).read_bytes()).bytes_per_s
+        return _DISK_RATE.validate_json(rate_file(folder).read_bytes())
     except FileNotFoundError:
-        return {}
+        return UNKNOWN
     except (OSError, RuntimeError, ValidationError) as error:
         log.warning("what was measured of the disk of spill.path is left out: %s", error)
-        return {}
+        return UNKNOWN
 
 
-def _measured(folder: Path, able: Sequence[DiskWay]) -> Mapping[str, float]:
-    """Empty where it cannot be measured, which is no reason not to train."""
+def _measured(folder: Path, able: Sequence[DiskWay]) -> DiskRate:
+    """Without rates where it cannot be measured, which is no reason not to train."""
     try:
-        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in able}
+        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in able if not way.direct}
     except MegatrainError as error:
         log.warning("spill.path is taken to be on a typical NVMe drive: %s", error)
-        return {}
+        return UNKNOWN
+    failed = []
+    if DIRECT in able:
+        try:
+            rates[str(DIRECT)] = measure_direct_here(folder, PROBE_BYTES)
+        except MegatrainError as error:
+            log.warning("kvikio does not move what is on the GPU itself: %s", error)
+            failed = [str(DIRECT)]
     by = ", ".join(f"{rate / 1e9:.2f} GB/s by {way}" for way, rate in rates.items())
     say(f"measured the disk of {folder}, which is done once: {by}, read and written at the same time")
+    found = DiskRate(2, str(folder), _device_of(folder), rates, tuple(failed))
     try:
         file = rate_file(folder)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, _DISK_RATE.dump_json(DiskRate(2, str(folder), _device_of(folder), rates)).decode())
+        write_atomically(file, _DISK_RATE.dump_json(found).decode())
     except (OSError, RuntimeError, MegatrainError) as error:
         log.warning("what was measured is not kept: %s", error)
-    return rates
+    return found
 
 
 def _device_of(folder: Path) -> int:

@@ -19,7 +19,7 @@ from megatrain_ray.io.blob_store import aligned_block
 from megatrain_ray.io.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.io.disk_io import DiskIo, DiskWay, held_files
 from megatrain_ray.io.disk_rate import BLOCK_BYTES, measure_mixed
-from megatrain_ray.io.kvikio_store import NUM_THREADS, KvikioFiles, unusable
+from megatrain_ray.io.kvikio_store import SETTINGS, KvikioFiles, unusable
 from megatrain_ray.io.spill_file import create_spill_file
 from tests import imitated_kvikio
 from tests.imitated_kvikio import CuFile, IOFuture
@@ -51,7 +51,7 @@ def fd(tmp_path: Path) -> int:
 async def test_a_file_without_a_name_is_updated_past_the_page_cache(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = imitated_kvikio.install(monkeypatch)
     assert await write_and_read(fd) == bytes(range(256)) * (NBYTES // 256)
-    assert settings == {"num_threads": NUM_THREADS, "auto_direct_io_read": True, "auto_direct_io_write": True}
+    assert settings == SETTINGS
     os.close(fd)
 
 

@@ -1,0 +1,28 @@
+"""How fast kvikio moves activations between the disk of spill.path and a GPU: measured in a process of its own, so that
+whoever asks makes no context on the GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatrain_ray.engine.cuda_device import CudaDevice
+from megatrain_ray.engine.direct_disk import measure_direct
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.own_process import in_own_process
+
+
+def measure_direct_here(folder: Path, num_bytes: int) -> float:
+    """Bytes per second, read and written at the same time, both together. Raises MegatrainError where kvikio does not
+    move a GPU's memory."""
+    return in_own_process("measuring the way from the disk to the GPU", _measure, folder, num_bytes)
+
+
+def _measure(folder: Path, num_bytes: int) -> float:
+    try:
+        device = CudaDevice()
+        try:
+            return measure_direct(device, folder, num_bytes)
+        finally:
+            device.close()
+    except RuntimeError as error:  # CUDA's
+        raise MegatrainError(" ".join(str(error).split())) from error
