@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from megatrain_ray.io.blob_store import Block
+from tests.apart_device import ApartMemory
+
 
 class IOFuture:
     def __init__(self, done: Future[int]) -> None:
@@ -36,14 +39,19 @@ class CuFile:
     def fileno(self) -> int:
         return self._fd
 
-    def pread(self, buf: memoryview, size: int | None = None, file_offset: int = 0) -> IOFuture:
-        return _submitted("pread", os.preadv, self._fd, [buf], file_offset)
+    def pread(self, buf: Block, size: int | None = None, file_offset: int = 0) -> IOFuture:
+        return _submitted("pread", os.preadv, self._fd, [_content(buf)], file_offset)
 
-    def pwrite(self, buf: memoryview, size: int | None = None, file_offset: int = 0) -> IOFuture:
-        return _submitted("pwrite", os.pwrite, self._fd, buf, file_offset)
+    def pwrite(self, buf: Block, size: int | None = None, file_offset: int = 0) -> IOFuture:
+        return _submitted("pwrite", os.pwrite, self._fd, _content(buf), file_offset)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _content(buf: Block) -> memoryview:
+    """Of the host's memory, and of what is a GPU's here."""
+    return buf.content if isinstance(buf, ApartMemory) else memoryview(buf)  # type: ignore[arg-type]  # a buffer
 
 
 def _submitted(name: str, call: Any, *arguments: Any) -> IOFuture:

@@ -22,6 +22,7 @@ from megatrain_ray.io.disk_rate import BLOCK_BYTES, measure_mixed
 from megatrain_ray.io.kvikio_store import SETTINGS, KvikioFiles, unusable
 from megatrain_ray.io.spill_file import create_spill_file
 from tests import imitated_kvikio
+from tests.apart_device import ApartMemory
 from tests.imitated_kvikio import CuFile, IOFuture
 
 NBYTES = 8192
@@ -52,6 +53,24 @@ async def test_a_file_without_a_name_is_updated_past_the_page_cache(fd: int, mon
     settings = imitated_kvikio.install(monkeypatch)
     assert await write_and_read(fd) == bytes(range(256)) * (NBYTES // 256)
     assert settings == SETTINGS
+    os.close(fd)
+
+
+async def test_memory_of_a_gpu_is_moved_as_it_is(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which other stores refuse."""
+    imitated_kvikio.install(monkeypatch)
+    written, found = (ApartMemory(memoryview(bytearray(content))) for content in (os.urandom(NBYTES), bytes(NBYTES)))
+    async with held_files(DiskIo.KVIKIO).update(str(fd)) as blob:
+        await blob.write_at(0, written[:4096])
+        await blob.write_at(4096, written[4096:])
+        await blob.read_into(0, found)
+        with pytest.raises(UnreadableError, match="is truncated: expected at least 12288 bytes, got 8192"):
+            await blob.read_into(4096, found)
+    assert found.content == written.content
+    async with held_files(DiskIo.POSIX).update(str(fd)) as blob:
+        for move in (blob.write_at, blob.read_into):
+            with pytest.raises(MegatrainError, match=r"cannot move memory of a device to .* only kvikio can"):
+                await move(0, found)
     os.close(fd)
 
 

@@ -13,6 +13,7 @@ from megatrain_ray.engine.activation_moves import away, is_on_disk
 from megatrain_ray.engine.activation_space import NUM_WINDOWS, activation_file_bytes
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cost_model import predict
+from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import Plan
@@ -20,20 +21,23 @@ from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_limits import fits, spare_ram
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Candidate, Machine, SpillSpace
-from megatrain_ray.engine.plan_rows import host_rows
+from megatrain_ray.engine.plan_rows import BOUNCE_BYTES, host_rows
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.plan_traffic import moved_bytes
 from megatrain_ray.engine.planner import build_plan
-from megatrain_ray.engine.prices import SharedPrices
+from megatrain_ray.engine.prices import Prices, SharedPrices
 from megatrain_ray.engine.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.split_search import TIE
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.io.disk_io import DiskWay
+from megatrain_ray.io.blob_store import ALIGN_BYTES
+from megatrain_ray.io.disk_io import DiskIo, DiskWay
+from megatrain_ray.trace import Op, Stage
 from tests.test_plan_offload import MACHINE, NUM_BLOCKS, REQUEST, offloading, row, shape, step_s
 
 DISK = SpillSpace(1 << 40, 2e10)  # so small a model computes for no longer than one that is faster than any takes
+STRAIGHT = replace(DISK, direct_bytes_per_s=3e10)
 SHORT = replace(MACHINE, ram_bytes=5 << 30)
 CANDIDATE = replace(offloading(1), boundaries=Tier.HOST, spills_activations=True)
 
@@ -43,9 +47,9 @@ def moving(plan: Plan) -> list[bool]:
     return [is_on_disk(layer, kind) for layer in plan.layers for kind in away(layer)]
 
 
-def planned(ram_bytes: int, candidate: Candidate = CANDIDATE, **changes: int) -> Plan:
+def planned(ram_bytes: int, candidate: Candidate = CANDIDATE, disk: SpillSpace = DISK, **changes: int) -> Plan:
     """Of one candidate."""
-    machine = replace(MACHINE, ram_bytes=ram_bytes, spill=DISK)
+    machine = replace(MACHINE, ram_bytes=ram_bytes, spill=disk)
     return build_plan(*shape(), machine, replace(REQUEST, **changes), candidate)
 
 
@@ -97,16 +101,19 @@ def test_where_the_host_has_room_or_the_disk_is_slow_nothing_goes_there() -> Non
         assert (with_disk.num_windows, with_disk.window_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("disk", [DISK, STRAIGHT], ids=["through the host", "straight"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("order", LoopOrder)
-def test_as_few_go_as_it_takes_the_first_layers_first(order: LoopOrder, num_micro_batches: int) -> None:
+def test_as_few_go_as_it_takes_the_first_layers_first(
+    order: LoopOrder, num_micro_batches: int, disk: SpillSpace
+) -> None:
     """They have the most time until they come back."""
     candidate, layout = replace(CANDIDATE, order=order), shape()[0].layout()
     needed = needed_bytes(candidate, num_micro_batches=num_micro_batches)
     most = planned(needed, candidate, num_micro_batches=num_micro_batches).host_activation_bytes
     counts = []
     for missing in range(0, most - (300 << 20), most // 20):
-        plan = planned(needed - missing, candidate, num_micro_batches=num_micro_batches)
+        plan = planned(needed - missing, candidate, disk, num_micro_batches=num_micro_batches)
         assert spare_ram(plan) >= 0
         on_disk = moving(plan)
         counts.append(sum(on_disk))
@@ -138,6 +145,62 @@ def test_the_arithmetic_counts_windows_files_and_every_sweep() -> None:
         assert plan.written_bytes == 3 // live * sum(plan.disk_activations)
 
 
+def test_windows_on_the_device_are_counted_there() -> None:
+    """And what kvikio pins of the host's memory instead. The file is kvikio's, whoever moves the rest."""
+    ram_bytes = needed_bytes() - (2 << 30)
+    through_host, straight = planned(ram_bytes), planned(ram_bytes, disk=STRAIGHT)
+    assert (through_host.windows, straight.windows) == (Tier.HOST, Tier.HBM)
+    assert (through_host.activations_io, straight.activations_io) == (DiskIo.POSIX, DiskIo.KVIKIO)
+    assert straight.disk_io is DiskIo.POSIX
+    assert replace(straight, device="cpu").activations_io is DiskIo.POSIX, "everybody's reach"
+    windows = row(straight, Tier.HBM, "activation windows")
+    assert windows == NUM_WINDOWS * BLOCK_BYTES + ALIGN_BYTES
+    before, after = (plan.total_bytes(Tier.HBM) for plan in (through_host, straight))
+    assert after - before == windows
+    checksums = 8 * sum(-(-b // BLOCK_BYTES) for b in straight.disk_activations)
+    assert row(straight, Tier.HOST, "activation windows") == checksums + BOUNCE_BYTES
+    assert "; activations by kvikio to the device" in describe(straight)
+    assert "kvikio" not in describe(through_host)
+    assert Plan.from_json(straight.to_json()) == straight
+
+
+def test_a_device_without_room_for_windows_has_none() -> None:
+    """Room for them is what tells whether a candidate fits, however few go to the disk."""
+    candidate, machine = CANDIDATE, replace(MACHINE, ram_bytes=needed_bytes() - (1 << 30))
+    structure, activations = shape()
+
+    def device_bytes(disk: SpillSpace) -> int:
+        drafts = Drafts(structure, structure.layout(), activations, replace(machine, spill=disk), REQUEST)
+        assert drafts.plan(candidate).total_bytes(Tier.HBM) <= drafts.device_bytes(candidate)
+        return drafts.device_bytes(candidate)
+
+    assert device_bytes(STRAIGHT) - device_bytes(DISK) == NUM_WINDOWS * BLOCK_BYTES + ALIGN_BYTES
+    plan = make_plan(*shape(), replace(SHORT, spill=STRAIGHT), REQUEST)
+    assert fits(plan)
+    assert plan.windows is Tier.HBM
+
+
+def test_what_stays_on_the_device_has_the_prices_of_its_memory() -> None:
+    """A file that is reached straight is as fast as that was measured to be, and copies cost next to nothing."""
+    structure, activations = shape()
+    ram_bytes = needed_bytes() - (2 << 30)
+    rates = 2e10, None, 3e10
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, *rates)
+    for plan, per_s, copied_per_s in (
+        (planned(ram_bytes), 2e10, TYPICAL_GPU.both_bytes_per_s),
+        (planned(ram_bytes, disk=STRAIGHT), 3e10, TYPICAL_GPU.device_bytes_per_s / 2),
+    ):
+        prices = Prices(plan, basis, activations)
+        layer = next(i for i, x in enumerate(plan.layers) if x.boundary is Tier.NVME)
+        op = Op("boundary", layer, num_bytes=1 << 30)
+        assert prices(Stage.DISK, op) == pytest.approx(2**30 / per_s)
+        assert prices(Stage.D2H, op) == pytest.approx(TYPICAL_GPU.copy_s + 2**30 / copied_per_s)
+        stays = next(i for i, x in enumerate(plan.layers) if not x.disk_activations)
+        other = Op("boundary", stays, num_bytes=1 << 30)
+        assert prices(Stage.D2H, other) == pytest.approx(TYPICAL_GPU.copy_s + 2**30 / TYPICAL_GPU.both_bytes_per_s)
+    assert basis.rates.disk_direct_bytes_per_s == 3e10
+
+
 def test_the_device_holds_what_passes_wherever_it_waits() -> None:
     on_host, on_disk = planned(needed_bytes()), planned(needed_bytes() - (2 << 30))
     assert on_disk.disk_activations
@@ -159,15 +222,17 @@ def drafts(machine: Machine, num_micro_batches: int) -> Iterator[Plan]:
             yield build_plan(*shape(), machine, request, replace(CANDIDATE, order=order, num_late=num_late))
 
 
+@pytest.mark.parametrize("disk", [DISK, STRAIGHT], ids=["through the host", "straight"])
 @pytest.mark.parametrize("bytes_per_s", [3e9, 3e7])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_no_plan_is_faster_than_its_bounds(bytes_per_s: float, num_micro_batches: int) -> None:
+def test_no_plan_is_faster_than_its_bounds(bytes_per_s: float, num_micro_batches: int, disk: SpillSpace) -> None:
     """`bytes_per_s`: of what is not packed, which activations never are."""
     structure, activations = shape()
-    rates = 10 * bytes_per_s, bytes_per_s
+    straight = disk.windows is Tier.HBM
+    rates = 10 * bytes_per_s, 5 * bytes_per_s if straight else bytes_per_s, bytes_per_s if straight else None
     basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, *rates)
     prices, tight = SharedPrices(), 0.0
-    for plan in drafts(replace(SHORT, spill=DISK), num_micro_batches):
+    for plan in drafts(replace(SHORT, spill=disk), num_micro_batches):
         predicted = predict(plan, basis, activations, prices)
         bounds = Bounds(plan, basis, activations, prices)
         moved = moved_bytes(plan, structure)["disk"]
