@@ -20,7 +20,7 @@ def _placement(plan: Plan) -> Plan:
     """On some machines the RAM that the kernel shows is another one every time, and what is left of it for copies."""
     return replace(
         plan, prediction=None, rows=(), hbm_limit_bytes=None, ram_limit_bytes=0, spill_limit_bytes=None,
-        disk_io=DiskIo.POSIX, disk_packed=False, save_copy_bytes=0, device_copy_bytes=0,
+        disk_io=DiskIo.POSIX, disk_packed=False, windows=Tier.HOST, save_copy_bytes=0, device_copy_bytes=0,
     )  # fmt: skip
 
 

@@ -49,7 +49,9 @@ def shape() -> tuple[ModelStructure, ActivationBytes]:
 def with_disk(machine: Machine, profile: HardwareProfile) -> Machine:
     """A profile with two rates of its disk is one of a disk whose state is packed."""
     rate, plain = profile.disk_bytes_per_s or 1.0, profile.disk_plain_bytes_per_s
-    return replace(machine, profile=profile, spill=SpillSpace(1 << 40, rate, DiskWay(packed=bool(plain)), plain))
+    spill = SpillSpace(1 << 40, rate, DiskWay(packed=bool(plain)), plain)
+    spill = replace(spill, direct_bytes_per_s=profile.disk_direct_bytes_per_s)
+    return replace(machine, profile=profile, spill=spill)
 
 
 def planned(profile: HardwareProfile, *, spilled: bool = False, **changes: Any) -> Plan:
@@ -70,7 +72,8 @@ def with_more_on_disk(plan: Plan, profile: HardwareProfile) -> Plan:
     layers = [
         replace(x, weights=Tier.NVME) if i in blocks and x.state is Tier.NVME else x for i, x in enumerate(layers)
     ]
-    plan = with_windows(replace(plan, layers=tuple(layers), weight_windows=2))
+    windows = Tier.HBM if profile.disk_direct_bytes_per_s else Tier.HOST
+    plan = with_windows(replace(plan, layers=tuple(layers), weight_windows=2), windows)
     structure, layout = shape()[0], shape()[0].layout()
     in_memory = (row for row in plan.rows if row.tier is not Tier.NVME)
     plan = with_uploads(replace(plan, rows=(*in_memory, *nvme_rows(plan, layout))), structure, layout)

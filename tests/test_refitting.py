@@ -67,10 +67,12 @@ def test_a_wrong_rate_is_found_and_the_next_plan_predicts_the_run(name: str) -> 
         assert any(line.startswith("disk          4 → 2 GB/s") for line in done.report)
 
 
-def test_a_disk_with_two_rates_keeps_their_proportion() -> None:
-    """That of what is packed, and of activations."""
-    right = replace(PROFILE, disk_bytes_per_s=2e9, disk_plain_bytes_per_s=1e9)
-    wrong = replace(PROFILE, disk_bytes_per_s=4e9, disk_plain_bytes_per_s=2e9)
+@pytest.mark.parametrize("direct", [None, 3e9])
+def test_a_disk_with_several_rates_keeps_their_proportion(direct: float | None) -> None:
+    """That of what is packed, of what is not, and of activations that pass straight to a GPU."""
+    right = replace(PROFILE, disk_bytes_per_s=2e9, disk_plain_bytes_per_s=1e9, disk_direct_bytes_per_s=direct)
+    twice = direct and 2 * direct
+    wrong = replace(PROFILE, disk_bytes_per_s=4e9, disk_plain_bytes_per_s=2e9, disk_direct_bytes_per_s=twice)
     plan = with_more_on_disk(planned(wrong, spilled=True), wrong)
     assert plan.prediction and plan.prediction.profile == wrong
     moved = plan.num_sweeps * sum(plan.disk_activations)
@@ -78,6 +80,7 @@ def test_a_disk_with_two_rates_keeps_their_proportion() -> None:
     done = refit_of(plan, compared(plan, right))
     assert done.profile.disk_bytes_per_s == pytest.approx(2e9)
     assert done.profile.disk_plain_bytes_per_s == pytest.approx(1e9)
+    assert done.profile.disk_direct_bytes_per_s == (direct and pytest.approx(direct))
     assert any(line.startswith("disk          4 → 2 GB/s") for line in done.report)
 
 
