@@ -199,6 +199,10 @@ def test_what_stays_on_the_device_has_the_prices_of_its_memory() -> None:
         other = Op("boundary", stays, num_bytes=1 << 30)
         assert prices(Stage.D2H, other) == pytest.approx(TYPICAL_GPU.copy_s + 2**30 / TYPICAL_GPU.both_bytes_per_s)
     assert basis.rates.disk_direct_bytes_per_s == 3e10
+    plan = planned(ram_bytes, disk=STRAIGHT)
+    straight, through_host = (Bounds(p, basis, activations).h2d_s for p in (plan, replace(plan, windows=Tier.HOST)))
+    copied_s = plan.num_sweeps * sum(plan.disk_activations) / TYPICAL_GPU.both_bytes_per_s
+    assert through_host - straight == pytest.approx(copied_s)
 
 
 def test_the_device_holds_what_passes_wherever_it_waits() -> None:
