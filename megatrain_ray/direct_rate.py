@@ -3,12 +3,15 @@ whoever asks makes no context on the GPU."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from megatrain_ray.engine.cuda_device import CudaDevice
 from megatrain_ray.engine.direct_disk import measure_direct
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.own_process import in_own_process
+
+GIVE_UP_S = 120  # for what takes three seconds, and the start of CUDA
 
 
 def measure_direct_here(folder: Path, num_bytes: int) -> float:
@@ -18,6 +21,7 @@ def measure_direct_here(folder: Path, num_bytes: int) -> float:
 
 
 def _measure(folder: Path, num_bytes: int) -> float:
+    signal.alarm(GIVE_UP_S)  # ends this process, whatever a library or a driver is at
     try:
         device = CudaDevice()
         try:
