@@ -14,6 +14,7 @@ from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.saved_values import READ_ELEMENTS, bytes_of
+from megatrain_ray.engine.whole_names import place_in_whole
 from megatrain_ray.engine.working_copy import to_working
 from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry
 
@@ -65,6 +66,7 @@ def _crc32(layer: FlatLayout, flat: Tensor) -> int:
 
 
 def _read(base: WeightSource, parameter: ParameterEntry) -> Iterator[Tensor]:
-    size = math.prod(parameter.shape)
-    for start in range(0, size, READ_ELEMENTS):
-        yield base.read(parameter.name, start, min(start + READ_ELEMENTS, size))
+    name, first = place_in_whole(parameter.name, parameter.shape)
+    stop = first + math.prod(parameter.shape)
+    for start in range(first, stop, READ_ELEMENTS):
+        yield base.read(name, start, min(start + READ_ELEMENTS, stop))

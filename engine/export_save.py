@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from megatrain_ray.engine.saved_values import ExportValues, SavedValues, chunks
+from megatrain_ray.engine.whole_names import joined_shape, whole_name
 from megatrain_ray.io.export import FILE_BYTES, ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.manifest import Manifest, ParameterEntry
 from megatrain_ray.io.weight_map import CheckpointTensor, WeightMap
@@ -38,8 +40,18 @@ def export_save(
 
 
 def owned(manifest: Manifest) -> list[ParameterEntry]:
-    """The parameters that have elements of their own."""
-    return [p for layer in manifest.layers for p in layer.parameters if p.tied_to is None]
+    """The parameters that have elements of their own, whole."""
+    return whole(p for layer in manifest.layers for p in layer.parameters if p.tied_to is None)
+
+
+def whole(parameters: Iterable[ParameterEntry]) -> list[ParameterEntry]:
+    """Those of which these are, with `start` of the first: ranges of experts, which follow each other, as one."""
+    found: dict[str, ParameterEntry] = {}
+    for p in parameters:
+        name = whole_name(p.name)
+        before = found.get(name)
+        found[name] = replace(before or p, name=name, shape=joined_shape(before.shape if before else None, p.shape))
+    return list(found.values())
 
 
 def export_tensors(

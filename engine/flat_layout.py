@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.parameter_group import COMMON, ParameterGroup
+from megatrain_ray.engine.whole_names import PlaceInWhole, place_in_whole
 
 ALIGN_ELEMENTS = 128  # 256 bytes of a two-byte type: coalesced loads, and every cut below stays on a vector boundary
 CUT_ELEMENTS = 2048  # 4096 bytes of a two-byte type: O_DIRECT- and page-safe for every state class
@@ -59,7 +60,7 @@ class Span(NamedTuple):
 class Segment:
     """One parameter inside a flat. A tied parameter owns no elements here: `tied_to` names the one that does."""
 
-    name: str  # in the model and its checkpoint: model.layers.3.self_attn.q_proj.weight
+    name: str  # in the model: model.layers.3.self_attn.q_proj.weight
     local: str  # in the layer's template: self_attn.q_proj.weight
     shape: tuple[int, ...]
     start: int  # padded coordinate
@@ -85,6 +86,12 @@ class Run(NamedTuple):
     logical: int
     in_segment: int
     length: int
+
+    @property
+    def in_whole(self) -> PlaceInWhole:
+        """Where its elements lie in the parameter that a checkpoint knows."""
+        whole = place_in_whole(self.segment.name, self.segment.shape)
+        return PlaceInWhole(whole.name, whole.start + self.in_segment)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ _SERIAL, _FIRST, _COUNT, _SAVED = range(4)
 
 class Part(NamedTuple):
     """A run of one parameter in a shard's part of a layer. `gradient_start`: in the padded gradient that is given.
-    `first_unit`: its units are numbered on from that of the run before. `in_parameter`: its first element there."""
+    `first_unit`: its units are numbered on from that of the run before. `parameter`, `in_parameter`: what a checkpoint
+    calls the parameter, and the run's first element there."""
 
     state: AdamState
     gradient_start: int

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.model import LayerKind, LayerSpec, ModelStructure
+from megatrain_ray.engine.whole_names import whole_name
 
 # One expert's place in a list of experts.
 _MEMBER = re.compile(r".*\.experts\.\d+(?=\.)")
@@ -71,31 +72,43 @@ def work_of(
     of_layers = [(i, window) for block, window in zip(structure.blocks, every_window, strict=False) for i in block]
     for (i, window), width in zip(of_layers, structure.attention_widths, strict=False):
         attention[i] = BlockAttention(width, window, 3 if i >= lowest else 1)
+    stacks = _stacks(structure)
     return tuple(
-        LayerWork(tuple(_products(layer, structure, active_experts)), attention.get(i), i >= lowest)
+        LayerWork(tuple(_products(layer, structure, stacks, active_experts)), attention.get(i), i >= lowest)
         for i, layer in enumerate(structure.layers)
     )
 
 
-def _products(layer: LayerSpec, structure: ModelStructure, active: int | None) -> Iterator[Product]:
+def _stacks(structure: ModelStructure) -> Mapping[str, int]:
+    """Experts of each parameter that holds several, by the name of the whole, whatever layers they are in."""
+    several = [p for layer in structure.layers for p in layer.parameters if len(p.shape) == 3]
+    found: Counter[str] = Counter()
+    for p in several:
+        # With 1 matrix row each it is a convolution, channel by channel.
+        found[whole_name(p.name)] += p.shape[0] if p.shape[1] > 1 else 1
+    return found
+
+
+def _products(
+    layer: LayerSpec, structure: ModelStructure, stacks: Mapping[str, int], active: int | None
+) -> Iterator[Product]:
     num_members = Counter(match[0] for p in layer.parameters if (match := _MEMBER.search(p.name)))
     num_groups = Counter(name[: name.rindex(".experts.")] for name in num_members)
     for p in layer.parameters:
         looked_up = layer.kind is LayerKind.EMBEDDING and (p.tied_to or p.name) in structure.looked_up
         if looked_up or len(p.shape) < 2 or p.name.endswith("bias"):
             continue
-        num_experts = _num_experts(p, num_groups)
+        num_experts = _num_experts(p, num_groups, stacks)
         elements = math.prod(p.shape) * min(active or num_experts, num_experts) / num_experts
         of_mlp = layer.mlp is not None and p.local.startswith(f"{layer.mlp.path}.")
         yield Product(elements, p.group.trained, of_mlp)
 
 
-def _num_experts(parameter: ParameterSpec, num_siblings: Mapping[str, int]) -> int:
-    """Among which the parameter's is one, or which the parameter holds; 1: it belongs to none.
+def _num_experts(parameter: ParameterSpec, num_siblings: Mapping[str, int], stacks: Mapping[str, int]) -> int:
+    """Among which the parameter's are some; 1: it belongs to none.
 
-    `num_siblings`: experts by where their list is, where each has parameters of its own.
+    `num_siblings`: experts by where their list is, where each has parameters of its own. `stacks`: of `_stacks`.
     """
     if match := _MEMBER.search(parameter.name):
         return num_siblings[match[0][: match[0].rindex(".experts.")]]
-    several = len(parameter.shape) == 3 and parameter.shape[1] > 1  # with 1 it is a convolution, channel by channel
-    return parameter.shape[0] if several else 1
+    return stacks.get(whole_name(parameter.name), 1)

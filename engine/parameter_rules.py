@@ -1,7 +1,7 @@
 """Which parameters are trained, and how: patterns over the model's parameter names.
 
 A pattern is a regular expression that may match anywhere in a name (`re.search`). A parameter that is shared has
-several names; one that matches is enough.
+several names; one that matches is enough. A range of experts goes by the name of all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from megatrain_ray.engine.parameter_group import COMMON, FROZEN, ParameterGroup
+from megatrain_ray.engine.whole_names import whole_name
 from megatrain_ray.errors import ConfigError
 
 NEAR = 0.4  # of difflib's ratio: a pattern is no name, so that even the right one is not very like it
@@ -50,7 +51,7 @@ class ParameterRules:
             if not any(_matches([pattern], names) for names in aliases.values()):
                 raise ConfigError(
                     f"{key}: {pattern!r} matches no parameter of the model ({len(aliases)} of them); "
-                    f"{near(pattern, list(aliases))}"
+                    f"{near(pattern, list(map(whole_name, aliases)))}"
                 )
         trained = [name for name in aliases if model.get_parameter(name).requires_grad]
         open_to_all = not self.trainable
@@ -95,7 +96,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns for name in names)
+    return any(re.search(pattern, whole_name(name)) for pattern in patterns for name in names)
 
 
 def near(pattern: str, names: Sequence[str]) -> str:

@@ -1,16 +1,19 @@
-"""What a save holds, brought into state. Layers that were divided otherwise are found by their parameters. Moments of
-another type than the state's are converted on the way, to FP32 exactly, to bf16 once to nearest (their updates round
-them stochastically)."""
+"""What a save holds, brought into state. Layers that were divided otherwise are found by their parameters, ranges of
+experts by their place in all of them. Moments of another type than the state's are converted on the way, to FP32
+exactly, to bf16 once to nearest (their updates round them stochastically)."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.whole_names import place_in_whole
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.manifest import LayerEntry, Manifest
 from megatrain_ray.io.pieces import Piece
@@ -18,6 +21,15 @@ from megatrain_ray.io.save import read_pieces
 
 CONVERTED_BYTES = 64 << 20  # of state at a time
 MOMENTS = {2: torch.bfloat16, 4: torch.float32}  # by bytes of an element
+
+
+class _Place(NamedTuple):
+    """So many elements of a parameter, from `first` on, are those of a save's layer from `start` on, logical."""
+
+    first: int
+    size: int
+    layer: str
+    start: int
 
 
 def restore_pieces(save_folder: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
@@ -43,18 +55,33 @@ def names_of(layers: Iterable[LayerEntry]) -> list[list[str]]:
 
 
 def _found(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -> Iterator[Piece]:
-    theirs = {p.name: (layer.name, p.start) for layer in manifest.layers for p in layer.parameters if not p.tied_to}
+    theirs = _places(manifest)
     ours = {layer.name: layer for layer in layout.layers}
     for piece in pieces:
         position = 0
         for segment in ours[piece.layer].segments:
             start, stop = max(piece.start, position), min(piece.stop, position + segment.numel)
             if start < stop:
-                if segment.name not in theirs:
+                name, first = place_in_whole(segment.name, segment.shape)
+                for place in theirs.get(name, ()):
+                    shift = place.first - first + position  # from the parameter's elements to the piece's
+                    common = max(start, shift), min(stop, shift + place.size)
+                    if common[0] < common[1]:
+                        yield piece.part(*common, place.layer, place.start + common[0] - shift)
+                if name not in theirs:
                     raise MegatrainError(f"the save does not hold {segment.name}")
-                layer, first = theirs[segment.name]
-                yield piece.part(start, stop, layer, first + start - position)
             position += segment.numel
+
+
+def _places(manifest: Manifest) -> dict[str, list[_Place]]:
+    """By the names of whole parameters."""
+    found: dict[str, list[_Place]] = {}
+    for layer in manifest.layers:
+        for p in layer.parameters:
+            if not p.tied_to:
+                name, first = place_in_whole(p.name, p.shape)
+                found.setdefault(name, []).append(_Place(first, math.prod(p.shape), layer.name, p.start))
+    return found
 
 
 def _is_converted(piece: Piece, manifest: Manifest) -> bool:

@@ -1,8 +1,10 @@
-"""The weights of a save by the names of parameters, in either type that an export has."""
+"""The weights of a save by the names of parameters, in either type that an export has. Experts that are apart there go
+by the name of the whole parameter."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatrain_ray.engine.whole_names import place_in_whole
 from megatrain_ray.engine.working_copy import join, to_working
 from megatrain_ray.io.blob_store import FileStore
 from megatrain_ray.io.export import ExportDtype
@@ -30,8 +33,10 @@ class ExportValues(Protocol):
 
 
 class _Place(NamedTuple):
-    """Where a parameter's elements lie in a save: logical, of a layer."""
+    """Where elements [first, stop) of a parameter lie in a save: from `start` of a layer on, logical."""
 
+    first: int
+    stop: int
     layer: str
     start: int
     trained: bool
@@ -42,12 +47,13 @@ class SavedValues:
 
     def __init__(self, save_folder: Path, manifest: Manifest, runner: asyncio.Runner) -> None:
         self.is_split = "residual" in manifest.itemsize
-        self._places = {
-            p.name: _Place(layer.name, p.start, p.start < layer.num_trained)
-            for layer in manifest.layers
-            for p in layer.parameters
-            if p.tied_to is None and (layer.base_crc32 is None or p.start < layer.num_trained)
-        }
+        self._places: dict[str, list[_Place]] = {}
+        for layer in manifest.layers:
+            for p in layer.parameters:
+                if p.tied_to is None and (layer.base_crc32 is None or p.start < layer.num_trained):
+                    name, first = place_in_whole(p.name, p.shape)
+                    place = _Place(first, first + math.prod(p.shape), layer.name, p.start, p.start < layer.num_trained)
+                    self._places.setdefault(name, []).append(place)
         self._reader = SaveReader(FileStore(save_folder), manifest)
         self._runner = runner
 
@@ -68,9 +74,13 @@ class SavedValues:
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
         """Elements [start, stop) of the flattened parameter, whatever the precision of the run: 1-D."""
-        place = self._places[name]
         read = self._working if dtype is ExportDtype.BF16 else self._master
-        return read(place, place.start + start, place.start + stop)
+        found = []
+        for place in self._places[name]:
+            first, last = max(start, place.first), min(stop, place.stop)
+            if first < last:
+                found.append(read(place, place.start + first - place.first, place.start + last - place.first))
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     def _working(self, place: _Place, start: int, stop: int) -> Tensor:
         if self.is_split:

@@ -162,9 +162,8 @@ class ShardState(ABC):
         for run in self._runs(layer, within):
             start, unit = firsts[run.segment.name]
             unit += (run.padded - start) // UNIT_ELEMENTS
-            weighting, name = _weighting(run.segment, hyper), run.segment.name
-            in_gradient = run.padded - gradient_start
-            parts.append(Part(self._state(layer, run), in_gradient, weighting, unit, name, run.in_segment))
+            weighting, in_gradient = _weighting(run.segment, hyper), run.padded - gradient_start
+            parts.append(Part(self._state(layer, run), in_gradient, weighting, unit, *run.in_whole))
         return parts
 
     def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
@@ -256,7 +255,8 @@ def _blocks(run: Run) -> Iterator[Span]:
 
 
 def _read(source: WeightSource, run: Run, span: Span) -> Tensor:
-    master = source.read(run.segment.name, run.in_segment + span.start, run.in_segment + span.stop)
+    name, first = run.in_whole
+    master = source.read(name, first + span.start, first + span.stop)
     if not math.isfinite(master.sum().item()):  # or finite values overflow: then no bad one is found
         bad = (~master.isfinite()).nonzero()
         if len(bad):

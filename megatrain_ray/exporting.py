@@ -19,6 +19,7 @@ from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.model import build_empty
 from megatrain_ray.engine.saved_values import bytes_of
+from megatrain_ray.engine.whole_names import whole_name
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.export import ExportDtype, ExportTensor, StoredDtype
 from megatrain_ray.io.manifest import Manifest
@@ -131,7 +132,7 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
     source = _with_own_code(config, manifest)
     empty = _empty(source, manifest)
     names = checkpoint_names(empty)
-    held = {p.name for layer in manifest.layers for p in layer.parameters}
+    held = {whole_name(p.name) for layer in manifest.layers for p in layer.parameters}
     parameters = [name for name in owned_parameters(empty) if name not in held]
     buffers = [name for name in empty.state_dict() if name in dict(empty.named_buffers())]
     code = sorted(source.code.glob("*.py")) if source and source.code else ()

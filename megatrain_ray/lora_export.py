@@ -10,7 +10,7 @@ from torch import nn
 
 from megatrain_ray.config import LoraConfig, ModelConfig
 from megatrain_ray.engine.base_checksum import source_checksums
-from megatrain_ray.engine.export_save import export_tensors, owned
+from megatrain_ray.engine.export_save import export_tensors, owned, whole
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.lora import A_END, B_END, is_adapter, is_transposed, module_of
 from megatrain_ray.engine.merged_values import MergedValues, Pair
@@ -47,8 +47,9 @@ def export_merged(
     with SavedValues.open(save_folder, manifest) as saved:
         values, chosen = MergedValues(saved, base, pairs, lora.alpha / lora.rank), dtype or saved.dtype
         tensors = export_tensors(values, [p for p in owned(manifest) if not is_adapter(p.name)], chosen, names)
-        whole = [*tensors, *rest]
-        write_model_folder(out_dir, whole, chosen, manifest.model, manifest.generation_config, copies=copies)
+        write_model_folder(
+            out_dir, [*tensors, *rest], chosen, manifest.model, manifest.generation_config, copies=copies
+        )
 
 
 def export_adapter(
@@ -64,7 +65,7 @@ def export_adapter(
     """A folder that peft loads: adapters, and whole parameters that were trained beside them. Arguments as for
     export_merged; `base`: where it is said to be."""
     trained = [p for layer in manifest.layers for p in layer.parameters if p.start < layer.num_trained]
-    beside = _with_aliases(manifest, [p for p in trained if p.tied_to is None and not is_adapter(p.name)])
+    beside = _with_aliases(manifest, whole(p for p in trained if p.tied_to is None and not is_adapter(p.name)))
     with SavedValues.open(save_folder, manifest) as saved:
         chosen = dtype or saved.dtype
         tensors = export_tensors(saved, [p for p in trained if is_adapter(p.name)], chosen, None)

@@ -14,6 +14,7 @@ from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.config_file import leaves
 from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.model import ModelStructure
+from megatrain_ray.engine.whole_names import joined_shape, whole_name
 from megatrain_ray.errors import ConfigError
 
 MODEL_NAME = "model.json"
@@ -49,16 +50,20 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
         )
 
 
-def _parameter(spec: ParameterSpec) -> dict[str, Any]:
+def _parameter(spec: ParameterSpec, before: Mapping[str, Any]) -> dict[str, Any]:
+    """`before`: of what comes before it of the same whole parameter; else empty."""
     frozen = {} if spec.group.trained else {"frozen": True}  # not in what earlier versions wrote
-    return {"shape": spec.shape, "tied_to": spec.tied_to, **frozen}
+    return {"shape": joined_shape(before.get("shape"), spec.shape), "tied_to": spec.tied_to, **frozen}
 
 
 def _described(config: Mapping[str, Any], structure: ModelStructure) -> dict[str, Any]:
     """As JSON keeps it."""
     layers: dict[str, dict[str, Any]] = {}
     for name, layer in zip(structure.undivided_names, structure.layers, strict=True):
-        layers.setdefault(name, {}).update({p.name: _parameter(p) for p in layer.parameters})
+        of_layer = layers.setdefault(name, {})
+        for p in layer.parameters:
+            whole = whole_name(p.name)
+            of_layer[whole] = _parameter(p, of_layer.get(whole, {}))
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
     described: dict[str, Any] = json.loads(json.dumps({"config": relevant, "layers": layers}))
     return described
