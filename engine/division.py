@@ -3,7 +3,8 @@ which a whole block is more than the device has room for. Found in the trial for
 
 A part is some of a block's modules, neighbours in the order of their calls; the block's own forward runs between them,
 as the model's runs between layers. What that saves for its backward nobody computes again: it waits from the forward
-to the backward like what a part keeps. Nothing of this changes what is computed, nor in which order.
+to the backward like what a part keeps. Nothing of this changes what is computed, nor in which order. Experts that are
+one module to Transformers are several here (expert_groups.py).
 """
 
 from __future__ import annotations

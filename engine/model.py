@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +16,7 @@ from torch import nn
 
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.whole_names import whole_name
 
 ModelFactory = Callable[[torch.dtype], nn.Module]
 
@@ -122,6 +124,12 @@ class ModelStructure:
     def is_divided(self) -> bool:
         """Whether a block is more than one layer."""
         return any(layer.part for layer in self.layers)
+
+    @property
+    def expert_groups(self) -> int:
+        """Ranges that the experts of a block are in, at most; 1: none has them apart."""
+        ranges = Counter(whole_name(p.name) for layer in self.layers for p in layer.parameters)
+        return max(ranges.values(), default=1)
 
     @property
     def has_frozen(self) -> bool:

@@ -140,6 +140,7 @@ class Plan:
     prediction: Prediction | None = None  # of what a step takes
     mlp_chunk_tokens: int = 0  # of a micro-batch that an MLP computes at a time; 0: all of them
     block_parts: int = 1  # into which blocks are divided at most, each a layer of its own (division.py)
+    expert_groups: int = 1  # modules that the experts of a block are at most (expert_groups.py)
     disk_io: DiskIo = DiskIo.POSIX  # by whom what is on disk is read and written
     weight_windows: int = 0  # host memory of a layer's working copy each, which those on disk pass through
     weight_read_bytes: int = 0  # of working copies on disk, read for the uploads of a step

@@ -64,6 +64,7 @@ def frame_of(
         captured=bool(r.captured),
         mlp_chunk_tokens=r.mlp_chunk_tokens,
         block_parts=max(map(len, structure.blocks)),
+        expert_groups=structure.expert_groups,
         disk_io=m.spill.way.io if m.spill else DiskIo.POSIX,
         disk_packed=bool(m.spill and m.spill.way.packed),
     )

@@ -95,7 +95,10 @@ def _waiting_lines(plan: Plan) -> list[str]:
 
 
 def _part_lines(plan: Plan) -> list[str]:
-    return [f"parts     blocks are divided into {plan.block_parts} layers each"] if plan.block_parts > 1 else []
+    if plan.block_parts == 1:
+        return []
+    experts = f", experts into {plan.expert_groups} groups" if plan.expert_groups > 1 else ""
+    return [f"parts     blocks are divided into {plan.block_parts} layers each{experts}"]
 
 
 def _chunk_lines(plan: Plan) -> list[str]:

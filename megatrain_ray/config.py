@@ -224,9 +224,9 @@ class HardwareConfig(Group):
     """Layers and the loss run through torch.compile, before the first step once for each kind of layer; one that cannot
     be compiled runs as it is, and the log says why. auto: on a GPU, unless train.deterministic."""
     block_parts: Literal["auto"] | Count = "auto"
-    """Layers that each block is divided into at most, between attention and the matrices of its MLP: each has slots,
-    gradients and updates of its own, so that blocks larger than GPU memory train; they are not compiled. auto: 1, or
-    where whole blocks do not fit what is predicted to be the fastest."""
+    """Layers that each block is divided into at most, between attention, the matrices of its MLP and groups of experts:
+    each has slots, gradients and updates of its own, so that blocks larger than GPU memory train; they are not
+    compiled. auto: 1, or where whole blocks do not fit what is predicted to be the fastest."""
     cuda_graphs: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
     """A step's forward and backward are one CUDA graph, which the GPU launches by itself, where all layers live in its
     memory; a step that cannot be captured runs layer by layer, and the log says why. auto: where launching layers takes

@@ -4,7 +4,7 @@ weights. Picklable."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,11 +15,13 @@ import torch
 from megatrain_ray.architecture import Architecture, is_known
 from megatrain_ray.checkpoint_names import checkpoint_names
 from megatrain_ray.config import LoraConfig, ModelConfig
+from megatrain_ray.engine.expert_groups import GroupedFactory
 from megatrain_ray.engine.flat_layout import ParameterSpec
 from megatrain_ray.engine.load import RandomSource, WeightSource
 from megatrain_ray.engine.lora import AdaptedFactory, Lora, is_adapter
 from megatrain_ray.engine.lora_weights import LoraWeights
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
+from megatrain_ray.engine.whole_names import joined_shape, whole_name
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.adapter_folder import CONFIG_NAME, WEIGHTS_NAME, AdapterFolder
 from megatrain_ray.io.hub import HubFolder, find_on_hub
@@ -35,7 +37,8 @@ class ModelSource:
     folder of its own modeling code, where that may run and is needed. `generation_config`: the folder's, which saves
     and exports carry on. `hub`: what `folder` is of; its weights are fetched when they are first asked for. `lora`:
     the pairs beside its matrices; `adapter`: folder or hub id that they come from; None: new ones. `names`: of the
-    weights in `folder`, found once: a shard that reads them imports no Transformers, which takes 3 s."""
+    weights in `folder`, found once: a shard that reads them imports no Transformers, which takes 3 s. `expert_groups`:
+    modules that the experts of a block are at most."""
 
     config: Mapping[str, Any]
     folder: Path | None
@@ -46,11 +49,13 @@ class ModelSource:
     lora: Lora | None = None
     adapter: str | None = None
     names: WeightMap = field(default_factory=dict)
+    expert_groups: int = 1
 
     @property
     def factory(self) -> ModelFactory:
         """Builds the model with a given parameter type; for meta or fake tensors."""
-        return AdaptedFactory(self._base, self.lora) if self.lora else self._base
+        whole = AdaptedFactory(self._base, self.lora) if self.lora else self._base
+        return GroupedFactory(whole, self.expert_groups) if self.expert_groups > 1 else whole
 
     @property
     def _base(self) -> ModelFactory:
@@ -76,14 +81,14 @@ class ModelSource:
         """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape, and where
         weights cannot be fetched."""
         if self.folder is not None:
-            shapes = {p.name: p.shape for p in _owned(structure) if not is_adapter(p.name)}
-            self._mapped(self.folder).check(shapes)
+            shapes = _whole_shapes(p for layer in structure.layers for p in layer.parameters)
+            self._mapped(self.folder).check({name: shape for name, shape in shapes.items() if not is_adapter(name)})
 
     def check_adapter(self, structure: ModelStructure) -> None:
         """Raises ConfigError when the adapter to go on from is not one of this structure."""
         if adapter := self._stored_adapter():
             trained = [p for layer in structure.layers for p in layer.parameters if p.group.trained]
-            shapes = {p.name: p.shape for p in trained if p.tied_to is None}
+            shapes = _whole_shapes(trained)
             tied = {p.name: p.tied_to for p in trained if p.tied_to is not None}
             adapter.check(shapes, list(filter(is_adapter, shapes)), tied)
 
@@ -158,8 +163,14 @@ def read_model(model: ModelConfig) -> ModelSource:
     return ModelSource(config, folder, model.seed, code, _generation_config(folder), hub)
 
 
-def _owned(structure: ModelStructure) -> list[ParameterSpec]:
-    return [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
+def _whole_shapes(parameters: Iterable[ParameterSpec]) -> dict[str, tuple[int, ...]]:
+    """Of those that a folder holds: ranges of experts together, tied ones left out."""
+    found: dict[str, tuple[int, ...]] = {}
+    for p in parameters:
+        name = whole_name(p.name)
+        if p.tied_to is None:
+            found[name] = joined_shape(found.get(name), p.shape)
+    return found
 
 
 def _open_adapter(name: str) -> AdapterFolder:

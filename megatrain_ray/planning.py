@@ -52,8 +52,10 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan answers. `activations`: of a micro-batch as requested."""
+    """What a plan answers. `source`: its model, as divided as the structure. `activations`: of a micro-batch as
+    requested."""
 
+    source: ModelSource
     structure: ModelStructure
     activations: ActivationBytes
     machine: Machine
@@ -89,7 +91,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
     question = _question_that_fits(config, source, machine or _machine(config, imagined=False))
     plan = question.plan()
     split = config.with_split(plan.micro_batch_size, plan.num_micro_batches)
-    return Prepared(split, source, question.structure, plan)
+    return Prepared(split, question.source, question.structure, plan)
 
 
 def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Prediction]:
@@ -98,7 +100,8 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
     Raises ConfigError for a model that is not there any more.
     """
     machine = Machine(plan.device, plan.num_compute_threads, 1, plan.ram_limit_bytes, plan.hbm_limit_bytes)
-    question = _question(config, _source_of(config), machine, plan.block_parts)
+    source = replace(_source_of(config), expert_groups=plan.expert_groups)
+    question = _question(config, source, machine, plan.block_parts)
 
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
@@ -128,7 +131,7 @@ def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machi
     """With whole blocks, or where these do not fit the device with those parts that are predicted to be the fastest;
     with whole ones where no number of parts helps."""
     parts = config.hardware.block_parts
-    whole = _question(config, source, machine, 1 if parts == "auto" else parts)
+    whole = _question_of_parts(config, source, machine, 1 if parts == "auto" else parts)
     if parts != "auto" or machine.device != "cuda":
         return whole
     try:
@@ -141,7 +144,7 @@ def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machi
     different: dict[int, Question] = {}
     for parts in BLOCK_PARTS:
         try:
-            question = _question(config, source, machine, parts)
+            question = _question_of_parts(config, source, machine, parts)
         except ConfigError as error:
             log.info("%s", error)
         else:
@@ -157,6 +160,11 @@ def _predicted_s(question: Question) -> float:
     except CapacityError:
         return math.inf
     return prediction.step_s if prediction else math.inf
+
+
+def _question_of_parts(config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int) -> Question:
+    """Experts may end as many parts as there are."""
+    return _question(config, replace(source, expert_groups=block_parts), machine, block_parts)
 
 
 def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int) -> Question:
@@ -187,7 +195,7 @@ def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_
         compiled=compiled,
         captured=None if hardware.cuda_graphs == "auto" else hardware.cuda_graphs,
     )
-    return Question(structure, activations, machine, request)
+    return Question(source, structure, activations, machine, request)
 
 
 @contextmanager

@@ -227,6 +227,7 @@ def train_engine(
     recipe's adapter. `disk`: where activations wait, of so many bytes, by store and name."""
     batches = list(batches)
     source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
+    source = dataclasses.replace(source, expert_groups=mode.block_parts)
     structure, plan = plan_for(source.factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
     state = HostState(structure.layout(mode.num_fragments), plan, recipe)
     state.load(source.weights())
