@@ -15,6 +15,7 @@ from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 
 VERY_FEW_BLOCKS = 4
+FEWEST_SLOTS = (1, 1)  # of blocks, and of the ends
 SEGMENTS = (2, 4, 8)  # layers of which what enters the first waits; more save little more
 
 
@@ -59,7 +60,7 @@ def _slots(num_blocks: int) -> tuple[tuple[int, int], ...]:
     counts = dict.fromkeys((min(3, num_blocks), num_blocks))
     slots = (*((count, 2) for count in counts), (min(2, num_blocks), 1))
     if num_blocks <= VERY_FEW_BLOCKS:  # of which one more slot is a large share
-        slots = (*slots, (1, 1))
+        slots = (*slots, FEWEST_SLOTS)
     return slots
 
 

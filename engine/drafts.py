@@ -57,6 +57,7 @@ class Drafts:
     chunks: dict[Candidate, int] = field(default_factory=dict)
     activation_rows: dict[Candidate, ActivationRows] = field(default_factory=dict)
     host_rows: dict[Candidate, tuple[ByteCount, ...]] = field(default_factory=dict)
+    missing: dict[Candidate, int] = field(default_factory=dict)
     on_disk: dict[Candidate, OnDisk] = field(default_factory=dict)
     host_rooms: dict[Candidate, int] = field(default_factory=dict)
     spillable: dict[Candidate, Spillable] = field(default_factory=dict)
@@ -107,6 +108,16 @@ class Drafts:
     def _windows(self) -> Tier:
         return self.machine.spill.windows if self.machine.spill else Tier.HOST
 
+    def placed_bytes(self, candidate: Candidate) -> int:
+        """What of it is neither activations nor gradients that wait."""
+        return self._placement(candidate).num_bytes
+
+    def waiting_bytes(self, candidate: Candidate) -> int:
+        """Of gradients that wait there, all at once."""
+        placement, sizes = self._placement(candidate), self.layout.trained_sizes
+        waiting = candidate.hbm_layers | placement.late
+        return placement.frame.accumulation_dtype.itemsize * sum([sizes[i] for i in waiting])
+
     def least_device_bytes(self, candidate: Candidate) -> int:
         """What of it no layers on the device, and no slots, make less."""
         return self._activation_rows(candidate).num_bytes
@@ -130,32 +141,24 @@ class Drafts:
             return NOTHING
         key = self._of_all(candidate)
         if key not in self.on_disk:
-            plan = self.in_memory(candidate)
-            missing = -self._spare(candidate, replace(plan, rows=self._host_rows(candidate, plan)))
-            self.on_disk[key] = (
-                self._spillable(candidate, plan).choice(missing, key.spill_first) if missing > 0 else NOTHING
-            )
+            missing = self.missing_ram(candidate)
+            self.on_disk[key] = self._spillable(candidate).choice(missing, key.spill_first) if missing > 0 else NOTHING
         return self.on_disk[key]
 
-    def least_disk_s(self, candidate: Candidate) -> float:
-        """What the disk needs for gradients and state of a step, each written and read; 0 where none are there."""
-        on_disk, spill = self.spilled(candidate), self.machine.spill
-        if spill is None or not on_disk.of_shards:
-            return 0.0
-        sizes, precision, frame = self.layout.trained_sizes, self.request.precision, self._frame(candidate)
-        num_bytes = frame.wire_dtype.itemsize * sum(sizes[i] for i in on_disk.gradients)
-        num_bytes += precision.state_bytes * sum(sizes[i] for i in on_disk.state)
-        num_bytes += precision.working_dtype.itemsize * sum(sizes[i] for i in on_disk.weights)
-        return 2 * num_bytes / spill.bytes_per_s
+    def missing_ram(self, candidate: Candidate) -> int:
+        """Bytes of the host that the plan takes too many where nothing of it is on disk; negative where it has room."""
+        key = replace(self._of_all(candidate), **NO_DISK)
+        if key not in self.missing:
+            plan = self.in_memory(candidate)
+            self.missing[key] = -self._spare(candidate, replace(plan, rows=self._host_rows(candidate, plan)))
+        return self.missing[key]
 
-    def _spillable(self, candidate: Candidate, plan: Plan) -> Spillable:
-        """`plan`: in which nothing spills."""
+    def _spillable(self, candidate: Candidate) -> Spillable:
         key = replace(self._of_host(candidate), spill_first=SpillFirst.LEAST)
         if key not in self.spillable:
             activations = candidate.spills_activations
-            self.spillable[key] = Spillable(
-                plan, self.structure, self.layout, activations=activations, windows=self._windows
-            )
+            plan, windows = self.in_memory(candidate), self._windows
+            self.spillable[key] = Spillable(plan, self.structure, self.layout, activations=activations, windows=windows)
         return self.spillable[key]
 
     def _spare(self, candidate: Candidate, plan: Plan) -> int:

@@ -5,16 +5,26 @@ Of the schedule that simulation.py runs: what it changes there these bounds must
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import NamedTuple
+
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import Plan, UpdateOrder
-from megatrain_ray.engine.plan_spill import room_in_slots
+from megatrain_ray.engine.plan_spill import most_room_in_slots, room_in_slots
 from megatrain_ray.engine.prices import Prices, SharedPrices
 from megatrain_ray.engine.residency import group_of
 from megatrain_ray.engine.simulation import operations
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit
+
+
+class Least(NamedTuple):
+    """Seconds of a step at least: by what is computed and updated, and with what moves."""
+
+    worked_s: float
+    moved_s: float
 
 
 class Bounds:
@@ -36,7 +46,12 @@ class Bounds:
         self._num_sweeps = 1 if plan.order is LoopOrder.LAYERS_OUTER else plan.num_micro_batches
         self._at_once = plan.num_micro_batches // self._num_sweeps
 
-    @property
+    def least(self, missing: int = 0, moving: int = 0) -> Least:
+        """Arguments as of `spilling_s`."""
+        of_disk = self.spilling_s(missing, moving) if missing > 0 else self.disk_s
+        return Least(max(self.compute_s, self.update_s), max(self.chained_s, self.h2d_s, of_disk))
+
+    @cached_property
     def compute_s(self) -> float:
         """All that is computed but updates on the device."""
         replays_s = sum(self._prices.of_layer("replay", layer) for layer in self._plan.replayed_layers)
@@ -55,6 +70,31 @@ class Bounds:
         per_s = self._basis.activations_per_s(self._plan.windows)
         activations_s = self._num_sweeps * sum(self._plan.disk_activations) / per_s
         return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)) + activations_s)
+
+    def spilling_s(self, missing: int, moving: int) -> float:
+        """Of a plan of which nothing is on disk yet, with so many bytes of its host memory there, whichever these are.
+        `moving`: of these at most so many of activations.
+
+        State comes and goes behind the backward, a gradient comes then: what is left of the step when the last of them
+        is there is at least all that is computed from the head on."""
+        of_shards, basis = missing - min(missing, moving), self._basis
+        moved = 2 * of_shards / basis.disk_bytes_per_s
+        disk_s = moved + 2 * (missing - of_shards) * min(
+            self._num_sweeps / basis.activations_per_s, 1 / basis.disk_bytes_per_s
+        )
+        if not of_shards or self._plan.update_order is UpdateOrder.BACKWARD:
+            return disk_s
+        stored = min(of_shards, self._waiting_bytes) + 2 * most_room_in_slots(self._plan, basis.layout)
+        visits = zip(basis.one_sweep, self._sweep_s, strict=True)
+        forward_s = self._at_once * sum(seconds for visit, seconds in visits if visit.phase is Phase.FORWARD)
+        return max(disk_s, moved - stored / basis.disk_bytes_per_s + self.compute_s - forward_s)
+
+    @property
+    def _waiting_bytes(self) -> int:
+        """Of gradients that wait in the slab."""
+        plan, sizes = self._plan, self._basis.layout.trained_sizes
+        on_host = plan.host_layers - plan.waiting_layers if plan.sums is Tier.HBM else ()
+        return plan.wire_dtype.itemsize * sum([sizes[i] for i in on_host])
 
     def _state_s(self, layer: int) -> float:
         """Of reading or writing a layer's state, and its working copy where that is on disk."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.drafts import Drafts
@@ -54,15 +53,15 @@ class Filling:
         plans = [self.drafts.plan(self._candidate(count, num_late)) for num_late in self._least_late]
         return min(plans, key=missing_bytes)
 
-    def candidates(self, may_win: Callable[[Plan], bool], best_s: Callable[[], float]) -> Iterator[Candidate]:
+    def candidates(
+        self, may_win: Callable[[Plan], bool], may_win_spilling: Callable[[Candidate], bool]
+    ) -> Iterator[Candidate]:
         """Those that fit and may win, the one with the most layers on the device first. `may_win`: of a plan without
-        its arithmetic; `best_s`: what the best one takes that is known by now."""
-        if not self._offloads and not self._fits(self._candidate(self._fewest)):
-            return
+        its arithmetic; `may_win_spilling`: of a candidate, whatever it has on disk."""
         # With more on the device, and with more kept, nothing takes longer: what cannot win then need not be filled.
-        # Where more layers may not live there its memory takes gradients from the disk, however.
-        at_most = max(self._fewest, self._at_most)
-        if not self._is_bounded and self.drafts.least_disk_s(self._candidate(at_most)) >= best_s():
+        if not may_win_spilling(self._most_kept_with(self._at_most)):
+            return
+        if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
         most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
         step = max(1, (most - self._fewest) // (NUM_BETWEEN + 1))
@@ -109,25 +108,15 @@ class Filling:
         return self.drafts.num_blocks if self._offloads or self._may_keep_more else 0
 
     @property
-    def _is_bounded(self) -> bool:
-        """Whether some layers may not live on the device, room or not."""
-        return self.fixed or len(self.able) < len(self.drafts.layout.layers)
-
-    @property
     def _may_keep_more(self) -> bool:
         return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
 
     @property
     def _at_most(self) -> int:
-        """No more layers fit on the device: however few slots there are, they and what is kept take at least this."""
-        limit = self.drafts.machine.hbm_bytes
-        if limit is None:
-            return len(self.able)
-        room = int(FILLED_SHARE * limit) - self.drafts.least_device_bytes(
-            self._candidate(0, self._most_late if self._offloads else 0)
-        )
-        ends = accumulate(self.drafts.resident_bytes[i] for i in self.able)
-        return next((count for count, end in enumerate(ends) if end > room), len(self.able))
+        """No plan that fits has more layers on the device."""
+        if self.fixed or self._offloads:
+            return max(self._fewest, self._most_within(FILLED_SHARE))
+        return max(0, self._most_within(1.0))
 
     def _most_within(self, share: float) -> int:
         """The most layers on the device with which a plan takes no more than this share of its memory; -1: even with

@@ -17,6 +17,7 @@ from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_capture import captured, is_slowed_by_launches
 from megatrain_ray.engine.plan_chunks import may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.plan_floors import Floors
 from megatrain_ray.engine.plan_limits import beyond_device, missing_bytes
 from megatrain_ray.engine.plan_report import explain_misfit
 from megatrain_ray.engine.plan_request import Machine, Request
@@ -103,15 +104,16 @@ def _searches(
 ) -> Iterator[SplitSearch]:
     """One for each split; two where micro-batches are large, the second with MLPs in chunks. `found`: gets what
     fits."""
+    floors = Floors()
     for split in splits(request):
         of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
-        yield SplitSearch(basis, machine, split, of_split, found)
+        yield SplitSearch(basis, machine, split, of_split, found, floors)
         tokens = split.micro_batch_size * split.seq_len
         if not may_chunk(tokens, split.seq_len, has_disk=machine.spill is not None):
             continue
         chunk_tokens = mlp_chunk_tokens(basis.structure, tokens)
         if chunk_tokens and (in_chunks := of_split.in_chunks()):
-            yield SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found)
+            yield SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found, floors)
 
 
 def _smallest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:

@@ -61,12 +61,13 @@ def slots_bytes(plan: Plan, layout: ModelLayout) -> int:
 
 def room_in_slots(plan: Plan, layout: ModelLayout) -> int:
     """Bytes of state, or of gradients, that all slots together have room for."""
-    largest = Sizes.of(plan, layout).largest
-    of_state = min(plan.extent_elements * plan.num_shards, largest.state) * plan.precision.state_bytes
-    of_whole = min(plan.extent_elements * plan.num_shards, largest.whole) * plan.precision.element_bytes
-    in_extent = plan.extent_elements * parts_per_gradient(plan.precision, plan.wire_dtype)
-    of_gradient = min(in_extent * plan.num_shards, largest.gradient) * plan.wire_dtype.itemsize
-    return plan.state_slots * max(of_state, of_whole, of_gradient)
+    return plan.state_slots * Spilling(plan).slot_room(Sizes.of(plan, layout).largest)
+
+
+def most_room_in_slots(plan: Plan, layout: ModelLayout) -> int:
+    """The same at most, whatever of a plan with nothing on disk goes there."""
+    spilling, largest = Spilling.of(plan), Largest(*[max(layout.trained_sizes)] * 3)
+    return spilling.num_slots(largest) * spilling.slot_room(largest)
 
 
 class Kind(Enum):
@@ -181,6 +182,15 @@ class Spilling:
         """Of each shard."""
         of_layer = max(self._of_shard(largest.state), self._of_shard(largest.gradient) // self._together)
         return min(STATE_SLOTS, max(LAYERS_AT_ONCE, LAYERS_AT_ONCE * of_layer // self.plan.extent_elements))
+
+    def slot_room(self, largest: Largest) -> int:
+        """Of a slot of each shard, bytes of what is there."""
+        plan = self.plan
+        of_state = min(plan.extent_elements * plan.num_shards, largest.state) * plan.precision.state_bytes
+        of_whole = min(plan.extent_elements * plan.num_shards, largest.whole) * plan.precision.element_bytes
+        in_extent = plan.extent_elements * self._together
+        of_gradient = min(in_extent * plan.num_shards, largest.gradient) * plan.wire_dtype.itemsize
+        return max(of_state, of_whole, of_gradient)
 
     def slots_bytes(self, largest: Largest, num_slots: int) -> int:
         """With what packs blocks, without the blocks' words."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.candidates import VERY_FEW_BLOCKS, candidates
+from megatrain_ray.engine.candidates import SEGMENTS, VERY_FEW_BLOCKS, candidates
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cost_model import predict
-from megatrain_ray.engine.drafts import Drafts
+from megatrain_ray.engine.drafts import ALL_KEPT, ANY_SLOTS, Drafts
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_bounds import Bounds
+from megatrain_ray.engine.plan_bounds import Bounds, Least
 from megatrain_ray.engine.plan_chunks import is_long
 from megatrain_ray.engine.plan_fill import Filling, fewest_layers
+from megatrain_ray.engine.plan_floors import Floors
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_variants import variants
 from megatrain_ray.engine.prices import SharedPrices
@@ -47,6 +48,10 @@ class Found:
         """By what takes at least this long: what is only a little faster than a simpler one is not taken."""
         return least_s * (1 + TIE) < self.best_s
 
+    def may_be_won(self, least: Least) -> bool:
+        """What takes as long as a simpler one changes nothing."""
+        return self.may_be_beaten_in(least.worked_s) and least.moved_s < self.best_s
+
     def chosen(self) -> Plan:
         """The simplest of those that nothing beats by more than TIE."""
         return next(plan for step_s, plan in self.plans if step_s <= self.best_s * (1 + TIE))
@@ -56,14 +61,22 @@ class SplitSearch:
     """Tries the candidates of one split one after the other, each only if it may be better than what was found."""
 
     def __init__(
-        self, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: Found
+        self,
+        basis: CostBasis,
+        machine: Machine,
+        request: Request,
+        activations: ActivationBytes,
+        found: Found,
+        floors: Floors,
     ) -> None:
-        """`request`: with the split. `activations`: of one of its micro-batches. `found`: gets what fits."""
+        """`request`: with the split. `activations`: of one of its micro-batches. `found`: gets what fits. `floors`: of
+        all splits."""
         self._basis = basis
         self._machine = machine
         self._request = request
         self._activations = activations
         self._found = found
+        self._floors = floors
         # Not those that Muon trains, whose momenta are the shards'.
         self._able = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
         self._fixed = self._fixed_count()
@@ -75,22 +88,26 @@ class SplitSearch:
         self._shared = SharedPrices()
         self._drafts = Drafts(basis.structure, basis.layout, activations, machine, request)
         self._fewest_of = cache(self._count_fewest)
+        self._kinds: dict[tuple[Candidate, tuple[int, ...]], Least] = {}
         self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
 
     def run(self) -> None:
         for candidate in self._candidates:
-            filling = self._filling(candidate, self._able)
-            if not self._has_room(candidate) or not self._found.may_be_beaten_in(self._least_compute_s(filling)):
+            orders = [able for able in self._orders if self._found.may_be_won(self._least_of_kind(candidate, able))]
+            if not orders or not self._has_room(candidate) or not self._is_worth_filling(candidate):
                 continue
-            if self._waits_needlessly(candidate) or self._spills_needlessly(candidate):
-                continue
-            for able in self._orders:
-                for filled in self._filling(candidate, able).candidates(self._may_win, lambda: self._found.best_s):
+            for able in orders:
+                for filled in self._filling(candidate, able).candidates(self._may_win, self._may_win_spilling):
                     self._try(filled)
         for candidate in self._best_with_disk():
             for other in variants(self._drafts, candidate):
                 if self._may_win(self._drafts.without_rows(other)):
                     self._try(other)
+
+    def _is_worth_filling(self, candidate: Candidate) -> bool:
+        if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._able))):
+            return False
+        return not self._waits_needlessly(candidate) and not self._spills_needlessly(candidate)
 
     def _try(self, candidate: Candidate) -> None:
         plan = self._drafts.plan(candidate)
@@ -126,7 +143,7 @@ class SplitSearch:
         """Of every candidate the plan that takes least."""
         return (self._filling(candidate, self._able).smallest() for candidate in self._candidates)
 
-    @property
+    @cached_property
     def _orders(self) -> Iterable[tuple[int, ...]]:
         """In which layers come to live on the device: that of a forward, whose first updates are waited for first; with
         the ends last, in whose place there may be room for a block, which would be uploaded twice; the smallest first,
@@ -199,11 +216,35 @@ class SplitSearch:
         return self._compute_s[key]
 
     def _may_win(self, plan: Plan) -> bool:
-        bounds = self._bounds(plan)
-        if not self._found.may_be_beaten_in(max(bounds.compute_s, bounds.update_s)):
-            return False
-        # What takes as long as a simpler one changes nothing.
-        return max(bounds.chained_s, bounds.h2d_s, bounds.disk_s) < self._found.best_s
+        return self._found.may_be_won(self._bounds(plan).least())
+
+    def _may_win_spilling(self, candidate: Candidate) -> bool:
+        """Whatever of it is on disk."""
+        missing = self._drafts.missing_ram(candidate) if self._machine.spill else 0
+        return self._found.may_be_won(self._least(candidate, missing))
+
+    def _least(self, candidate: Candidate, missing: int) -> Least:
+        """`missing`: bytes of host memory."""
+        plan = self._drafts.in_memory(candidate)
+        # Where not all layers may live on the device its memory takes gradients from the disk.
+        if self._machine.spill is None or self._fixed is not None or len(self._able) < len(plan.layers):
+            missing = 0
+        return self._bounds(plan).least(missing, plan.host_activation_bytes if candidate.spills_activations else 0)
+
+    def _least_of_kind(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
+        """Of all candidates that are on the host like this one: with as many layers on the device as has any of them,
+        a slot for every block, and all kept."""
+        if math.isinf(self._found.best_s):
+            return Least(0.0, 0.0)
+        segment = 1 if candidate.segment == 1 else max(SEGMENTS)
+        kind = replace(candidate, **ALL_KEPT, **ANY_SLOTS, segment=segment)
+        if (kind, able) not in self._kinds:
+            floor = self._floors.of(self._drafts, kind, able, self._entering_bytes(kind))
+            count = floor.num_layers if self._fixed is None else self._fixed
+            slots = {"num_block_slots": self._drafts.num_blocks, "num_edge_slots": 2}
+            best = replace(kind, hbm_layers=frozenset(able[:count]), **slots, segment=1)
+            self._kinds[kind, able] = self._least(best, floor.missing)
+        return self._kinds[kind, able]
 
     def _bounds(self, plan: Plan) -> Bounds:
         return Bounds(plan, self._basis, self._activations, self._shared)
