@@ -41,6 +41,8 @@ NO_DISK: dict[str, Any] = {"spills_activations": False, "spill_first": SpillFirs
 ANYWHERE: dict[str, Any] = ANY_SLOTS | NO_DISK | {
     "hbm_layers": frozenset(), "gradients": Tier.HOST, "num_waiting": 0, "sums": Tier.HBM
 }  # fmt: skip
+# Of bytes on disk, what they may come to where each kind of each layer is filled up to whole pages.
+PAGES = 2
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,15 @@ class Drafts:
             plan = replace(plan, rows=rows)
             self.host_rooms[key] = -beyond_disk(plan) or self._spare(candidate, plan) + 1
         return self.host_rooms[key]
+
+    def likely_room(self, candidate: Candidate) -> int:
+        """As `host_room`, and cheaper: where the disk is large, with as much there as may be."""
+        spill, missing = self.machine.spill, self.missing_ram(candidate)
+        if missing > 0 and spill is not None:
+            most = self._spillable(candidate).most
+            if PAGES * most.num_bytes <= spill.limit_bytes:
+                return most.gain - missing + 1
+        return self.host_room(candidate)
 
     def spilled(self, candidate: Candidate) -> OnDisk:
         """What of the plan is on disk: as much as the host has too little memory for."""

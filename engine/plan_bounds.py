@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.activation_space import NUM_WINDOWS
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import Plan, UpdateOrder
@@ -16,8 +17,11 @@ from megatrain_ray.engine.plan_spill import most_room_in_slots, room_in_slots
 from megatrain_ray.engine.prices import Prices, SharedPrices
 from megatrain_ray.engine.residency import group_of
 from megatrain_ray.engine.simulation import operations
+from megatrain_ray.engine.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit
+
+WINDOWS_BYTES = NUM_WINDOWS * BLOCK_BYTES  # of activations on their way, at most
 
 
 class Least(NamedTuple):
@@ -73,21 +77,27 @@ class Bounds:
 
     def spilling_s(self, missing: int, moving: int) -> float:
         """Of a plan of which nothing is on disk yet, with so many bytes of its host memory there, whichever these are.
-        `moving`: of these at most so many of activations.
+        `moving`: of these at most so many of activations."""
+        basis, rate = self._basis, self._basis.disk_bytes_per_s
+        of_activations = min(missing, moving)
+        shards_s = (missing - of_activations) / rate
+        activations_s = of_activations / max(rate, basis.activations_per_s)
+        behind_s = 0.0
+        if shards_s and self._plan.update_order is UpdateOrder.FORWARD:
+            stored = min(missing - of_activations, self._waiting_bytes)
+            behind_s = 2 * shards_s - (stored + 2 * most_room_in_slots(self._plan, basis.layout)) / rate
+        return max(2 * (shards_s + activations_s), behind_s + self._swept_s(activations_s))
 
-        State comes and goes behind the backward, a gradient comes then: what is left of the step when the last of them
-        is there is at least all that is computed from the head on."""
-        of_shards, basis = missing - min(missing, moving), self._basis
-        moved = 2 * of_shards / basis.disk_bytes_per_s
-        disk_s = moved + 2 * (missing - of_shards) * min(
-            self._num_sweeps / basis.activations_per_s, 1 / basis.disk_bytes_per_s
-        )
-        if not of_shards or self._plan.update_order is UpdateOrder.BACKWARD:
-            return disk_s
-        stored = min(of_shards, self._waiting_bytes) + 2 * most_room_in_slots(self._plan, basis.layout)
-        visits = zip(basis.one_sweep, self._sweep_s, strict=True)
-        forward_s = self._at_once * sum(seconds for visit, seconds in visits if visit.phase is Phase.FORWARD)
-        return max(disk_s, moved - stored / basis.disk_bytes_per_s + self.compute_s - forward_s)
+    def _swept_s(self, activations_s: float) -> float:
+        """What is left of a step when all that shards have on disk has come and gone, which the disk does first: the
+        rest from the head on, or before the first backward activations are written, and read in it."""
+        seconds = dict.fromkeys(Phase, 0.0)
+        for visit, of_visit in zip(self._basis.one_sweep, self._sweep_s, strict=True):
+            seconds[visit.phase] += self._at_once * of_visit
+        moved_s = max(0.0, activations_s - WINDOWS_BYTES / self._basis.activations_per_s)
+        others_s = self.compute_s * (1 - 1 / self._num_sweeps)
+        swept_s = moved_s + max(seconds[Phase.BACKWARD], moved_s) + others_s if moved_s else 0.0
+        return max(swept_s, self.compute_s - seconds[Phase.FORWARD])
 
     @property
     def _waiting_bytes(self) -> int:
@@ -131,7 +141,7 @@ class Bounds:
     @property
     def chained_s(self) -> float:
         """Where updates follow the backward: those up to a layer, or what the disk does before it, then all that is
-        computed from its forward on. What happens between a backward and its step's end happens in every step."""
+        computed from its forward on; or all that the disk does for them, then activations. What happens between a backward and its step's end happens in every step."""
         if self._plan.update_order is UpdateOrder.BACKWARD:
             return 0.0
         left_s, updated_s, longest_s = self.compute_s, 0.0, 0.0
@@ -145,6 +155,9 @@ class Bounds:
             if visit.layer in on_disk:
                 longest_s = max(longest_s, on_disk[visit.layer] + left_s)
             left_s -= self._at_once * seconds
+        activations_s = sum(self._plan.disk_activations) / self._basis.activations_per_s
+        if activations_s:
+            longest_s = max(longest_s, max([0.0, *on_disk.values()]) + self._swept_s(activations_s))
         return longest_s
 
     @property

@@ -45,6 +45,11 @@ class Filling:
         keeps more there."""
         return self._candidate(0, self._most_late, num_staying=self._most_late)
 
+    @property
+    def fullest(self) -> Candidate:
+        """With as many layers on the device as any plan that fits, and all kept."""
+        return self._most_kept_with(self._at_most)
+
     def smallest(self) -> Plan:
         """With as little on the device as the host allows, or with as much as it has room for, all of it used, where
         the host has too little in any case."""
@@ -59,16 +64,18 @@ class Filling:
         """Those that fit and may win, the one with the most layers on the device first. `may_win`: of a plan without
         its arithmetic; `may_win_spilling`: of a candidate, whatever it has on disk."""
         # With more on the device, and with more kept, nothing takes longer: what cannot win then need not be filled.
-        if not may_win_spilling(self._most_kept_with(self._at_most)):
+        if not may_win_spilling(self.fullest):
             return
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
         most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
         step = max(1, (most - self._fewest) // (NUM_BETWEEN + 1))
         for count in dict.fromkeys((*range(most, self._fewest, -step), self._fewest)):
-            if not may_win(self.drafts.without_rows(self._most_kept_with(count))):
+            if not may_win_spilling(self._most_kept_with(count)):
                 return
             for candidate in self._offloading(count) if self._offloads else (self._with_late(count),):
+                if self._offloads and not (may_win_spilling(candidate) and self._fits(candidate)):
+                    continue
                 if may_win(self.drafts.without_rows(candidate)):
                     yield candidate
 
@@ -155,15 +162,14 @@ class Filling:
             return self._beyond(FILLED_SHARE, self._candidate(count, blocks, num_staying=staying))
 
         def beyond_host(num_late: int) -> int:
-            return 1 - self.drafts.host_room(self._candidate(count, num_late, num_staying=staying))
+            return 1 - self.drafts.likely_room(self._candidate(count, num_late, num_staying=staying))
 
         staying = max(0, first_above(beyond_device, blocks) - 1)
         most = first_above(beyond_host, blocks + 1) - 1
         shares = SHARES_ON_DISK if self.candidate.spills_activations else (1.0,)
         for num_late in dict.fromkeys(round(share * most) for share in shares):
             candidate = self._candidate(count, num_late, num_staying=staying)
-            layers = self.drafts.without_rows(candidate).layers
-            if any(layer.kept in ELSEWHERE for layer in layers) and self._fits(candidate):
+            if any(layer.kept in ELSEWHERE for layer in self.drafts.in_memory(candidate).layers):
                 yield candidate
 
     def _beyond(self, share: float, candidate: Candidate) -> int:
@@ -177,7 +183,7 @@ def fewest_layers(drafts: Drafts, candidate: Candidate, able: tuple[int, ...]) -
     never have. What is kept for a backward makes no difference."""
 
     def room(count: int) -> int:
-        return drafts.host_room(replace(candidate, hbm_layers=frozenset(able[:count])))
+        return drafts.likely_room(replace(candidate, hbm_layers=frozenset(able[:count])))
 
     return first_above(room, len(able))
 

@@ -39,6 +39,13 @@ class OnDisk(NamedTuple):
 NOTHING = OnDisk()
 
 
+class Most(NamedTuple):
+    """With everything on disk that may be there: bytes there, and by how many host memory has more room."""
+
+    num_bytes: int
+    gain: int
+
+
 Item = tuple[Kind | Activations, int]  # of a layer
 FIELDS: dict[Kind | Activations, str] = {
     Kind.GRADIENT: "gradients", Kind.STATE: "state", Kind.WEIGHTS: "weights",
@@ -69,12 +76,21 @@ class Spillable:
             return self._choice(missing, first)
         usual = self._choice(missing, ORDERS[0])
         beyond = self.gain(usual) - missing
-        # What is there takes as much less of host memory, or a little less.
-        if 0 <= beyond < (1 - FEWER) * self.num_bytes(usual):
+        # Activations come first in every order. What is there takes as much less of host memory, or a little less.
+        if beyond >= 0 and (not any(usual[:3]) or beyond < (1 - FEWER) * self.num_bytes(usual)):
             return usual
         others = [self._choice(missing, order) for order in ORDERS[1:]]
         least = min((other for other in others if self.gain(other) >= missing), key=self.num_bytes, default=usual)
         return least if beyond < 0 or self.num_bytes(least) < FEWER * self.num_bytes(usual) else usual
+
+    @cached_property
+    def most(self) -> Most:
+        everything = _on_disk(self.order(ORDERS[0]))
+        # What passes through host memory may take more than the last of it leaves.
+        without_weights = everything._replace(weights=frozenset())
+        activations = without_weights._replace(gradients=frozenset(), state=frozenset())
+        gain = max(map(self.gain, (everything, without_weights, activations)))
+        return Most(self.num_bytes(everything), gain)
 
     def order(self, first: SpillFirst) -> list[Item]:
         """All of it: activations before what shards have there."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.candidates import SEGMENTS, VERY_FEW_BLOCKS, candidates
+from megatrain_ray.engine.candidates import FEWEST_SLOTS, SEGMENTS, VERY_FEW_BLOCKS, candidates
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.drafts import ALL_KEPT, ANY_SLOTS, Drafts
@@ -97,6 +97,8 @@ class SplitSearch:
             if not orders or not self._has_room(candidate) or not self._is_worth_filling(candidate):
                 continue
             for able in orders:
+                if not self._found.may_be_won(self._least_with_any_slots(candidate, able)):
+                    continue
                 for filled in self._filling(candidate, able).candidates(self._may_win, self._may_win_spilling):
                     self._try(filled)
         for candidate in self._best_with_disk():
@@ -220,8 +222,7 @@ class SplitSearch:
 
     def _may_win_spilling(self, candidate: Candidate) -> bool:
         """Whatever of it is on disk."""
-        missing = self._drafts.missing_ram(candidate) if self._machine.spill else 0
-        return self._found.may_be_won(self._least(candidate, missing))
+        return self._found.may_be_won(self._least(candidate, self._drafts.missing_ram(candidate)))
 
     def _least(self, candidate: Candidate, missing: int) -> Least:
         """`missing`: bytes of host memory."""
@@ -241,10 +242,23 @@ class SplitSearch:
         if (kind, able) not in self._kinds:
             floor = self._floors.of(self._drafts, kind, able, self._entering_bytes(kind))
             count = floor.num_layers if self._fixed is None else self._fixed
-            slots = {"num_block_slots": self._drafts.num_blocks, "num_edge_slots": 2}
-            best = replace(kind, hbm_layers=frozenset(able[:count]), **slots, segment=1)
-            self._kinds[kind, able] = self._least(best, floor.missing)
+            best = replace(kind, hbm_layers=frozenset(able[:count]), segment=1)
+            self._kinds[kind, able] = self._least(self._with_all_slots(best), floor.missing)
         return self._kinds[kind, able]
+
+    def _least_with_any_slots(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
+        """Of all candidates that differ from this one in slots alone."""
+        if math.isinf(self._found.best_s):
+            return Least(0.0, 0.0)
+        fewest = replace(candidate, num_block_slots=FEWEST_SLOTS[0], num_edge_slots=FEWEST_SLOTS[1])
+        if (fewest, able) not in self._kinds:
+            fullest = self._filling(fewest, able).fullest
+            missing = self._drafts.missing_ram(fullest)
+            self._kinds[fewest, able] = self._least(self._with_all_slots(fullest), missing)
+        return self._kinds[fewest, able]
+
+    def _with_all_slots(self, candidate: Candidate) -> Candidate:
+        return replace(candidate, num_block_slots=self._drafts.num_blocks, num_edge_slots=2)
 
     def _bounds(self, plan: Plan) -> Bounds:
         return Bounds(plan, self._basis, self._activations, self._shared)
