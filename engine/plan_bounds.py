@@ -141,7 +141,8 @@ class Bounds:
     @property
     def chained_s(self) -> float:
         """Where updates follow the backward: those up to a layer, or what the disk does before it, then all that is
-        computed from its forward on; or all that the disk does for them, then activations. What happens between a backward and its step's end happens in every step."""
+        computed from its forward on; or all that the disk does for them, then activations. What happens between a
+        backward and its step's end happens in every step."""
         if self._plan.update_order is UpdateOrder.BACKWARD:
             return 0.0
         left_s, updated_s, longest_s = self.compute_s, 0.0, 0.0

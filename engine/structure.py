@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +26,17 @@ from megatrain_ray.engine.trial import Answers, Call, Trial, run_trial
 from megatrain_ray.errors import ConfigError
 
 
+class Tried(NamedTuple):
+    """A model on fake tensors, and its trial forward. `mode`: that made them."""
+
+    mode: FakeTensorMode
+    model: nn.Module
+    trial: Trial
+
+
+Trials = dict[Hashable, Tried]  # by all that a trial forward depends on
+
+
 def discover(
     factory: ModelFactory,
     dtype: torch.dtype,
@@ -36,39 +49,69 @@ def discover(
     compiled: bool = False,
     chunked: bool = False,
     block_parts: int = 1,
+    trials: Trials | None = None,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two where something is frozen. `packed`: of
     several documents in a row. `compiled`: tells of compiled layers, too; `chunked`: of layers whose MLPs are computed
     in chunks. `block_parts`: into so many parts blocks are divided at most; parts are neither compiled nor chunked.
+    `trials`: forwards of this model and these rules that ran before, and get what runs now.
 
     Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run,
     and for `rules` or `block_parts` that do not fit the model.
     """
-    with FakeTensorMode():
-        with Answers():
-            model = factory(dtype)
-            groups = rules.assign(model)
-            for parameter in model.parameters():  # all: by its graph what a layer hands on is told from a mask
-                parameter.requires_grad_(parameter.is_floating_point())
-            batch = micro_batch_size, seq_len
-            trial = _run_trial(model, batch, attention, packed=packed)
-            structure = _Finder(model, trial, groups, micro_batch_size, block_parts).structure()
-            structure = with_muon(structure, model) if rules.muon else structure
-            activations = activation_bytes_of(model, trial, structure, attention, batch)
-            if structure.has_frozen:
-                model = factory(dtype)
-                for name, parameter in model.named_parameters():
-                    parameter.requires_grad_(groups[name].trained)
-                trial = _run_trial(model, batch, attention, packed=packed)
-                less = activation_bytes_of(model, trial, structure, attention, batch)
-                activations = activations.above(structure.lowest_trained, less)
-        if structure.is_divided:
-            return structure, replace(activations, chunked=None)
-        if compiled:
-            activations = replace(activations, compiled=try_compiling(model, structure, trial))
-        if not chunked:
-            return structure, replace(activations, chunked=None)
-        return structure, _with_chunks(activations, model, structure, trial) if compiled else activations
+    trials, batch = {} if trials is None else trials, (micro_batch_size, seq_len)
+    run = partial(_tried, trials, factory, dtype, rules, batch, attention, packed)
+    with (tried := run(all_trained=True)).mode, Answers():
+        model, trial = tried.model, tried.trial
+        structure = _Finder(model, trial, rules.assign(model), micro_batch_size, block_parts).structure()
+        structure = with_muon(structure, model) if rules.muon else structure
+        activations = activation_bytes_of(model, trial, structure, attention, batch)
+    if structure.has_frozen:
+        tried = run(all_trained=False)
+        with tried.mode, Answers():
+            less = activation_bytes_of(tried.model, tried.trial, structure, attention, batch)
+        activations = activations.above(structure.lowest_trained, less)
+    if structure.is_divided:
+        return structure, replace(activations, chunked=None)
+    with tried.mode:
+        return structure, _with_compiled(activations, structure, tried, compiled=compiled, chunked=chunked)
+
+
+def _tried(
+    trials: Trials,
+    factory: ModelFactory,
+    dtype: torch.dtype,
+    rules: ParameterRules,
+    batch: tuple[int, int],
+    attention: Attention,
+    packed: bool,
+    *,
+    all_trained: bool,
+) -> Tried:
+    key = dtype, batch, attention, packed, all_trained
+    if key in trials:
+        return trials[key]
+    with FakeTensorMode() as mode, Answers():
+        model = factory(dtype)
+        groups = rules.assign(model)
+        for name, parameter in model.named_parameters():
+            # All: by its graph what a layer hands on is told from a mask.
+            trained = parameter.is_floating_point() if all_trained else groups[name].trained
+            parameter.requires_grad_(trained)
+        trials[key] = Tried(mode, model, _run_trial(model, batch, attention, packed=packed))
+    return trials[key]
+
+
+def _with_compiled(
+    activations: ActivationBytes, structure: ModelStructure, tried: Tried, *, compiled: bool, chunked: bool
+) -> ActivationBytes:
+    """With what compiled layers keep, and those whose MLPs are computed in chunks."""
+    if compiled:
+        of_layers = try_compiling(tried.model, structure, tried.trial)
+        activations = replace(activations, compiled=of_layers)
+    if not chunked:
+        return replace(activations, chunked=None)
+    return _with_chunks(activations, tried.model, structure, tried.trial) if compiled else activations
 
 
 def _with_chunks(

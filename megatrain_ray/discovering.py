@@ -15,7 +15,7 @@ from megatrain_ray.engine.model import ModelStructure, build_empty
 from megatrain_ray.engine.parameter_rules import ParameterRules
 from megatrain_ray.engine.plan_chunks import may_chunk
 from megatrain_ray.engine.precision import Precision
-from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.structure import Trials, discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model_source import ModelSource
 from megatrain_ray.optimizer_settings import rules_of
@@ -41,14 +41,14 @@ class Discovery(NamedTuple):
 
 
 def discover_with_attention(
-    config: TrainConfig, source: ModelSource, device: str, *, compiled: bool, block_parts: int
+    config: TrainConfig, source: ModelSource, device: str, *, compiled: bool, block_parts: int, trials: Trials
 ) -> Discovery:
     """As `discover`. Masks cost the more the longer a row is, so flex attention takes the place of those it can."""
     (size, number), seq_len, packed = config.split(), config.data.seq_len, config.data.packing
     shape = Precision(config.train.precision).working_dtype, size, seq_len
     tokens = size * seq_len * (number if config.train.split_is_free else 1)  # of a micro-batch, at most
     chunked = may_chunk(tokens, seq_len, has_disk=config.spill.path is not None)
-    find = partial(_find, source, shape, rules_of(config), chunked=chunked, block_parts=block_parts)
+    find = partial(_find, source, shape, rules_of(config), trials, chunked=chunked, block_parts=block_parts)
     sdpa, flex = Attention.SDPA, Attention.FLEX
     if not _may_use_flex(config, source, device):
         return Discovery(*find(packed=packed, compiled=compiled), sdpa, sdpa)
@@ -66,6 +66,7 @@ def _find(
     source: ModelSource,
     shape: tuple[torch.dtype, int, int],
     rules: ParameterRules,
+    trials: Trials,
     *,
     attention: Attention = Attention.SDPA,
     packed: bool = False,
@@ -76,10 +77,10 @@ def _find(
     """As `discover`, with what compiled layers keep from the cache where it is there."""
     how: dict[str, Any] = {"attention": attention, "packed": packed, "chunked": chunked}
     if not compiled or block_parts > 1:
-        return discover(source.factory, *shape, rules, **how, block_parts=block_parts)
+        return discover(source.factory, *shape, rules, **how, block_parts=block_parts, trials=trials)
     cache = TrialCache(source, {"shape": shape, "rules": rules, **how})
     known = cache.read()
-    structure, activations = discover(source.factory, *shape, rules, **how, compiled=known is None)
+    structure, activations = discover(source.factory, *shape, rules, **how, compiled=known is None, trials=trials)
     if known is not None:
         return structure, activations.with_trials(known)
     cache.write(activations.trials)

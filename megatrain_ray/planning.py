@@ -21,6 +21,7 @@ from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_search import lacks_device_memory, predict_plan
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
+from megatrain_ray.engine.structure import Trials
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.io.disk_io import DiskWay
@@ -63,12 +64,17 @@ class Question:
 
     def plan(self) -> Plan:
         """Raises CapacityError and ConfigError as `make_plan`."""
-        return self._plan
+        if isinstance(self._answer, CapacityError):
+            raise self._answer
+        return self._answer
 
     @cached_property
-    def _plan(self) -> Plan:
+    def _answer(self) -> Plan | CapacityError:
         with _uncollected():
-            return plan_packed_or_not(self.structure, self.activations, self.machine, self.request)
+            try:
+                return plan_packed_or_not(self.structure, self.activations, self.machine, self.request)
+            except CapacityError as error:
+                return error
 
     @property
     def is_short_of_device_memory(self) -> bool:
@@ -101,7 +107,7 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
     """
     machine = Machine(plan.device, plan.num_compute_threads, 1, plan.ram_limit_bytes, plan.hbm_limit_bytes)
     source = replace(_source_of(config), expert_groups=plan.expert_groups)
-    question = _question(config, source, machine, plan.block_parts)
+    question = _question(config, source, machine, plan.block_parts, {})
 
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
@@ -130,8 +136,8 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
 def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machine) -> Question:
     """With whole blocks, or where these do not fit the device with those parts that are predicted to be the fastest;
     with whole ones where no number of parts helps."""
-    parts = config.hardware.block_parts
-    whole = _question_of_parts(config, source, machine, 1 if parts == "auto" else parts)
+    parts, trials = config.hardware.block_parts, dict[int, Trials]()
+    whole = _question_of_parts(config, source, machine, 1 if parts == "auto" else parts, trials)
     if parts != "auto" or machine.device != "cuda":
         return whole
     try:
@@ -144,7 +150,7 @@ def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machi
     different: dict[int, Question] = {}
     for parts in BLOCK_PARTS:
         try:
-            question = _question_of_parts(config, source, machine, parts)
+            question = _question_of_parts(config, source, machine, parts, trials)
         except ConfigError as error:
             log.info("%s", error)
         else:
@@ -162,17 +168,24 @@ def _predicted_s(question: Question) -> float:
     return prediction.step_s if prediction else math.inf
 
 
-def _question_of_parts(config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int) -> Question:
-    """Experts may end as many parts as there are."""
-    return _question(config, replace(source, expert_groups=block_parts), machine, block_parts)
+def _question_of_parts(
+    config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int, trials: dict[int, Trials]
+) -> Question:
+    """Experts may end as many parts as there are. `trials`: by their groups, of which another number is another
+    model."""
+    groups = block_parts if active_experts(source) else 1
+    source = replace(source, expert_groups=groups)
+    return _question(config, source, machine, block_parts, trials.setdefault(groups, {}))
 
 
-def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int) -> Question:
+def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int, trials: Trials) -> Question:
     hardware = config.hardware
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision.of(config.train.precision, config.train.moments)
     compiled = compiles(config, machine.device)
-    discovery = discover_with_attention(config, source, machine.device, compiled=compiled, block_parts=block_parts)
+    discovery = discover_with_attention(
+        config, source, machine.device, compiled=compiled, block_parts=block_parts, trials=trials
+    )
     structure, activations = discovery.structure, discovery.activations
     _log_uncompiled(structure, activations)
     request = Request(
