@@ -19,7 +19,7 @@ from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
+from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillFirst, SpillSpace
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prices import SharedPrices
 from megatrain_ray.engine.tier import Tier
@@ -95,6 +95,33 @@ def test_no_plan_that_spills_is_faster(changes: dict[str, Any], disk_bytes_per_s
     assert len(counts) > 2
     assert with_weights > 10
     assert tight > 0.95 or disk_bytes_per_s > 1e9
+
+
+@pytest.mark.parametrize("disk_bytes_per_s", [3e8, 3e9, 3e10])
+@pytest.mark.parametrize("changes", [{}, {"num_micro_batches": 9}, {"clip": False}])
+def test_no_choice_of_what_spills_is_faster(changes: dict[str, Any], disk_bytes_per_s: float) -> None:
+    """Than what is told of a plan before anything is chosen, activations among it or not."""
+    (structure, activations), request = shape(), replace(REQUEST, **changes)
+    basis, prices = basis_of(TYPICAL_GPU, disk_bytes_per_s), SharedPrices()
+    activations = activations.times(request.micro_batch_size)
+    drafts = Drafts(structure, structure.layout(), activations, SHORT, request)
+    with_activations, tight = 0, 0.0
+    for candidate in candidates(structure, request):
+        candidate = replace(candidate, spills_activations=candidate.boundaries is Tier.HOST)
+        for first in SpillFirst:
+            candidate = replace(candidate, spill_first=first)
+            plan, missing = drafts.plan(candidate), drafts.missing_ram(candidate)
+            if missing <= 0 or drafts.host_room(candidate) <= 0:
+                continue
+            in_memory = drafts.in_memory(candidate)
+            moving = in_memory.host_activation_bytes if candidate.spills_activations else 0
+            least = Bounds(in_memory, basis, activations, prices).least(missing, moving)
+            step_s = predict(plan, basis, activations, prices).step_s
+            assert max(*least, Bounds(plan, basis, activations, prices).chained_s) <= step_s * (1 + 1e-9)
+            with_activations += bool(plan.disk_activations)
+            tight = max(tight, least.moved_s / step_s)
+    assert with_activations > 3
+    assert tight > 0.8 or disk_bytes_per_s > 1e10
 
 
 def bounds_and_step(profile: str, request: Request, candidate: Candidate) -> tuple[Bounds, float]:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain_ray import discovering, trainer
+from megatrain_ray.architecture import Architecture
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.attention import Attention
+from megatrain_ray.engine.parameter_rules import ParameterRules
 from megatrain_ray.engine.plan_request import Machine
-from megatrain_ray.engine.structure import discover
+from megatrain_ray.engine.structure import Trials, discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning import Prepared, prepare
 from tests.runs import config
@@ -73,3 +76,14 @@ def test_a_model_is_tried_as_often_as_its_attention_is_open(
     assert len(trials) == num_trials
     assert plan.attention is Attention.SDPA
     assert plan.packed_attention is (Attention.FLEX if num_trials == 2 else Attention.SDPA)
+
+
+@pytest.mark.parametrize("rules", [ParameterRules(), ParameterRules(freeze=("embed_tokens",))])
+def test_a_forward_is_tried_once_for_all_numbers_of_parts(rules: ParameterRules) -> None:
+    """And what is found is what a trial of each would find."""
+    factory, shape = Architecture(LLAMA, None, None), (torch.bfloat16, 1, 16)
+    trials: Trials = {}
+    for block_parts in (1, 2, 4):
+        shared = discover(factory, *shape, rules, block_parts=block_parts, trials=trials)
+        assert shared == discover(factory, *shape, rules, block_parts=block_parts)
+    assert len(trials) == 1 + bool(rules.freeze)
