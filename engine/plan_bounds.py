@@ -81,7 +81,7 @@ class Bounds:
         basis, rate = self._basis, self._basis.disk_bytes_per_s
         of_activations = min(missing, moving)
         shards_s = (missing - of_activations) / rate
-        activations_s = of_activations / max(rate, basis.activations_per_s)
+        activations_s = of_activations / max(rate, self._fastest_per_s)
         behind_s = 0.0
         if shards_s and self._plan.update_order is UpdateOrder.FORWARD:
             stored = min(missing - of_activations, self._waiting_bytes)
@@ -94,10 +94,15 @@ class Bounds:
         seconds = dict.fromkeys(Phase, 0.0)
         for visit, of_visit in zip(self._basis.one_sweep, self._sweep_s, strict=True):
             seconds[visit.phase] += self._at_once * of_visit
-        moved_s = max(0.0, activations_s - WINDOWS_BYTES / self._basis.activations_per_s)
+        moved_s = max(0.0, activations_s - WINDOWS_BYTES / self._fastest_per_s)
         others_s = self.compute_s * (1 - 1 / self._num_sweeps)
         swept_s = moved_s + max(seconds[Phase.BACKWARD], moved_s) + others_s if moved_s else 0.0
         return max(swept_s, self.compute_s - seconds[Phase.FORWARD])
+
+    @property
+    def _fastest_per_s(self) -> float:
+        """Bytes of activations, wherever their windows will be."""
+        return max(map(self._basis.activations_per_s, (Tier.HOST, Tier.HBM)))
 
     @property
     def _waiting_bytes(self) -> int:
@@ -156,7 +161,7 @@ class Bounds:
             if visit.layer in on_disk:
                 longest_s = max(longest_s, on_disk[visit.layer] + left_s)
             left_s -= self._at_once * seconds
-        activations_s = sum(self._plan.disk_activations) / self._basis.activations_per_s
+        activations_s = sum(self._plan.disk_activations) / self._basis.activations_per_s(self._plan.windows)
         if activations_s:
             longest_s = max(longest_s, max([0.0, *on_disk.values()]) + self._swept_s(activations_s))
         return longest_s
