@@ -96,15 +96,21 @@ class Filling:
         return self._candidate(count, self._most_late, num_staying=self._most_late if self._offloads else 0)
 
     def _candidate(self, count: int, num_late: int = 0, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
-        larger = min((b for b in ACTIVATION_BUDGETS if b > self.candidate.activation_budget), default=1.0)
         return replace(
             self.candidate,
             hbm_layers=frozenset(self.able[:count]),
             num_late=num_late,
-            late_budget=self.candidate.late_budget if self._offloads else larger,
+            late_budget=self.candidate.late_budget if self._offloads else self._larger_budget,
             num_waiting=num_waiting,
             num_staying=num_staying,
         )
+
+    @cached_property
+    def _larger_budget(self) -> float:
+        """Of blocks that keep more. Those that are not compiled keep all or nothing; parts of them are alike."""
+        if not self.drafts.request.compiled and not self.drafts.structure.is_divided:
+            return 1.0
+        return min((b for b in ACTIVATION_BUDGETS if b > self.candidate.activation_budget), default=1.0)
 
     @property
     def _offloads(self) -> bool:

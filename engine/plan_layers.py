@@ -159,7 +159,8 @@ class _Ways:
     def _policy(self, layer: int) -> ActivationPolicy:
         """Of a layer that is not compiled, which has its budget. The embedding keeps only indices, the head's loss runs
         at once: for these there is nothing to recompute."""
-        return self._candidate.activations if layer in self._blocks else ActivationPolicy.KEEP
+        keeps_all = layer >= self._first_late and self._candidate.late_budget == 1.0
+        return self._candidate.activations if layer in self._blocks and not keeps_all else ActivationPolicy.KEEP
 
     def _budget(self, layer: int) -> float:
         """Blocks of the forward's end have the larger one: what they keep goes first, and gradients take its place."""

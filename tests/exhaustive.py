@@ -210,7 +210,7 @@ class _Split:
             on_disk_too = replace(plan, layers=layers)
             if on_disk.of_shards:
                 on_disk_too = with_spilled(plan, layers, self._layout)
-            yield self._counted(with_windows(on_disk_too))
+            yield self._counted(with_windows(on_disk_too, self._machine.spill.windows))
 
     def _choices(self, plan: Plan) -> list[tuple[int, OnDisk]]:
         """All that may be on disk, with bytes of it. Slots, and what is kept on the device, make no difference."""

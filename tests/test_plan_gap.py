@@ -14,7 +14,7 @@ MAY_MISS = 0.03
 # Of the first 250 cases with two blocks: those of which all plans are tried in less than half a second, and some that a
 # search missed that always had room for two blocks in slots.
 NUMBERS = (
-    0, 15, 30, 50, 55, 70, 80, 90, 100, 115, 125, 140, 155, 165, 170, 180, 190, 205, 240
+    0, 15, 30, 50, 55, 70, 80, 90, 100, 115, 125, 140, 155, 165, 170, 180, 190, 205, 240, 1004
 )  # fmt: skip
 
 
