@@ -125,7 +125,7 @@ class ModelStructure:
         """Whether a block is more than one layer."""
         return any(layer.part for layer in self.layers)
 
-    @property
+    @cached_property
     def expert_groups(self) -> int:
         """Ranges that the experts of a block are in, at most; 1: none has them apart."""
         ranges = Counter(whole_name(p.name) for layer in self.layers for p in layer.parameters)
