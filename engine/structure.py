@@ -27,10 +27,12 @@ from megatrain_ray.errors import ConfigError
 
 
 class Tried(NamedTuple):
-    """A model on fake tensors, and its trial forward. `mode`: that made them."""
+    """A model on fake tensors, and its trial forward. `mode`: that made them. `groups`: of its parameters, told before
+    all of them want a gradient: what a model freezes itself stays frozen."""
 
     mode: FakeTensorMode
     model: nn.Module
+    groups: Mapping[str, ParameterGroup]
     trial: Trial
 
 
@@ -63,7 +65,7 @@ def discover(
     run = partial(_tried, trials, factory, dtype, rules, batch, attention, packed)
     with (tried := run(all_trained=True)).mode, Answers():
         model, trial = tried.model, tried.trial
-        structure = _Finder(model, trial, rules.assign(model), micro_batch_size, block_parts).structure()
+        structure = _Finder(model, trial, tried.groups, micro_batch_size, block_parts).structure()
         structure = with_muon(structure, model) if rules.muon else structure
         activations = activation_bytes_of(model, trial, structure, attention, batch)
     if structure.has_frozen:
@@ -98,7 +100,7 @@ def _tried(
             # All: by its graph what a layer hands on is told from a mask.
             trained = parameter.is_floating_point() if all_trained else groups[name].trained
             parameter.requires_grad_(trained)
-        trials[key] = Tried(mode, model, _run_trial(model, batch, attention, packed=packed))
+        trials[key] = Tried(mode, model, groups, _run_trial(model, batch, attention, packed=packed))
     return trials[key]
 
 
