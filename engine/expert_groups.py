@@ -2,8 +2,8 @@
 
 Transformers holds the experts of a block as one module with a stack of matrices each. Here it is several of the same
 class with a part of the stack each; everything from the trial forward on sees a model like any other. What differs is
-where values come from: of the parameter MODULE.gate_up_proj experts 4 to 7 are MODULE.4-7.gate_up_proj, and everything
-that goes by a checkpoint's names asks `place_in_whole`.
+where values come from: of the parameter MODULE.gate_up_proj experts 4 to 7 are MODULE.[4:8].gate_up_proj, and
+everything that goes by a checkpoint's names asks `place_in_whole`.
 
 Numbers are those of the whole module (transformers.integrations.moe.grouped_mm_experts_forward), bit for bit: each pair
 of a token and an expert is a row, in the order of the whole module's, so that a sum over groups has one addend that is

@@ -1,5 +1,6 @@
 """Names of parameters that are a range of a stack of experts (expert_groups.py): of MODULE.gate_up_proj experts 4 to 7
-are MODULE.4-7.gate_up_proj. A checkpoint knows the whole stack alone, and so do a run's patterns."""
+are MODULE.[4:8].gate_up_proj, a name that no module of a model has by itself. A checkpoint knows the whole stack alone,
+and so do a run's patterns."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 import re
 from typing import NamedTuple
 
-RANGE = re.compile(r"\.(\d+)-\d+(?=\.\w+$)")
+RANGE = re.compile(r"\.\[(\d+):\d+\](?=\.\w+$)")
 
 
 class PlaceInWhole(NamedTuple):
@@ -19,7 +20,7 @@ class PlaceInWhole(NamedTuple):
 
 def name_of_range(first: int, size: int) -> str:
     """Of the module that holds so many experts from this one on, in that of all of them."""
-    return f"{first}-{first + size - 1}"
+    return f"[{first}:{first + size}]"
 
 
 def whole_name(name: str) -> str:

@@ -90,7 +90,7 @@ def test_outputs_and_gradients_are_bit_equal(
 
 
 def test_a_name_says_the_range() -> None:
-    assert place_in_whole("layers.3.experts.4-7.up", (4, 6, 5)) == ("layers.3.experts.up", 120)
+    assert place_in_whole("layers.3.experts.[4:8].up", (4, 6, 5)) == ("layers.3.experts.up", 120)
     assert place_in_whole("layers.3.mlp.up", (6, 5)) == ("layers.3.mlp.up", 0)
     assert whole_name("layers.3.experts.12-15.up_bias") == "layers.3.experts.up_bias"
 
