@@ -230,6 +230,10 @@ class SplitSearch:
         # Where not all layers may live on the device its memory takes gradients from the disk.
         if self._machine.spill is None or self._fixed is not None or len(self._able) < len(plan.layers):
             missing = 0
+        elif missing > 0 and candidate.gradients is Tier.HOST and candidate.sums is Tier.HBM:
+            # Of gradients that wait on the device, in whatever room is left there, the host lacks nothing.
+            all_wait = replace(candidate, num_waiting=len(self._basis.layout.updated))
+            missing = min(missing, self._drafts.missing_ram(all_wait))
         return self._bounds(plan).least(missing, plan.host_activation_bytes if candidate.spills_activations else 0)
 
     def _least_of_kind(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
