@@ -15,6 +15,12 @@ def missing_bytes(plan: Plan) -> int:
     return beyond_device(plan) + max(0, -spare_ram(plan)) + beyond_disk(plan)
 
 
+def shortfall(plan: Plan) -> int:
+    """How far a plan is from fitting, to compare with others: bytes beyond each limit, by how hard these are to raise.
+    A guess: RAM costs some ten times what a disk does, and memory of the device comes with another device alone."""
+    return 64 * beyond_device(plan) + 8 * max(0, -spare_ram(plan)) + beyond_disk(plan)
+
+
 def beyond_device(plan: Plan) -> int:
     """Bytes beyond what may be in device memory."""
     limit = plan.hbm_limit_bytes

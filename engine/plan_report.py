@@ -9,11 +9,12 @@ import torch
 from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
 from megatrain_ray.engine.plan_limits import beyond_device, beyond_disk, host_bytes, spare_ram
+from megatrain_ray.engine.plan_request import ANY_ROOM
 from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.disk_io import DIRECT, PLAIN, DiskWay
-from megatrain_ray.units import format_bytes, format_count
+from megatrain_ray.units import format_bytes, format_count, format_seconds
 
 NUM_NAMED = 4  # layers
 
@@ -76,7 +77,7 @@ def _predicted(prediction: Prediction) -> Iterator[str]:
     )
     moved = f"{format_bytes(prediction.h2d_bytes)} up, {format_bytes(prediction.d2h_bytes)} down"
     yield (
-        f"predicted {total_s:.3g} s a step, {prediction.model_tflops:.3g} model TFLOPS, bound by "
+        f"predicted {format_seconds(total_s)} s a step, {prediction.model_tflops:.3g} model TFLOPS, bound by "
         f"{prediction.bottleneck}; waits: {waits or 'none'}; {moved}"
     )
     source = "rates of" if prediction.is_measured else "built-in rates, as nobody measured this machine:"
@@ -213,12 +214,17 @@ def _limit(plan: Plan, tier: Tier) -> str:
     limit = limits[tier]
     if limit is None:
         return "(part of host memory)"
-    return f"of {format_bytes(limit)}"
+    return "(no limit set)" if limit >= ANY_ROOM else f"of {format_bytes(limit)}"
 
 
-def explain_misfit(plan: Plan, remedy: str | None) -> str:
-    """Which tier overflows in the plan that misses the fewest bytes, by how much, and what would help. `remedy`:
-    settings with which something fits, where there are any."""
+def _processes(plan: Plan) -> int:
+    """Bytes of host memory."""
+    return sum(row.num_bytes for row in plan.rows if row.tier is Tier.HOST and row.name == "processes")
+
+
+def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
+    """Which tier overflows in the plan that misses the fewest bytes, by how much, and what would help. `remedies`:
+    with each of which something fits."""
     problems = []
     if beyond_device(plan):
         limit = plan.hbm_limit_bytes or 0
@@ -229,9 +235,8 @@ def explain_misfit(plan: Plan, remedy: str | None) -> str:
     if spare_ram(plan) < 0:
         problems.append(
             f"needs {format_bytes(host_bytes(plan))} of host RAM, {format_bytes(plan.ram_limit_bytes)} available: "
-            "raise hardware.ram_limit if the machine has more, "
-            + ("" if plan.spill_limit_bytes is not None else "name a folder on NVMe as spill.path, ")
-            + "or use a smaller model"
+            f"raise hardware.ram_limit if the machine has more, or use a smaller model (processes take "
+            f"{format_bytes(_processes(plan))} of it, whatever the model)"
         )
     if beyond_disk(plan):
         limit = plan.spill_limit_bytes or 0
@@ -239,6 +244,6 @@ def explain_misfit(plan: Plan, remedy: str | None) -> str:
             f"needs {format_bytes(plan.total_bytes(Tier.NVME))} of disk, {format_bytes(limit)} available: raise "
             "spill.limit, or name a folder with more room as spill.path"
         )
-    if remedy:
-        problems.append(f"within these limits it fits with {remedy}")
+    if remedies:
+        problems.append(f"within these limits it fits with {', or with '.join(remedies)}")
     return "; ".join(problems) + "\n" + "\n".join(_tier_lines(plan))

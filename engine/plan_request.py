@@ -13,6 +13,8 @@ from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.disk_io import PLAIN, DiskWay
 
+ANY_ROOM = 1 << 60  # bytes: of a disk that is not here
+
 
 @dataclass(frozen=True)
 class SpillSpace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
@@ -192,25 +191,12 @@ def _train(config: TrainConfig) -> int:
 
 
 def _plan(config: TrainConfig, options: argparse.Namespace) -> int:
-    from megatrain_ray.engine.plan_report import describe
-    from megatrain_ray.plan_outlook import alternatives, print_alternatives, run_lines
-    from megatrain_ray.planning import question_of
-    from megatrain_ray.tokenizing import missing_data
+    from megatrain_ray.startup import spinner
 
-    question = question_of(config)
-    plan = question.plan()
-    found = list(alternatives(question, plan)) if options.what_if else []
-    if options.json:
-        text = plan.to_json().rstrip("\n")
-        numbers = [alternative.numbers for alternative in found]
-        print(json.dumps({"plan": json.loads(text), "what_if": numbers}, indent=1) if found else text)
-    else:
-        print("\n".join([describe(plan), *run_lines(config, plan, options.price)]))
-        if found:
-            print()
-            print_alternatives(found)
-    for problem in missing_data(config.data):
-        show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
+    with spinner("importing PyTorch"):
+        from megatrain_ray.plan_command import show_plan
+
+    show_plan(config, as_json=options.json, what_if=options.what_if, price_per_hour=options.price)
     return 0
 
 

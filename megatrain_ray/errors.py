@@ -3,6 +3,10 @@
 All of them are built from plain strings, so they survive pickling between Ray actors.
 """
 
+from __future__ import annotations
+
+import math
+
 
 class MegatrainError(Exception):
     """A run failed while running (exit code 1)."""
@@ -17,9 +21,11 @@ class ConfigError(MegatrainError):
 
 
 class CapacityError(MegatrainError):
-    """What was asked for cannot fit; the message holds the arithmetic (exit code 3)."""
+    """What was asked for cannot fit; the message holds the arithmetic (exit code 3). `shortfall`: of the plan that it
+    is about (plan_limits.py); infinite where it is about none."""
 
     exit_code = 3
+    shortfall = math.inf
 
 
 class InterruptedRunError(MegatrainError):

@@ -16,9 +16,10 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan_misfit import lacks_device_memory
 from megatrain_ray.engine.plan_packing import plan_packed_or_not
 from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_search import lacks_device_memory, predict_plan
+from megatrain_ray.engine.plan_search import predict_plan
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.structure import Trials
@@ -77,6 +78,15 @@ class Question:
                 return error
 
     @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.structure.layers)
+
+    @property
+    def shortfall(self) -> float:
+        """How far what it asks for is from fitting (plan_limits.py); 0 where it does."""
+        return self._answer.shortfall if isinstance(self._answer, CapacityError) else 0.0
+
+    @property
     def is_short_of_device_memory(self) -> bool:
         """Whether that is the limit which the plan that takes least misses."""
         return lacks_device_memory(self.structure, self.activations, self.machine, self.request)
@@ -106,8 +116,7 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
     Raises ConfigError for a model that is not there any more.
     """
     machine = Machine(plan.device, plan.num_compute_threads, 1, plan.ram_limit_bytes, plan.hbm_limit_bytes)
-    source = replace(_source_of(config), expert_groups=plan.expert_groups)
-    question = _question(config, source, machine, plan.block_parts, {})
+    question = _question_of_plan(config, plan, machine)
 
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
@@ -135,7 +144,7 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
 
 def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machine) -> Question:
     """With whole blocks, or where these do not fit the device with those parts that are predicted to be the fastest;
-    with whole ones where no number of parts helps."""
+    where nothing fits with what is the nearest to it."""
     parts, trials = config.hardware.block_parts, dict[int, Trials]()
     whole = _question_of_parts(config, source, machine, 1 if parts == "auto" else parts, trials)
     if parts != "auto" or machine.device != "cuda":
@@ -147,16 +156,30 @@ def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machi
             return whole
     else:
         return whole
-    different: dict[int, Question] = {}
+    different: dict[tuple[str, ...], Question] = {}
     for parts in BLOCK_PARTS:
         try:
             question = _question_of_parts(config, source, machine, parts, trials)
         except ConfigError as error:
             log.info("%s", error)
         else:
-            different.setdefault(len(question.structure.layers), question)
+            different.setdefault(question.layer_names, question)
     best = min(different.values(), key=_predicted_s, default=whole)
-    return best if _predicted_s(best) < math.inf else whole
+    if _predicted_s(best) < math.inf:
+        return best
+    return min((whole, *different.values()), key=lambda question: question.shortfall)
+
+
+def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Question:
+    """That the plan answers. It knows how many parts blocks have, and not how many were asked for."""
+    asked = config.hardware.block_parts
+    numbers = [1] if plan.block_parts == 1 else list(BLOCK_PARTS) if asked == "auto" else [asked]
+    source, names = _source_of(config), tuple(layer.name for layer in plan.layers)
+    questions = (_question_of_parts(config, source, machine, parts, {}) for parts in numbers)
+    for question in questions:
+        if question.layer_names == names:
+            return question
+    raise ConfigError(f"the model's blocks are not divided any more as the plan has them: {', '.join(names[:4])}, …")
 
 
 def _predicted_s(question: Question) -> float:

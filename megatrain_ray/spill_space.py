@@ -26,7 +26,7 @@ from megatrain_ray.config import SpillConfig
 from megatrain_ray.direct_rate import measure_direct_here
 from megatrain_ray.engine.cuda_device import total_memory_bytes
 from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate
-from megatrain_ray.engine.plan_request import Machine, SpillSpace
+from megatrain_ray.engine.plan_request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
 from megatrain_ray.io.disk_errors import free_bytes
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 PROBE_BYTES = 512 << 20  # each way
 MARGIN_BYTES = 1 << 30  # of what is free that stays free
-ANY_ROOM = 1 << 60  # bytes of a disk that is not here
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are host memory
 GAIN = 1.05  # by which a way must be faster than a simpler one: rates that are measured once differ by about as much
 

@@ -22,7 +22,8 @@ SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
 def parse_size(text: str | int) -> int:
     """Bytes of `24GiB` (2^30), `24GB` (10^9), `1.5 TiB`, or of a plain number of bytes.
 
-    Raises ValueError for anything else, a fraction of a byte and negative numbers included.
+    What a unit leaves of a byte is left out: 3.24GiB, as messages round it, is a size. Raises ValueError for anything
+    else, a fraction of a byte without a unit and negative numbers included.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
@@ -30,7 +31,7 @@ def parse_size(text: str | int) -> int:
     scale = SIZE_UNITS.get(match[2]) if match else None
     if match and scale:
         size = Decimal(match[1]) * scale  # exact: 0.1 TB is 100000000000 bytes
-        if size == int(size):
+        if match[2] or size == int(size):
             return int(size)
     raise ValueError(
         f"expected bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB, as in 24GiB; got {text!r}"
@@ -56,6 +57,11 @@ def format_duration(seconds: float) -> str:
     if days == 0:
         return f"{hours}h {minutes % 60:02}m"
     return f"{days}d {hours % 24:02}h"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.123`, `12.3`, `1,260`: three significant digits, of more than a thousand all."""
+    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
 
 
 def format_count(count: float) -> str:

@@ -12,12 +12,13 @@ import pytest
 from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.plan_limits import missing_bytes
-from megatrain_ray.engine.plan_request import Machine, Request
+from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError
+from megatrain_ray.units import parse_size
 from tests.shapes import qwen
 
 HBM, SEQUENCES = 12 << 30, 8
@@ -74,9 +75,23 @@ def test_settings_that_save_what_is_missing_are_named() -> None:
     saving = min(needed - n for n in least.values() if n < needed)
     told = refusal(needed - saving // 2)
     assert told
-    named = told.rpartition("within these limits it fits with ")[2]
+    named = told.splitlines()[0].rpartition(", or with ")[2]
     assert least[named] < needed - saving // 2
     assert all(n > needed - saving // 2 for n in list(least.values())[: list(least).index(named)])
+
+
+def test_a_disk_is_named_with_the_room_that_it_needs() -> None:
+    structure, activations = shape()
+    told = refusal(8 << 30)
+    assert told
+    found = re.search(r"within these limits it fits with a folder on NVMe with (\S+ \S+) of room as spill.path", told)
+    assert found
+    room = parse_size(found[1])
+    with_disk = replace(MACHINE, ram_bytes=8 << 30, spill=SpillSpace(room + (16 << 20), 3e9))
+    assert make_plan(structure, activations, with_disk, REQUEST).total_bytes(Tier.NVME) > 0
+    less = replace(with_disk, spill=SpillSpace(room // 2, 3e9))
+    with pytest.raises(CapacityError, match=r"^needs .* of disk, .* available: raise spill\.limit"):
+        make_plan(structure, activations, less, REQUEST)
 
 
 def test_missing_bytes_are_those_of_all_limits() -> None:

@@ -49,6 +49,7 @@ def test_each_change_is_what_a_plan_with_it_says(path: Path, capsys: pytest.Capt
         "half the GPU's memory, 2.00 GiB": ("hardware.hbm_limit=2GiB",),
         "twice the tokens a step, 16384": ("train.batch_size=16",),
         "half the tokens a step, 4096": ("train.batch_size=4",),
+        "a disk for spill.path, 3 GB/s": ("spill.path=/nowhere/spill",),
         "train.grad_dtype=bf16": ("train.grad_dtype=bf16",),
     }
     assert of_changes.keys() == settings.keys()
@@ -71,6 +72,15 @@ def test_the_table_compares_speeds(path: Path, capsys: pytest.CaptureFixture[str
     assert any("twice the GPU" in line and "%" in line for line in lines)
 
 
+def test_where_nothing_fits_what_would_is_shown_all_the_same(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(path), "hardware.hbm_limit=4GiB", "hardware.ram_limit=4GiB", "--what-if"]) == 3
+    shown = capsys.readouterr()
+    assert "of host RAM, 4.00 GiB available" in shown.err
+    lines = shown.out.splitlines()
+    assert any(line.startswith("as it is") and "does not fit" in line for line in lines)
+    assert any(line.startswith("a disk for spill.path") and "bound by" not in line and "." in line for line in lines)
+
+
 def test_an_odd_number_of_micro_batches_has_no_half(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, str(path), *LIMITS, "train.batch_size=3", "--what-if")["what_if"]
     assert [row["change"] for row in found if "tokens" in row["change"]] == ["twice the tokens a step, 6144"]
@@ -88,6 +98,14 @@ def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[s
     without = shown(capsys, str(path), *LIMITS, "save_every=null").splitlines()[-1]
     assert without.startswith("run ")
     assert " an hour" not in without
+
+
+def test_the_whole_run_in_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, str(path), *LIMITS, "--price", "1.5")
+    step_s = found["plan"]["prediction"]["step_s"]
+    assert found["run"]["seconds"] == 7200 * step_s
+    assert found["run"]["cost"] == pytest.approx(3 * step_s)
+    assert (found["run"]["spilled_bytes_per_day"], found["run"]["drive_days"]) == (0, None)
 
 
 def test_what_spills_wears_a_drive(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,9 @@ def test_nothing_spills_where_the_host_has_room(machine: Machine) -> None:
 def test_nothing_spills_without_a_folder_for_it() -> None:
     short = replace(CUDA, ram_bytes=needed_ram(CUDA) - 6 * state_bytes(1))
     assert chosen(short).spilled_layers
-    with pytest.raises(CapacityError, match=r"of host RAM, .* available: .*name a folder on NVMe as spill\.path"):
+    with pytest.raises(
+        CapacityError, match=r"of host RAM, .* available: .*a folder on NVMe with .* of room as spill\.path"
+    ):
         chosen(replace(short, spill=None))
 
 

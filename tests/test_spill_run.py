@@ -106,7 +106,7 @@ def test_too_little_disk_is_told_with_the_arithmetic(tmp_path: Path, ray_address
     without = {key: value for key, value in tree.items() if key != "spill"}
     done = cli_here("train", str(write_config(tmp_path / "config.yaml", without)))
     assert done.returncode == 3
-    assert "name a folder on NVMe as spill.path" in done.stderr
+    assert "of room as spill.path" in done.stderr
 
 
 def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from megatrain_ray import spill_space, trainer
 from megatrain_ray.config import SpillConfig, TrainConfig
 from megatrain_ray.config_file import override
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_DISK_BYTES_PER_S
-from megatrain_ray.engine.plan_request import Machine, SpillSpace
+from megatrain_ray.engine.plan_request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.blob_store import aligned
 from megatrain_ray.io.disk_io import PLAIN, DiskIo, DiskWay
 from megatrain_ray.planning import prepare, question_of
-from megatrain_ray.spill_space import ANY_ROOM, MARGIN_BYTES, PROBE_BYTES, forget_rates, rate_file, with_spill
+from megatrain_ray.spill_space import MARGIN_BYTES, PROBE_BYTES, forget_rates, rate_file, with_spill
 from megatrain_ray.startup import Startup
 from tests.runs import config
 from tests.test_planning import LLAMA
