@@ -179,7 +179,8 @@ def main() -> None:
         "commit": options.commit,
         "torch": torch.__version__,
         "device": device_name() if device.kind == "cuda" else "cpu",
-        "options": {key: str(value) for key, value in vars(options).items()},
+        "gib": options.gib,
+        "layers": options.layers,
         "ways": {},
     }
     chosen = options.ways.split(",")
