@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.activation_space import most_windows_bytes, with_windows
 from megatrain_ray.engine.device_rows import (
+    CONTEXT_BYTES,
     ActivationRows,
     activation_rows,
     backward_bytes,
@@ -21,7 +22,7 @@ from megatrain_ray.engine.device_rows import (
 )
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan
+from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
 from megatrain_ray.engine.plan_frame import frame_of
 from megatrain_ray.engine.plan_gradients import GradientPlaces
 from megatrain_ray.engine.plan_layers import LayerDrafts
@@ -163,6 +164,24 @@ class Drafts:
             plan = self.in_memory(candidate)
             self.missing[key] = -self._spare(candidate, replace(plan, rows=self._host_rows(candidate, plan)))
         return self.missing[key]
+
+    def least_missing_ram(self, candidate: Candidate) -> int:
+        """At least as much is missing with any gradients on the device, in whatever room is left there. What passes
+        through the host on its way does not count: it may be more where fewer layers are there."""
+        frame = self._frame(candidate)
+        follows, passes = frame.update_order is UpdateOrder.FORWARD, candidate.gradients is Tier.HBM
+        if candidate.sums is Tier.HOST or (follows and frame.wire_dtype is not frame.accumulation_dtype):
+            room = 0  # no gradient waits on the device
+        elif passes or not follows:
+            room = frame.slab_bytes
+        else:
+            room = min(frame.slab_bytes, self._room_on_device(candidate))
+        return self.missing_ram(candidate) - room
+
+    def _room_on_device(self, candidate: Candidate) -> int:
+        """For gradients of other layers than those that live there: these may have the place of all activations."""
+        limit, num_bytes = self.machine.hbm_bytes, self.placed_bytes(candidate) + self.waiting_bytes(candidate)
+        return 0 if limit is None else max(0, limit - CONTEXT_BYTES - num_bytes)
 
     def _spillable(self, candidate: Candidate) -> Spillable:
         key = replace(self._of_host(candidate), spill_first=SpillFirst.LEAST)

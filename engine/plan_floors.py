@@ -17,8 +17,7 @@ from megatrain_ray.engine.visits import LoopOrder
 
 
 class Floor(NamedTuple):
-    """Of candidates of one kind. `missing`: bytes of host memory where nothing is on disk, not above 0 where there is
-    enough."""
+    """Of candidates of one kind. `missing`: bytes of host memory (`Drafts.least_missing_ram`)."""
 
     num_layers: int
     missing: int
@@ -41,7 +40,7 @@ class Floors:
         key = kind, able, besides, on_host, request.num_micro_batches > 1, request.captured
         if key not in self.known:
             count = _most_layers(drafts, kind, able, besides)
-            self.known[key] = Floor(count, drafts.missing_ram(replace(kind, hbm_layers=frozenset(able[:count]))))
+            self.known[key] = Floor(count, drafts.least_missing_ram(replace(kind, hbm_layers=frozenset(able[:count]))))
         return self.known[key]
 
 

@@ -222,7 +222,7 @@ class SplitSearch:
 
     def _may_win_spilling(self, candidate: Candidate) -> bool:
         """Whatever of it is on disk."""
-        return self._found.may_be_won(self._least(candidate, self._drafts.missing_ram(candidate)))
+        return self._found.may_be_won(self._least(candidate, self._drafts.least_missing_ram(candidate)))
 
     def _least(self, candidate: Candidate, missing: int) -> Least:
         """`missing`: bytes of host memory."""
@@ -230,10 +230,6 @@ class SplitSearch:
         # Where not all layers may live on the device its memory takes gradients from the disk.
         if self._machine.spill is None or self._fixed is not None or len(self._able) < len(plan.layers):
             missing = 0
-        elif missing > 0 and candidate.gradients is Tier.HOST and candidate.sums is Tier.HBM:
-            # Of gradients that wait on the device, in whatever room is left there, the host lacks nothing.
-            all_wait = replace(candidate, num_waiting=len(self._basis.layout.updated))
-            missing = min(missing, self._drafts.missing_ram(all_wait))
         return self._bounds(plan).least(missing, plan.host_activation_bytes if candidate.spills_activations else 0)
 
     def _least_of_kind(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
@@ -257,7 +253,7 @@ class SplitSearch:
         fewest = replace(candidate, num_block_slots=FEWEST_SLOTS[0], num_edge_slots=FEWEST_SLOTS[1])
         if (fewest, able) not in self._kinds:
             fullest = self._filling(fewest, able).fullest
-            missing = self._drafts.missing_ram(fullest)
+            missing = self._drafts.least_missing_ram(fullest)
             self._kinds[fewest, able] = self._least(self._with_all_slots(fullest), missing)
         return self._kinds[fewest, able]
 

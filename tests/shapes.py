@@ -17,11 +17,13 @@ from megatrain_ray.engine.structure import discover
 FOUND_LAYERS = 2
 
 
-def qwen(num_layers: int, seq_len: int, *, hidden: int, heads: int, kv_heads: int, inner: int) -> Any:
+def qwen(
+    num_layers: int, seq_len: int, *, hidden: int, heads: int, kv_heads: int, inner: int, vocab: int = 152064
+) -> Any:
     """(structure, activations of one sequence) of Qwen2.5's architecture, untied, bf16."""
     config = Qwen2Config(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=FOUND_LAYERS, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=152064, tie_word_embeddings=False, max_position_embeddings=seq_len,
+        num_key_value_heads=kv_heads, vocab_size=vocab, tie_word_embeddings=False, max_position_embeddings=seq_len,
     )  # fmt: skip
 
     def factory(dtype: torch.dtype) -> torch.nn.Module:

@@ -20,8 +20,10 @@ from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillFirst, SpillSpace
+from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prices import SharedPrices
+from megatrain_ray.engine.split_search import TIE, Found
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.shapes import qwen
@@ -122,6 +124,38 @@ def test_no_choice_of_what_spills_is_faster(changes: dict[str, Any], disk_bytes_
             tight = max(tight, least.moved_s / step_s)
     assert with_activations > 3
     assert tight > 0.8 or disk_bytes_per_s > 1e10
+
+
+@pytest.mark.parametrize("disk_bytes_per_s", [6e8, 1.8e9, 1.2e10])
+@pytest.mark.parametrize(
+    ("hbm_bytes", "ram_bytes"),
+    [
+        (12_006_147_952, 21_682_922_532),
+        (12_006_147_952, 20_000_000_000),
+        (12_000_000_000, 16_000_000_000),
+        (10_000_000_000, 18_000_000_000),
+    ],
+)
+def test_bounds_leave_nothing_faster_out(
+    monkeypatch: pytest.MonkeyPatch, hbm_bytes: int, ram_bytes: int, disk_bytes_per_s: float
+) -> None:
+    """Of models whose ends are large: gradients wait in the place of few layers, or in no place at all."""
+    question = qwen(6, 512, hidden=1024, heads=16, kv_heads=2, inner=4096, vocab=600_000)
+    profile = replace(
+        TYPICAL_GPU,
+        both_bytes_per_s=TYPICAL_GPU.both_bytes_per_s * 2.54,
+        adamw_per_s=TYPICAL_GPU.adamw_per_s * 1.42,
+    )
+    spill = SpillSpace(1 << 37, disk_bytes_per_s)
+    machine = Machine("cuda", 16, 1, ram_bytes, hbm_bytes, profile, spill)
+    request = Request(Precision.BF16, False, True, 1, 1, 512, captured=False)
+    bounded = make_plan(*question, machine, request)
+    for name in ("may_be_won", "may_be_beaten_in"):
+        monkeypatch.setattr(Found, name, lambda found, least: True)
+    whole = make_plan(*question, machine, request)
+    assert bounded.prediction and whole.prediction
+    assert bounded.prediction.step_s <= whole.prediction.step_s * (1 + TIE)
+    assert bounded.spilled_layers or bounded.waiting_layers
 
 
 def bounds_and_step(profile: str, request: Request, candidate: Candidate) -> tuple[Bounds, float]:
