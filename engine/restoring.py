@@ -43,7 +43,7 @@ def restore_pieces(save_folder: Path, manifest: Manifest, pieces: Sequence[Piece
 
 def as_saved(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -> list[Piece]:
     """The same elements as pieces of the save's layers, where blocks were divided otherwise when it was made. `layout`:
-    whose layers the pieces are of. Raises MegatrainError for a parameter that the save does not hold."""
+    whose layers the pieces are of. Raises MegatrainError for a parameter that the save does not hold, or not all of."""
     if names_of(manifest.layers) == [[p.name for p in layer.segments] for layer in layout.layers]:
         return list(pieces)
     return list(_found(pieces, manifest, layout))
@@ -63,13 +63,15 @@ def _found(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -> 
             start, stop = max(piece.start, position), min(piece.stop, position + segment.numel)
             if start < stop:
                 name, first = place_in_whole(segment.name, segment.shape)
+                missing = stop - start  # ranges of one parameter do not overlap
                 for place in theirs.get(name, ()):
                     shift = place.first - first + position  # from the parameter's elements to the piece's
                     common = max(start, shift), min(stop, shift + place.size)
                     if common[0] < common[1]:
+                        missing -= common[1] - common[0]
                         yield piece.part(*common, place.layer, place.start + common[0] - shift)
-                if name not in theirs:
-                    raise MegatrainError(f"the save does not hold {segment.name}")
+                if missing:
+                    raise MegatrainError(f"the save does not hold {missing} of the elements of {segment.name}")
             position += segment.numel
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatrain_ray.engine.whole_names import place_in_whole
 from megatrain_ray.engine.working_copy import join, to_working
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.blob_store import FileStore
 from megatrain_ray.io.export import ExportDtype
 from megatrain_ray.io.manifest import Manifest
@@ -80,6 +81,8 @@ class SavedValues:
             first, last = max(start, place.first), min(stop, place.stop)
             if first < last:
                 found.append(read(place, place.start + first - place.first, place.start + last - place.first))
+        if sum(map(len, found)) < stop - start:
+            raise MegatrainError(f"the save does not hold all of {name}, elements {start} to {stop}")
         return torch.cat(found) if len(found) > 1 else found[0]
 
     def _working(self, place: _Place, start: int, stop: int) -> Tensor:

@@ -29,6 +29,8 @@ from megatrain_ray.io.disk_io import DiskIo, held_files
 from megatrain_ray.io.kvikio_store import unusable
 from megatrain_ray.io.spill_file import create_spill_file
 from megatrain_ray.trace import Op, Stage, Timeline
+from tests.expert_ranges import assert_same_but_norms
+from tests.family_models import build_family, family_batches
 from tests.makers import MAKERS, Make
 from tests.reference import MuonRecipe, Recipe, train_reference
 from tests.run_engine import Mode, train_engine
@@ -360,6 +362,20 @@ def test_dividing_blocks_changes_no_bit(
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
+def test_dividing_experts_changes_no_bit(tmp_path: Path, make: Make, family: str, precision: str) -> None:
+    """But of the norm, so nothing is clipped."""
+    build_family(family, tmp_path)
+    recipe = Recipe(3, precision=precision, micro_batch_size=2, clip=None)
+    ours, theirs = (
+        train_engine(tmp_path, family_batches(3), recipe, Mode(LoopOrder.LAYERS_OUTER, block_parts=n), make_device=make)
+        for n in (8, 1)
+    )
+    assert ours.plan.expert_groups > theirs.plan.expert_groups
+    assert_same_but_norms(ours, theirs)
 
 
 @pytest.mark.parametrize("hbm_layers", [frozenset(), frozenset({0, 2, 9})], ids=["none", "some"])

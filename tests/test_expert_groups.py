@@ -13,16 +13,23 @@ from torch import nn
 from megatrain_ray.architecture import Architecture
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.expert_groups import GroupedFactory
+from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.plan_report import describe
+from megatrain_ray.engine.restoring import as_saved
+from megatrain_ray.engine.saved_values import SavedValues
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.whole_names import place_in_whole, whole_name
-from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.errors import CapacityError, ConfigError, MegatrainError
 from megatrain_ray.flop_count import FlopCount
+from megatrain_ray.io.export import ExportDtype
+from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry
+from megatrain_ray.io.pieces import Piece
 from megatrain_ray.planning import predictor, question_of
 from tests.expert_ranges import NORM_ERROR, assert_same_but_norms
 from tests.families import FAMILIES
@@ -93,6 +100,25 @@ def test_a_name_says_the_range() -> None:
     assert place_in_whole("layers.3.experts.[4:8].up", (4, 6, 5)) == ("layers.3.experts.up", 120)
     assert place_in_whole("layers.3.mlp.up", (6, 5)) == ("layers.3.mlp.up", 0)
     assert whole_name("layers.3.experts.[12:16].up_bias") == "layers.3.experts.up_bias"
+    assert whole_name("layers.3.experts.0-3.up") == "layers.3.experts.0-3.up", "a module's own name"
+
+
+def test_a_range_that_a_save_lacks_is_told() -> None:
+    """Parts of one parameter, whose last is missing."""
+    parameters = [ParameterEntry(f"experts.[{i}:{i + 2}].up", (2, 3), 0) for i in (0, 2)]
+    layers = tuple(LayerEntry(f"part{i}", 6, (p,)) for i, p in enumerate(parameters))
+    manifest = Manifest(1, 1, 1, 0, "fp32", {"master": 4}, layers, {}, {}, {}, ())
+    for num_experts, missing in ((4, 0), (6, 6)):
+        block = FlatLayout.build("block", [ParameterSpec("experts.up", "up", (num_experts, 3))])
+        piece = Piece("block", "master", 0, 3 * num_experts, [memoryview(bytearray(12 * num_experts))])
+        layout = ModelLayout((block,), ("experts.up",))
+        if not missing:
+            assert [part.layer for part in as_saved([piece], manifest, layout)] == ["part0", "part1"]
+            continue
+        with pytest.raises(MegatrainError, match=rf"^the save does not hold {missing} of the elements of experts\.up$"):
+            as_saved([piece], manifest, layout)
+    with SavedValues.open(Path(), manifest) as values, pytest.raises(MegatrainError, match=r"all of experts\.up, elem"):
+        values.read("experts.up", 12, 18, ExportDtype.FP32)
 
 
 @pytest.mark.parametrize(
@@ -213,3 +239,16 @@ def test_a_layer_larger_than_the_slots_is_planned(tmp_path: Path) -> None:
     assert again.step_s == plan.prediction.step_s
     assert plan.total_bytes(Tier.HBM) <= 12e9
     assert question.structure.layers[2].name == "layers.0.mlp.experts.[1:2]"
+
+
+def test_another_number_of_parts_than_of_groups_is_found_again(tmp_path: Path) -> None:
+    """Of 32 experts four groups of eight, where six parts are asked for."""
+    shape = FAMILIES["DeepSeek-V3"].config | {
+        "n_routed_experts": 32, "moe_intermediate_size": 256, "n_group": 1, "num_hidden_layers": 3,
+    }  # fmt: skip
+    tree = config(tmp_path, shape, hardware={"device": "cuda", "hbm_limit": "12GB", "block_parts": 6})
+    asked = TrainConfig.model_validate(tree).resolve()
+    plan = question_of(asked).plan()
+    assert plan.prediction and plan.expert_groups == 4 < plan.block_parts
+    again = predictor(asked, plan)(plan.prediction.profile)
+    assert again.step_s == plan.prediction.step_s
