@@ -27,7 +27,7 @@ SAVED_BYTES = 4  # of an element, by rounded gradients or by moments, at most
 def lacks_device_memory(
     structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
 ) -> bool:
-    """Whether the plan that misses the fewest bytes is too large for the device. Arguments as of `make_plan`."""
+    """Whether the plan that is nearest to fitting is too large for the device. Arguments as of `make_plan`."""
     basis = basis_of(structure, machine, request)
     return beyond_device(_smallest(basis, machine, request, activations, missing_bytes)) > 0
 

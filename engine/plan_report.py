@@ -223,7 +223,7 @@ def _processes(plan: Plan) -> int:
 
 
 def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
-    """Which tier overflows in the plan that misses the fewest bytes, by how much, and what would help. `remedies`:
+    """Which tier overflows in the plan that is nearest to fitting, by how much, and what would help. `remedies`:
     with each of which something fits."""
     problems = []
     if beyond_device(plan):

@@ -23,7 +23,7 @@ from megatrain_ray.errors import CapacityError, ConfigError
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
     """The fastest that fits every limit. `activations`: of a micro-batch as requested.
 
-    Raises CapacityError with the arithmetic of the plan that misses the fewest bytes, and ConfigError where what is
+    Raises CapacityError with the arithmetic of the plan that is nearest to fitting, and ConfigError where what is
     asked for cannot be.
     """
     basis = basis_of(structure, machine, request)
