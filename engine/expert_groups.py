@@ -57,7 +57,8 @@ def _num_groups(module: nn.Module, most: int) -> int:
 
 def _is_stack(module: nn.Module) -> bool:
     """Whether it is a stack of experts that can leave rows to others, by the implementation that is summed here."""
-    if getattr(module, "_is_expert_parallel", None) is not False:
+    # Of older Transformers they have neither of the two that are false here.
+    if not hasattr(module, "is_transposed") or getattr(module, "_is_expert_parallel", False):
         return False
     from transformers.integrations import moe
 
@@ -65,7 +66,7 @@ def _is_stack(module: nn.Module) -> bool:
     own = list(module.parameters(recurse=False))
     is_all = len(own) == len(list(module.parameters())) and not list(module.buffers())
     is_known = implementation == "grouped_mm" and hasattr(moe, "_grouped_linear")
-    is_plain = is_all and not module.has_post_expert_norm
+    is_plain = is_all and not getattr(module, "has_post_expert_norm", False)
     return is_known and is_plain and all(p.shape[0] == module.num_experts for p in own)
 
 
