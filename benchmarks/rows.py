@@ -48,6 +48,9 @@ ROWS = {
     "7.6b_80gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=80GB"),
     "7.6b_24gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=24GB", "hardware.ram_limit=123GiB"),
     "7.6b_10gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=10GB", "train.grad_dtype=bf16"),
+    # Whole blocks need 14 GiB.
+    "mixtral_divided": ("mixtral_5.9b.yaml", "hardware.hbm_limit=12GB"),
+    "mixtral": ("mixtral_5.9b.yaml",),
     "3.1b": ("qwen2.5_3.1b.yaml",),
     "32.8b": ("qwen2.5_32.8b.yaml",),
     "20b": ("qwen2.5_14.8b.yaml", *TWENTY),
