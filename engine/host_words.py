@@ -134,6 +134,22 @@ class HostWords:
         self._words.store(self._landed(layer), update)
         self._words.add(_Word.LANDED_BELL, 1)
 
+    @property
+    def committed(self) -> int:
+        """The last update whose header is valid."""
+        return self._words.load(_Word.COMMITTED)
+
+    def has_landed(self, layer: int, update: int) -> bool:
+        """Whether the layer's gradient for this update, or a later one, is there."""
+        return self._words.load(self._landed(layer)) >= update
+
+    def withdraw(self, update: int) -> None:
+        """Once every layer has generation `update`, the last committed one: gradients that landed for the next are not
+        there any more. Nobody has read them, since that one is not committed."""
+        for layer in range(self._num_layers):
+            if self.has_landed(layer, update):
+                self._words.store(self._landed(layer), update)
+
     def gradient_start(self, layer: int) -> int:
         """Byte offset in the slab of the gradient that landed last."""
         return self._words.load(self._landed(layer) + 1)

@@ -240,6 +240,13 @@ class Plan:
         return frozenset((*self.departing_layers, *self.stored_layers))
 
     @property
+    def repeats_steps(self) -> bool:
+        """Whether another GPU worker may make a step once more: all state is with the shards, and of a step that is not
+        committed nobody has read anything."""
+        on_host = not self.hbm_layers and not self.stored_layers and not self.weights_on_disk
+        return on_host and self.update_order is UpdateOrder.FORWARD
+
+    @property
     def gradients_are_brief(self) -> bool:
         """Whether a gradient that waits on the device comes up in the last visit to its layer; else it has a place
         there for good."""

@@ -46,7 +46,8 @@ def describe(plan: Plan) -> str:
         *_muon_lines(plan),
         *([f"moments   {NARROW_MOMENTS}"] if plan.precision.moments == "bf16" else []),
         f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}{_left_out(plan)}",
-        f"recover   {plan.recovery.value} when an optimizer shard dies, from the last save otherwise",
+        f"recover   {plan.recovery.value} when an optimizer shard dies, "
+        f"{'by the same step again' if plan.repeats_steps else 'from the last save'} when the GPU worker does",
         *(_predicted(plan.prediction) if plan.prediction else ()),
     ]
     return "\n".join(lines)

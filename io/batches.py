@@ -26,6 +26,7 @@ class Batch:
     num_supervised: int  # targets that count
     num_tokens: int  # inputs that are no pads
     sum_squared_lengths: int  # Σ over segments of (inputs)²
+    position: Mapping[str, Any] | None = None  # where the stream stands behind it, where somebody goes on from there
 
 
 class Stream(Protocol):

@@ -21,15 +21,15 @@ from megatrain_ray.early_imports import COMPILER, TRANSFORMERS, import_first
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.errors import DeadlineError
+from megatrain_ray.feed import Feed
 from megatrain_ray.gpu_work import GpuWork
 from megatrain_ray.gpu_worker import GpuWorker, HeldOutLoss, Progress, StepResult
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import Handles
-from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared
-from megatrain_ray.shard_worker import ShardWorker
+from megatrain_ray.shard_worker import ShardWorker, wait_gone
 from megatrain_ray.spans import RecordedSpans
 
 # Actors change state: a call that failed must not be repeated by Ray.
@@ -54,17 +54,23 @@ class GpuActor:
     def __init__(self, modules: Sequence[str]) -> None:
         import_first(modules)
 
-    async def take_up(self, prepared: Prepared, holders: Sequence[Handles], data: Any) -> None:
-        async def fetch(step: int) -> Batch:
-            batch: Batch = await data.batch.remote(step)
-            return batch
-
-        async def fetch_held_out(index: int) -> Batch:
-            batch: Batch = await data.held_out_batch.remote(index)
-            return batch
-
-        self._worker = GpuWorker(prepared, holders, fetch, fetch_held_out)
+    async def take_up(
+        self, prepared: Prepared, holders: Sequence[Handles], data: Any, after_pid: int | None = None
+    ) -> None:
+        """`after_pid`: of whom it follows, whose device memory is free once it has ended."""
+        if after_pid is not None:
+            await asyncio.to_thread(wait_gone, after_pid, DEADLINE_S)
+        self._feed = Feed(data)
+        self._worker = GpuWorker(prepared, holders, self._feed.batch, self._feed.held_out_batch)
         self._filled = asyncio.Event()
+
+    async def until_data_dies(self) -> None:
+        """Returns when a batch is wanted and the data process has died."""
+        await self._feed.until_it_dies()
+
+    async def take_data(self, data: Any) -> None:
+        """Another data process in the place of the one that died."""
+        await self._feed.take(data)
 
     async def handles(self) -> dict[str, ArenaHandle]:
         return self._worker.handles()
@@ -93,6 +99,9 @@ class GpuActor:
         # the GPU runs dry. These stay as long as the process does.
         gc.collect()
         gc.freeze()
+
+    async def resume(self, progress: Progress) -> None:
+        await self._worker.resume(progress)
 
     async def step(self, step: int, save: bool) -> StepResult:
         return await self._worker.step(step, save)

@@ -291,7 +291,7 @@ class TrainConfig(Group):
     eval_every: Annotated[int, Field(ge=0)] = 0
     """N: data.eval_path is evaluated before the first update, after every N and after the last; 0: never."""
     max_failures: Annotated[int, Field(ge=0)] = 3
-    """Deaths of optimizer shards or the arena owner that are made good within one start of the run; one more
+    """Deaths of the run's processes, or failures of its GPU, that are made good within one start of the run; one more
     ends it with exit 1."""
     log: LogConfig = LogConfig()
     """Where metrics go beside metrics.jsonl."""

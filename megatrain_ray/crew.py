@@ -1,7 +1,7 @@
 """Crew: the actors of a run, what each of them is doing, and others in the place of those that died.
 
 What optimizer shards and the arena owner work on outlives them in shared memory, so another one goes on where they
-stood. Any other death ends the run.
+stood. Another GPU worker makes a step once more that was not committed; another data process draws the same batches.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.restoring import names_of
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.failure_budget import FailureBudget
+from megatrain_ray.gpu_side import GpuSide
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
-from megatrain_ray.post import AGAIN, Post, Task, answer, await_begin, could_not_start, held
+from megatrain_ray.post import AGAIN, Post, Task, actor_id, answer, await_begin, could_not_start, held
 
 log = logging.getLogger(__name__)
 
@@ -53,65 +55,74 @@ class Crew:
         check_cluster: Callable[[], None] = lambda: None,
         record: Callable[[Mapping[str, int]], None] = lambda pids: None,
         placement: Placement | None = None,
+        failures: FailureBudget | None = None,
     ) -> None:
         """`check_cluster` is called in every wait and raises when nothing can go on, `record` when processes change.
-        `placement`: with actors that have begun; None: they begin when they are needed."""
+        `placement`: with actors that have begun; None: they begin when they are needed. `failures`: of all crews of a
+        start; None: this is the only one."""
         self._prepared = prepared
         self._check_cluster = check_cluster
         self._record = record
         self._placement = placement
+        self._failures = failures or FailureBudget(prepared.config.max_failures)
         self._posts: list[Post] = []
         self._shards: list[Post] = []
         self._gone: set[str] = set()  # ids of actors that were replaced
         self._newest_save = NO_ATTEMPT
         self.base_checksums: Sequence[int | None] = ()  # of frozen parts, where saves leave them out; after `load`
         self.kernel_names: Sequence[str] = ()  # what updates run as; after `start`
-        self.gpu: Any = None
-        self.data: Any = None
+        self._side: GpuSide | None = None
+        self._progress: Callable[[], Progress] | None = None  # once steps can be made
         self._building: Any = None
-        self._pids: dict[str, int] = {}
-        self._gpu_handles: Handles = {}
         self._own_handles: Handles = {}
 
-    def start(self, data_arguments: Mapping[str, Any]) -> None:
-        """Places and starts all actors; weights are not loaded yet."""
+    @property
+    def gpu(self) -> Any:
+        """Handle of the present GPU worker; after `start`."""
+        assert self._side is not None
+        return self._side.gpu
+
+    @property
+    def data(self) -> Any:
+        """Handle of the present data process; after `start`."""
+        assert self._side is not None
+        return self._side.data
+
+    def start(self, data_arguments: Callable[[], Mapping[str, Any]]) -> None:
+        """Places and starts all actors; weights are not loaded yet. `data_arguments`: of a data process that goes on
+        from where training stands when it is called."""
         place = self._placement = self._placement or Placement(crew_spec(self._prepared))
         place.wait()
-        self.data = place.take(DATA)
-        drawing = self.data.take_up.remote(**data_arguments)
+        side = self._side = GpuSide(self._prepared, place, data_arguments)
         owner = Post(OWNER, partial(place.take, OWNER), partial(owner_arguments, self._prepared))
         self._posts = [owner]
         self._fill(owner, None)
         self._assign(owner, lambda actor: actor.run.remote(), serves=True)
         with held(owner.handles) as self._own_handles:  # nobody but their owner holds them yet
-            self._start_others(place)
+            self._start_others(place, side)
         self._own_handles = {}
-        await_begin("the data process", drawing)
-        self._pids["data"] = answer("the data process did not start", self.data.pid.remote())
         self._record(self.pids)
 
-    def _start_others(self, place: Placement) -> None:
+    def _start_others(self, place: Placement, side: GpuSide) -> None:
         """Shards and GPU worker, which attach the owner's arenas."""
         for k, name in enumerate(map(shard_name, range(self._prepared.plan.num_shards))):
             self._shards.append(Post(name, partial(place.take, name), partial(shard_arguments, self._prepared, k)))
         holders = self._holders()
         for post in self._shards:  # all attach at the same time
             post.fill(holders, None)
-        self.gpu = place.take(GPU)
-        attaching = self.gpu.take_up.remote(self._prepared, holders, self.data)
+        attaching = side.take_gpu(holders)
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
         self.kernel_names = sorted(set(self._ask_shards("kernel_name")))
         log.info("updates run as %s", ", ".join(self.kernel_names))
-        await_begin("the GPU worker", attaching)
-        self._gpu_handles = answer("the GPU worker did not start", self.gpu.handles.remote())
-        self._pids["GPU worker"] = next(iter(self._gpu_handles.values())).pid
+        side.introduce(attaching)
 
     @property
     def pids(self) -> dict[str, int]:
         """Of the processes of the run, by name."""
-        return self._pids | {post.name: post.pid for post in self._posts if post.pid is not None}
+        of_side = self._side.pids if self._side else {}
+        return of_side | {post.name: post.pid for post in self._posts if post.pid is not None}
 
     def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         """Fills all state: from a save, or from the model's source. Raises what its holders raised, and ConfigError
@@ -152,13 +163,16 @@ class Crew:
         rates = self._ask_shards("copy_bytes_per_s")
         return sum(rates) * len(self._shards) / len(rates) if rates else math.inf
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, progress: Callable[[], Progress]) -> None:
         """Once the engine is built, which began beside `load`: starts it, which resets the signal words, and then the
-        shards that obey them."""
+        shards that obey them. `progress`: where training stands when it is called."""
+        assert self._side is not None
         self._until(self._building, "the GPU worker did not build its engine", STEP_DEADLINE_S)
-        self._until(self.gpu.start.remote(progress), "the GPU worker did not start its engine", STEP_DEADLINE_S)
+        self._until(self.gpu.start.remote(progress()), "the GPU worker did not start its engine", STEP_DEADLINE_S)
         for post in self._shards:
             self._assign(post, lambda actor: actor.run.remote(self._newest_save), serves=True)
+        self._side.watch()
+        self._progress = progress
 
     def wait(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
         """Those of `calls` that have ended, once one has or `timeout_s` is over.
@@ -167,13 +181,16 @@ class Crew:
         """
         self._check_cluster()
         watched = {post.call: post for post in self._posts if post.call is not None}
-        everything = [*calls, *watched]
+        of_side = self._side.watched if self._side else []
+        everything = [*calls, *watched, *of_side]
         ended, _ = ray.wait(everything, num_returns=1, timeout=timeout_s)
         if ended:
             ended, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
         for call in ended:
             if call in watched:
                 self._task_ended(watched[call], call)
+            elif call in of_side:
+                self._side_ended(call)
         return [call for call in ended if call in calls]
 
     def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
@@ -184,7 +201,8 @@ class Crew:
 
     def abandon_save(self) -> None:
         """Nobody waits for the newest save any more."""
-        answer("a save could not be abandoned", self.gpu.abandon_save.remote(self._newest_save))
+        with suppress(RayActorError):  # who follows waits for no save up to this one
+            answer("a save could not be abandoned", self.gpu.abandon_save.remote(self._newest_save))
         for post in self._shards:
             try:
                 answer("a save could not be abandoned", post.actor.abandon_save.remote(self._newest_save))
@@ -194,31 +212,62 @@ class Crew:
     def replace(self, error: RayActorError) -> None:
         """Puts another actor in the place of the one whose death `error` tells.
 
-        Raises MegatrainError naming it when it cannot be replaced or `max_failures` have been.
+        Raises MegatrainError naming it when it cannot be replaced or `max_failures` have been, and LostProcessError
+        where the run can go on from its last save.
         """
         if error.actor_id in self._gone:
             return
-        post = next((post for post in self._posts if post.actor and _id(post.actor) == error.actor_id), None)
+        if self._side and self._progress and not error.actor_init_failed:
+            if self._side.is_data(error.actor_id):
+                self._replace_data(self._side, str(error))
+                return
+            if self._side.is_gpu(error.actor_id):
+                self.replace_gpu(str(error))
+                return
+        post = next((post for post in self._posts if post.actor and actor_id(post.actor) == error.actor_id), None)
         if post is None or error.actor_init_failed:
             raise self.explain(error)
-        self._gone.add(_id(post.actor))
-        limit = self._prepared.config.max_failures
-        if len(self._gone) > limit:
-            raise MegatrainError(
-                f"{post.name} died, the run's failure number {len(self._gone)} (max_failures: {limit}); the same "
-                "command resumes"
-            )
-        log.warning("%s died: %s", post.name, error)
-        start_s = time.monotonic()
+        start_s = self._lose(post.name, post.actor, str(error))
         ray.kill(post.actor)  # one that Ray could not reach for a moment may still live
         if not self._fill(post, post.pid):
             return  # that one died as well, and who followed it has its task
         if post.task:
             post.call = post.task(post.actor)
-        say(
-            f"{post.name} died and was replaced in {time.monotonic() - start_s:.1f} s (failure {len(self._gone)} of at "
-            f"most {limit})"
-        )
+        self._tell(post.name, start_s)
+
+    def replace_gpu(self, reason: str) -> None:
+        """Puts another GPU worker in the place of one that is of no use any more; it stands where training does, and
+        what was asked of the one before is to be asked again. Raises as `replace`."""
+        assert self._side is not None  # there are steps
+        assert self._progress is not None
+        side, start_s = self._side, self._lose(GPU, self.gpu, reason)
+        try:
+            side.replace_gpu(self._holders(), self._progress, self._until)
+        except RayActorError as error:
+            self.replace(error)
+            return
+        self._record(self.pids)
+        self._tell(GPU, start_s)
+
+    def _replace_data(self, side: GpuSide, reason: str) -> None:
+        start_s = self._lose(DATA, side.data, reason)
+        try:
+            side.replace_data()
+        except RayActorError as error:
+            self.replace(error)
+            return
+        self._record(self.pids)
+        self._tell(DATA, start_s)
+
+    def _lose(self, name: str, actor: Any, reason: str) -> float:
+        """When it was noticed. Raises MegatrainError where that was one too many."""
+        self._gone.add(actor_id(actor))
+        self._failures.spend(name)
+        log.warning("%s died: %s", name, reason)
+        return time.monotonic()
+
+    def _tell(self, name: str, start_s: float) -> None:
+        say(f"{name} died and was replaced in {time.monotonic() - start_s:.1f} s ({self._failures})")
 
     def explain(self, error: RayActorError) -> MegatrainError:
         """What the user should read of a death that ends the run."""
@@ -246,22 +295,21 @@ class Crew:
         """Calls of the optimizer shards: what each has done (ShardWork); at last of the GPU worker (GpuWork)."""
         return [*(post.actor.work.remote() for post in self._shards), self.gpu.work.remote()]
 
-    def position(self, step: int) -> dict[str, Any]:
-        """Where the data stood after a step."""
-        position: dict[str, Any] = answer("the data process did not say its position", self.data.position.remote(step))
-        return position
-
     def whereabouts(self) -> str:
         """What the GPU worker does, for the message about a step that does not end."""
         try:
             where: str = ray.get(self.gpu.whereabouts.remote(), timeout=10.0)
         except (GetTimeoutError, RayError):
-            return f"the GPU worker (process {self._pids.get('GPU worker')}) does not answer"
+            return f"the GPU worker (process {self.pids.get(GPU)}) does not answer"
         return f"the GPU worker is at: {where}"
 
     def stop(self) -> None:
         """Ends a run that went well: everybody closes what they hold, then the processes end."""
-        self._until(self.gpu.close.remote(), "the GPU worker did not close", self._prepared.plan.update_deadline_s)
+        assert self._side is not None
+        self._side.stop_watching()
+        closing = self.gpu.close.remote()
+        with suppress(RayActorError):  # what was to be saved is
+            self._until(closing, "the GPU worker did not close", self._prepared.plan.update_deadline_s)
         for post in self._posts:
             post.serves = False
             with suppress(RayActorError):  # everything is saved: who dies now is not missed
@@ -275,7 +323,8 @@ class Crew:
             self._kill()
 
     def _kill(self) -> None:
-        for actor in (self.gpu, *(post.actor for post in self._posts), self.data):
+        of_side = (self._side.gpu, self._side.data) if self._side else ()
+        for actor in (*of_side, *(post.actor for post in self._posts)):
             if actor is not None:
                 ray.kill(actor)
         if self._placement is not None:
@@ -303,6 +352,16 @@ class Crew:
             raise MegatrainError(f"{post.name} stopped serving before the run was over")
         post.task = post.call = None
 
+    def _side_ended(self, call: Any) -> None:
+        """The data process died, and a batch is wanted, or the GPU worker did."""
+        assert self._side is not None
+        try:
+            ray.get(call)
+        except RayActorError as error:
+            self.replace(error)
+        else:
+            self._replace_data(self._side, "the GPU worker asked it for a batch")
+
     def _fill(self, post: Post, after_pid: int | None) -> bool:
         post.fill(self._holders(but=post), after_pid)
         return self._introduce(post)
@@ -310,7 +369,8 @@ class Crew:
     def _holders(self, but: Post | None = None) -> list[Handles]:
         """Whoever holds the arenas."""
         posts = [post.handles for post in self._posts if post is not but]
-        return [handles for handles in (*posts, self._gpu_handles, self._own_handles) if handles]
+        of_gpu = self._side.handles if self._side else {}
+        return [handles for handles in (*posts, of_gpu, self._own_handles) if handles]
 
     def _ask_shards(self, question: str) -> list[Any]:
         """Their answers. One that dies gives none, and another takes its place."""
@@ -333,10 +393,8 @@ class Crew:
         self._record(self.pids)
         return True
 
-    def _name_of(self, actor_id: str | None) -> str:
-        named = {"GPU worker": self.gpu, "data": self.data} | {post.name: post.actor for post in self._posts}
-        return next((name for name, actor in named.items() if actor and _id(actor) == actor_id), "one of Ray's")
-
-
-def _id(actor: Any) -> str:
-    return str(actor._actor_id.hex())
+    def _name_of(self, died: str | None) -> str:
+        named = {post.name: post.actor for post in self._posts}
+        if self._side:
+            named |= {GPU: self._side.gpu, DATA: self._side.data}
+        return next((name for name, actor in named.items() if actor and actor_id(actor) == died), "one of Ray's")

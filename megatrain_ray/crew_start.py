@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +27,16 @@ class SaveRates:
 
 
 def start_crew(
-    crew: Crew, prepared: Prepared, run: RunDir, manifest: Manifest | None, progress: Progress,
-    data_arguments: Mapping[str, Any], startup: Startup,
+    crew: Crew, prepared: Prepared, run: RunDir, manifest: Manifest | None, progress: Callable[[], Progress],
+    data_arguments: Callable[[], Mapping[str, Any]], startup: Startup,
 ) -> SaveRates:  # fmt: skip
-    """`manifest`: of the save to go on from; None: begin with the model's own values. Raises CapacityError where saves
-    have no room, and what the crew does."""
+    """`manifest`: of the save to go on from, None: begin with the model's values. `progress`, `data_arguments`: where
+    training stands when one calls them. Raises CapacityError where saves have no room, and what the crew does."""
     plan = prepared.plan
     disk_bytes_per_s = 0.0
     if prepared.config.save_every is not None:
         with startup.phase("measuring the disk"):
-            check_save_room(prepared, run.saves, progress.step)
+            check_save_room(prepared, run.saves, progress().step)
             disk_bytes_per_s = measure_disk(run.saves, plan.save_bytes, prepared.config.save_compress)
     with startup.phase(f"starting {crew_spec(prepared).num_processes} processes"):
         crew.start(data_arguments)

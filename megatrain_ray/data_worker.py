@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatrain_ray.io.mixture import MixedStream
 from megatrain_ray.io.windows import Windows, cut
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
-REMEMBERED_STEPS = 64  # positions kept: more than steps can be ahead of a save
+REMEMBERED_STEPS = 64  # positions kept: more than a worker has asked for that did not live to compute them
 
 
 def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tuple[str, ...]]:
@@ -116,16 +116,33 @@ class DataWorker:
         return os.getpid()
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step; steps must be asked for in order."""
+        """The batch of a step, with the position behind it. The next one as a rule; one of before for a GPU worker that
+        makes a step once more, and one further on for those that asked a data process before this one."""
         if step != self._step + 1:
-            raise ValueError(f"step {step} asked for, the next is {self._step + 1}")
+            self._go_to(step - 1)
         self._spans.on = step in self._traced or step - 1 in self._traced  # it is made in the step before
         with self._spans.span(Row.BATCHES, f"batch {step}"):
-            batch = self._stream.next_batch()
-        self._step = step
-        self._positions[step] = self._stream.position
-        self._positions.pop(step - REMEMBERED_STEPS, None)
+            return replace(self._draw(), position=self._positions[step])
+
+    def _draw(self) -> Batch:
+        batch = self._stream.next_batch()
+        self._step += 1
+        self._positions[self._step] = self._stream.position
+        self._positions.pop(self._step - REMEMBERED_STEPS, None)
         return batch
+
+    def _go_to(self, step: int) -> None:
+        """To where that step ended. Raises ValueError where it is too far away."""
+        if step in self._positions:
+            self._stream.seek(self._positions[step])
+            self._step = step
+        elif not self._step < step <= self._step + REMEMBERED_STEPS:
+            raise ValueError(
+                f"step {step + 1} asked for, the next is {self._step + 1}; those from {min(self._positions) + 1} to "
+                f"{self._step + REMEMBERED_STEPS + 1} can be"
+            )
+        while self._step < step:
+            self._draw()
 
     def held_out_batch(self, index: int) -> Batch:
         """Any of what is evaluated."""
@@ -136,7 +153,3 @@ class DataWorker:
     def spans(self) -> RecordedSpans:
         """Those of the traced steps."""
         return self._spans.take()
-
-    def position(self, step: int) -> dict[str, Any]:
-        """Where the data stood after `step` updates; part of a save."""
-        return self._positions[step]

@@ -1,4 +1,4 @@
-"""What is said where a GPU has less memory than its plan counts with."""
+"""What is said where a GPU has less memory than its plan counts with, and where it fails."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import torch
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.errors import CapacityError
+from megatrain_ray.errors import CapacityError, LostDeviceError
 from megatrain_ray.units import format_bytes
 
 
 @contextmanager
 def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
-    """Raises CapacityError where the block runs out of device memory. `doing`: what it does."""
+    """Raises CapacityError where the block runs out of device memory, LostDeviceError where the device fails. `doing`:
+    what it does."""
     try:
         yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
+            if _is_failure(error):
+                raise LostDeviceError(f"{doing}: the GPU failed: {_first_sentences(error)}") from error
             raise
         counted, limit = plan.total_bytes(Tier.HBM), plan.hbm_limit_bytes
         of_limit = f" of {format_bytes(limit)}" if limit is not None else ""
@@ -51,6 +54,13 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     """A context, or a library's handle, is taken beside torch's allocator, and has errors of its own."""
     beside = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in beside)
+
+
+def _is_failure(error: RuntimeError) -> bool:
+    """Behind one the context is of no use any more, whatever it was; torch 2.7 and before have no class for it."""
+    of_libraries = ("CUDA error: ", "CUBLAS_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_EXECUTION_FAILED")
+    kind = getattr(torch, "AcceleratorError", ())
+    return isinstance(error, kind) or any(text in str(error) for text in of_libraries)
 
 
 def _first_sentences(error: RuntimeError) -> str:

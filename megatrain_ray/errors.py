@@ -42,6 +42,14 @@ class ShardFailedError(MegatrainError):
     """An optimizer shard failed; its own call says why."""
 
 
+class LostProcessError(MegatrainError):
+    """A process died that nobody can follow while the others go on: its state, or that of a step, died with it."""
+
+
+class LostDeviceError(MegatrainError):
+    """The device failed, and the process that uses it can compute nothing more."""
+
+
 class CaptureError(MegatrainError):
     """What was to be captured on the device cannot be; it runs uncaptured."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.slab import held_slab_bytes
 from megatrain_ray.engine.step import StepInput, World
 from megatrain_ray.engine.working_arena import WorkingArena
-from megatrain_ray.errors import DeadlineError
+from megatrain_ray.errors import DeadlineError, LostProcessError
 from megatrain_ray.gpu_work import GpuDisk, GpuWork
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
@@ -60,10 +60,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`row`: of metrics.jsonl. `progress`: after the step."""
+    """`row`: of metrics.jsonl. `progress`: after the step. `position`: of the data, behind the step's batch."""
 
     row: dict[str, Any]
     progress: Progress
+    position: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -171,11 +172,29 @@ class GpuWorker:
 
     async def start(self, progress: Progress) -> None:
         """After `build`; `progress`: where the weights in the arenas stand."""
+        self._words.reset(progress.step, self._prepared.plan.updated_layers)
+        self._begin(progress)
+
+    async def resume(self, progress: Progress) -> None:
+        """In the place of `start`, where another worker died after the steps up to `progress`, and the shards go on.
+        Raises LostProcessError where that worker took something along that the last update needs, or an update that
+        nobody has heard of."""
+        assert self._engine is not None  # build came first
+        words, step = self._words, progress.step
+        waits = [layer for of_shard in self._prepared.plan.updated_layers for layer in of_shard]
+        if words.committed != step or not all(words.has_landed(layer, step) for layer in waits):
+            raise LostProcessError(
+                f"update {words.committed} had begun when the GPU worker died, and step {step} was the last that ended"
+            )
+        await self._engine.drain(step)
+        words.withdraw(step)
+        self._begin(progress)
+
+    def _begin(self, progress: Progress) -> None:
         # Not before shards have filled them: each page is then on the node of the shard that updates it.
         windows = [] if self._disk is None else [self._disk.memory]
         for filled in (self._working(), *self._momenta[1], *windows):
             self._device.pin(filled.view(torch.uint8))
-        self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._progress = progress
         self._next_batch = asyncio.ensure_future(self._fetch_batch(progress.step + 1))
         self._rows.start_clock()
@@ -216,7 +235,7 @@ class GpuWorker:
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
         row = self._rows.row(report, batch, data_s)
         self._moved.end_step(self._rows.newest)
-        return StepResult(row, self._progress)
+        return StepResult(row, self._progress, batch.position)
 
     async def _trace(self, engine: Engine, on: bool) -> None:
         """Begins or ends to record spans, between two steps."""

@@ -43,6 +43,11 @@ class Post:
         return next((handle.pid for handle in self.handles.values()), None)
 
 
+def actor_id(actor: Any) -> str:
+    """As Ray's errors tell of an actor that died."""
+    return str(actor._actor_id.hex())
+
+
 def answer(late: str, call: Any, timeout_s: float = DEADLINE_S) -> Any:
     """What a call that takes no time returns. Raises what it raised, DeadlineError that begins with `late`."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,10 @@ class RunningSave:
         self._start_s = time.monotonic()
         self._waited_since_s: float | None = None
         self._parts: list[WrittenPart] = []
-        self._at: tuple[Progress, dict[str, Any]] | None = None
+        self._at: tuple[Progress, Mapping[str, Any]] | None = None
         self.calls = crew.write_parts(prepare_save(saves, step), step, prepared.config.save_compress)
 
-    def reached(self, progress: Progress, position: dict[str, Any]) -> None:
+    def reached(self, progress: Progress, position: Mapping[str, Any]) -> None:
         """The step has ended. Training and data may be many steps further when the last part is written."""
         self._at = (progress, position)
 
@@ -146,7 +146,7 @@ class RunningSave:
 def _manifest(
     prepared: Prepared,
     progress: Progress,
-    position: dict[str, Any],
+    position: Mapping[str, Any],
     parts: tuple[PartManifest, ...],
     timing: SaveTiming,
     checksums: Sequence[int | None],
@@ -166,7 +166,7 @@ def _manifest(
             **{kind: dtype.itemsize for kind, dtype in precision.state_kinds},
         },
         layers=tuple(map(_layer, layout.layers, checksums or [None] * len(layout.layers))),
-        data=position,
+        data=dict(position),
         model=dict(prepared.source.config),
         config=config_to_dict(prepared.config),
         parts=parts,

@@ -21,8 +21,9 @@ from megatrain_ray.crew_start import SaveRates, start_crew
 from megatrain_ray.data_worker import HeldOutData
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.save_cost import predict_stall_s
-from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, MegatrainError
+from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, LostDeviceError, MegatrainError
 from megatrain_ray.evaluating import RunningEvaluation
+from megatrain_ray.failure_budget import FailureBudget
 from megatrain_ray.failures import understood
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
@@ -49,7 +50,8 @@ POLL_S = 0.2  # how often the driver looks whether it was interrupted
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources. `at_end`:
+    """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources. `failures`: of
+    all attempts. `at_end`:
     called when all steps are made, while every process is still there."""
 
     prepared: Prepared
@@ -59,6 +61,7 @@ class Job:
     interrupts: Interrupts
     daemons: Daemons
     startup: Startup
+    failures: FailureBudget
     at_end: Callable[[Job, Crew], None] = lambda job, crew: None
 
 
@@ -97,6 +100,7 @@ class Session:
         step = manifest.step if manifest else 0
         self._submitted = self._completed = step
         self._progress = Progress(step, manifest.optimizer_step if manifest else 0)
+        self._position: Mapping[str, Any] | None = manifest.data if manifest else None
         self._saved = step if manifest else -1
         self._save: RunningSave | None = None
         self._evaluation: RunningEvaluation | None = None
@@ -112,7 +116,8 @@ class Session:
     def train(self) -> tuple[int, float | None]:
         """Steps completed and the last one's loss, None when none ran. Raises InterruptedRunError, and MegatrainError
         for what failed."""
-        crew = Crew(self._prepared, self._daemons.check, partial(record, self._run.path), self._placement)
+        to_record = partial(record, self._run.path)
+        crew = Crew(self._prepared, self._daemons.check, to_record, self._placement, self._job.failures)
         try:
             self._start(crew)
             with self._interrupts.put_off():
@@ -143,7 +148,13 @@ class Session:
 
     def _start(self, crew: Crew) -> None:
         self._save_rates = start_crew(
-            crew, self._prepared, self._run, self._manifest, self._progress, self._data_arguments(), self._startup
+            crew,
+            self._prepared,
+            self._run,
+            self._manifest,
+            lambda: self._progress,
+            self._data_arguments,
+            self._startup,
         )
         if not self._policy.is_done(self._seen()):
             self._startup.tell(f"step {self._completed + 1} of {self._prepared.config.train.steps}")
@@ -165,15 +176,38 @@ class Session:
                     self._evaluation = RunningEvaluation(crew.gpu, self._batches, weights, self._completed)
                 case Action.SAVE:
                     self._begin_save(crew, self._completed)
-                    self._mark(crew)
+                    self._mark()
                 case Action.WAIT:
                     if self._save and not (self._under_way or self._evaluation) and self._policy.saves_next(seen):
                         self._save.hold_up()
-                    self._wait(crew, view)
+                    self._wait_for_all(crew, view)
                 case Action.STOP:
                     if self._policy.is_done(seen):
                         self._job.at_end(self._job, crew)
                     return
+
+    def _wait_for_all(self, crew: Crew, view: ProgressView) -> None:
+        """As `_wait`; who died, or can compute nothing more, is replaced."""
+        gpu = crew.gpu
+        try:
+            self._wait(crew, view)
+        except RayActorError as error:
+            crew.replace(error)
+        except RayTaskError as error:
+            if not isinstance(error.cause, LostDeviceError):
+                raise
+            if crew.gpu is gpu:  # or it was replaced when another of its calls had failed
+                crew.replace_gpu(str(error.cause))
+        if crew.gpu is not gpu:
+            self._ask_again(crew)
+
+    def _ask_again(self, crew: Crew) -> None:
+        """Another GPU worker makes the steps that the one before did not end. An evaluation begins once more."""
+        self._evaluation = None
+        of_save = self._save.step if self._save else None
+        again = range(self._completed + 1, self._submitted + 1)
+        self._under_way = [crew.gpu.step.remote(step, step == of_save) for step in again]
+        self._silence.heard()
 
     def _seen(self) -> Observation:
         return Observation(
@@ -213,7 +247,7 @@ class Session:
             if self._under_way and call == self._under_way[0]:
                 self._record(crew, ray.get(call), view)
                 self._under_way.pop(0)
-                self._mark(crew)
+                self._mark()
             elif self._evaluation and call in evaluated:
                 self._evaluation.take(call, ray.get(call))
                 view.evaluating(*self._evaluation.progress)
@@ -226,7 +260,7 @@ class Session:
 
     def _record(self, crew: Crew, result: StepResult, view: ProgressView) -> None:
         self._completed = result.progress.step
-        self._progress = result.progress
+        self._progress, self._position = result.progress, result.position
         self._last_row = result.row
         with self._tracing.spans.span(Row.DRIVER, f"row of step {self._completed}"):
             self._write(self._run.append, result.row)
@@ -271,10 +305,11 @@ class Session:
             save.abandon()
             raise
 
-    def _mark(self, crew: Crew) -> None:
+    def _mark(self) -> None:
         """Tells the save what stood when its step ended: its last part may be written many steps later."""
         if self._save and self._save.step == self._completed:
-            self._save.reached(self._progress, crew.position(self._completed))
+            assert self._position is not None  # steps were made, or nothing would be saved
+            self._save.reached(self._progress, self._position)
 
     def _commit(self, save: RunningSave) -> None:
         self._run.settle()  # a save never stands without the rows before it
@@ -314,7 +349,7 @@ class Session:
             "vocab_size": self._prepared.structure.vocab_size,
             "batch_size": plan.micro_batch_size * plan.num_micro_batches,
             "step": self._completed,
-            "position": self._manifest.data if self._manifest else None,
+            "position": self._position,
             "held_out": self._held_out,
             "traced": traced_steps(config.log.trace),
         }

@@ -22,8 +22,9 @@ from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.precision import NARROW_MOMENTS
-from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
+from megatrain_ray.errors import ConfigError, DamagedSaveError, LostProcessError, MegatrainError
 from megatrain_ray.exporting import export_run, has_adapters, load_exported
+from megatrain_ray.failure_budget import FailureBudget
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.cache_pruning import held
 from megatrain_ray.io.manifest import Manifest
@@ -141,7 +142,8 @@ class Trainer:
             with held(inputs.folders):
                 after.callback(_clean_unfinished, run)
                 _begin(prepared, run, manifest)
-                job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, at_end)
+                budget = FailureBudget(run.config.max_failures)
+                job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, budget, at_end)
                 return _train(job, manifest, placement)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> Prepared:
@@ -287,26 +289,32 @@ def _clean_unfinished(run: RunDir) -> None:
 
 
 def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> TrainSummary:
-    """Once more from an earlier save whenever one turns out to be damaged. `placement`: for the first time."""
+    """Once more from an earlier save whenever one turns out to be damaged, and from the last one when a process died
+    that cannot be replaced by itself. `placement`: for the first time."""
     run, plan = job.run, job.prepared.plan
+    first = manifest.step if manifest else 0
+    num_evaluations = len(run.evaluations())
     while True:
         step = manifest.step if manifest else 0
-        num_evaluations = len(run.evaluations())
         aliased = ", host memory aliased" if job.prepared.is_aliased else ""
         log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
         try:
             # From the start: step 0 is that of the evaluation before the first update.
             with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
                 completed, loss = Session(job, manifest, sinks, placement).train()
-            rows = [row for row in run.rows() if row["step"] > step]
+            rows = [row for row in run.rows() if row["step"] > first]
             return TrainSummary(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
+        except LostProcessError as loss:
+            log.warning("%s", loss)
+            say(f"{loss}; going on from the last save ({job.failures})")
         placement = None
         await_end(run.path)  # the memory of two crews would not fit
+        _clean_unfinished(run)
         manifest = _newest_save(run)
-        assert manifest is not None  # _fall_back leaves one
-        run.begin(plan.to_json(), manifest.step)
+        first = min(first, manifest.step if manifest else 0)
+        run.begin(plan.to_json(), manifest.step if manifest else 0)
 
 
 def _newest_save(run: RunDir) -> Manifest | None:

@@ -18,7 +18,7 @@ from ray.experimental import get_object_locations
 from megatrain_ray.actors import DATA, CrewSpec, Placement
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import LostProcessError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.shard_worker import wait_gone
@@ -33,7 +33,7 @@ SHAPES: dict[int, dict[str, int]] = {
 
 def prepared(folder: Path, shape: dict[str, int], **changes: Any) -> Prepared:
     model = {"model_type": "llama", "vocab_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2} | shape
-    tree = config(folder, model, train__steps=3, train__precision="bf16", **changes)
+    tree = config(folder, model, train__steps=8, train__precision="bf16", **changes)
     return prepare(TrainConfig.model_validate(tree).resolve())
 
 
@@ -54,9 +54,9 @@ def arguments_of(ready: Prepared) -> dict[str, Any]:
 def started(ready: Prepared, placement: Placement | None = None) -> Iterator[Crew]:
     crew = Crew(ready, placement=placement)
     try:
-        crew.start(arguments_of(ready))
+        crew.start(lambda: arguments_of(ready))
         crew.load(None, None)
-        crew.begin(Progress(0, 0))
+        crew.begin(lambda: Progress(0, 0))
         yield crew
     finally:
         crew.kill()
@@ -130,7 +130,7 @@ def test_who_cannot_take_up_is_named(tmp_path: Path, ray_address: str) -> None:
         with pytest.raises(
             MegatrainError, match=r"^a process of the run \(the data process\) could not start: TypeErr"
         ):
-            crew.start(wrong)
+            crew.start(lambda: wrong)
     finally:
         crew.kill()
 
@@ -140,7 +140,7 @@ def test_what_the_gpu_worker_failed_by_is_told_while_shards_load(tmp_path: Path,
     ready = prepared(tmp_path, SHAPES[300_000])
     crew = Crew(ready)
     try:
-        crew.start(arguments_of(ready))
+        crew.start(lambda: arguments_of(ready))
         shard = crew.pids["optimizer shard 0"]
         os.kill(shard, signal.SIGSTOP)
         end(crew.pids["GPU worker"])
@@ -179,10 +179,52 @@ def test_one_death_more_than_allowed_ends_the_run(tmp_path: Path, ray_address: s
             losses_of(crew, range(1, 2))
 
 
-def test_the_death_of_the_gpu_worker_is_named(tmp_path: Path, ray_address: str) -> None:
-    with started(prepared(tmp_path, SHAPES[300_000])) as crew:
+def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tmp_path: Path, ray_address: str) -> None:
+    """One after the other and both at the same time, two steps ahead of what was heard of."""
+    ready = prepared(tmp_path, SHAPES[300_000], max_failures=4)
+    losses: list[float] = []
+    crew = Crew(ready)
+
+    def data_arguments() -> dict[str, Any]:
+        return arguments_of(ready) | {"step": len(losses), "position": positions[-1]}
+
+    positions: list[Any] = [None]
+    try:
+        crew.start(data_arguments)
+        crew.load(None, None)
+        crew.begin(lambda: Progress(len(losses), len(losses)))
+        for victims in ((), ("GPU worker",), ("data",), ("data", "GPU worker")):
+            gpu, before = crew.gpu, crew.pids
+            for name in victims:
+                end(before[name])
+            call = gpu.step.remote(len(losses) + 1, save=False)
+            while True:
+                try:
+                    crew.wait([call], 1.0)
+                    if ray.wait([call], timeout=0)[0]:
+                        result = ray.get(call)
+                        break
+                except RayActorError as error:
+                    crew.replace(error)
+                if crew.gpu is not gpu:
+                    gpu = crew.gpu
+                    call = gpu.step.remote(len(losses) + 1, save=False)
+            losses.append(result.row["loss"])
+            positions.append(result.position)
+            assert {name for name, pid in crew.pids.items() if before[name] != pid} == set(victims)
+        crew.stop()
+    finally:
+        crew.kill()
+    with started(ready) as crew:
+        assert losses == losses_of(crew, range(1, 5))
+        crew.stop()
+
+
+def test_a_step_that_cannot_be_made_again_is_told(tmp_path: Path, ray_address: str) -> None:
+    """Without clipping its updates have begun."""
+    with started(prepared(tmp_path, SHAPES[300_000], train__clip=None)) as crew:
+        losses_of(crew, range(1, 2))
         end(crew.pids["GPU worker"])
-        with pytest.raises(RayActorError) as death:
-            losses_of(crew, range(1, 2))
-        assert str(crew.explain(death.value)).startswith("a process of the run died (GPU worker)")
+        with pytest.raises(LostProcessError, match=r"^the GPU worker died with what lives on the device, or an update"):
+            losses_of(crew, range(2, 3))
         assert crew.whereabouts().startswith("the GPU worker (process")

@@ -33,42 +33,41 @@ def test_batches_are_those_of_the_stream(tokens: tuple[Path, ...]) -> None:
         assert torch.equal(ours.batch(step).input_ids, batch.input_ids)
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_steps_out_of_order_are_refused_and_draw_nothing(tokens: tuple[Path, ...], wrong: int) -> None:
+@pytest.mark.parametrize("asked", [(1, 2, 2, 3), (1, 2, 3, 1, 2), (3,), (2, 5, 3), (1, 2, 3, 2)])
+def test_a_step_has_the_same_batch_whatever_was_asked_before(tokens: tuple[Path, ...], asked: tuple[int, ...]) -> None:
+    """By who makes a step once more, and by who asked another data process for those before."""
+    ours, right = worker(tokens), tiny_batches(6)
+    for step in asked:
+        batch = ours.batch(step)
+        assert torch.equal(batch.input_ids, right[step - 1].input_ids)
+        assert batch.position is not None
+        assert batch.position["cursor"] == 4 * step
+    assert torch.equal(ours.batch(asked[-1] + 1).input_ids, right[asked[-1]].input_ids)
+
+
+def test_steps_too_far_away_are_refused_and_draw_nothing(tokens: tuple[Path, ...]) -> None:
     ours = worker(tokens)
-    ours.batch(1)
-    position = ours.position(1)
-    with pytest.raises(ValueError, match=f"step {wrong} asked for, the next is 2"):
-        ours.batch(wrong)
-    assert ours.position(1) == position
-    assert torch.equal(ours.batch(2).input_ids, tiny_batches(2)[1].input_ids)
-
-
-def test_positions_of_steps_behind_are_remembered(tokens: tuple[Path, ...]) -> None:
-    """A save of step n asks for n's position when later batches are drawn already."""
-    ours, seen = worker(tokens), {}
     for step in range(1, REMEMBERED_STEPS + 3):
-        ours.batch(step)
-        seen[step] = ours.position(step)
-    assert [seen[step]["cursor"] for step in (1, 2, 3)] == [4, 8, 12]
-    last = REMEMBERED_STEPS + 2
-    for step in range(last - REMEMBERED_STEPS + 1, last + 1):
-        assert ours.position(step) == seen[step]
-    with pytest.raises(KeyError):
-        ours.position(last - REMEMBERED_STEPS)
+        last = ours.batch(step)
+    for wrong in (1, 2, 2 * REMEMBERED_STEPS + 4):
+        with pytest.raises(
+            ValueError, match=f"step {wrong} asked for, the next is {REMEMBERED_STEPS + 3}; those from 4 to "
+        ):
+            ours.batch(wrong)
+    again = worker(tokens, REMEMBERED_STEPS + 2, last.position)
+    assert torch.equal(again.batch(step + 1).input_ids, ours.batch(step + 1).input_ids)
 
 
 def test_it_continues_at_a_position(tokens: tuple[Path, ...]) -> None:
     ours = worker(tokens)
-    for step in (1, 2):
-        ours.batch(step)
-    again = worker(tokens, 2, ours.position(2))
-    assert again.position(2) == ours.position(2)
+    positions = [ours.batch(step).position for step in (1, 2)]
+    again = worker(tokens, 2, positions[1])
     with pytest.raises(ValueError, match="the next is 3"):
         again.batch(1)
     for step in (3, 4):
-        assert torch.equal(again.batch(step).input_ids, ours.batch(step).input_ids)
-        assert again.position(step) == ours.position(step)
+        mine, other = ours.batch(step), again.batch(step)
+        assert torch.equal(mine.input_ids, other.input_ids)
+        assert mine.position == other.position
 
 
 def test_weighted_sources_come_in_their_shares_and_go_on_anywhere(tmp_path: Path) -> None:
@@ -77,11 +76,13 @@ def test_weighted_sources_come_in_their_shares_and_go_on_anywhere(tmp_path: Path
     data = DataConfig.model_validate({"path": sources, "tokenizer": "bytes", "seq_len": 5, "packing": False})
     tokens = tokens_of(data, tmp_path)
     ours = DataWorker(data, tokens, VOCAB_SIZE, 7, 0, None)
-    drawn = torch.cat([ours.batch(step).input_ids for step in range(1, 9)])
+    batches = [ours.batch(step) for step in range(1, 9)]
+    drawn = torch.cat([batch.input_ids for batch in batches])
     assert int((drawn[:, 0] == ord("b")).sum()) == 7 * 8 // 4
-    again = DataWorker(data, tokens, VOCAB_SIZE, 7, 3, ours.position(3))
+    again = DataWorker(data, tokens, VOCAB_SIZE, 7, 3, batches[2].position)
     assert torch.equal(torch.cat([again.batch(step).input_ids for step in range(4, 9)]), drawn[21:])
-    assert [set(position) for position in ours.position(8)["sources"]] == [
+    assert batches[7].position is not None
+    assert [set(position) for position in batches[7].position["sources"]] == [
         {"epoch", "cursor", "num_tokens", "crc32"}
     ] * 2
 

@@ -12,14 +12,26 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.kill_campaign import checks
-from benchmarks.kill_campaign.cases import BACKWARD, DRIVER, GPU, OWNER, SHARD_0, SHARD_1, UPDATE, Outcome
+from benchmarks.kill_campaign.cases import (
+    BACKWARD,
+    DATA,
+    DRIVER,
+    FORWARD,
+    GPU,
+    LANDED,
+    OWNER,
+    SHARD_0,
+    SHARD_1,
+    UPDATE,
+    Outcome,
+)
 from benchmarks.kill_campaign.checks import OK
 from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.phases import Phase, by_saves, by_words
 from benchmarks.kill_campaign.processes import Actor, Role
 from benchmarks.kill_campaign.strike import Blow, Hit, strike
 from megatrain_ray.io.save import list_saves
-from tests.runs import assert_equals_reference, cli_here, command, config, write_config
+from tests.runs import assert_equals_reference, cli_here, command, config, rows, write_config
 
 pytestmark = pytest.mark.ray
 STRIKE_S = 120.0
@@ -86,6 +98,38 @@ def test_a_shard_that_dies_in_an_update_of_muon_is_replaced(tmp_path: Path) -> N
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
+def test_the_gpu_worker_and_the_data_process_are_replaced(tmp_path: Path) -> None:
+    """In the backward, and while an update is made that is committed; nothing but the dead is started again."""
+    tree, path = prepare(tmp_path, train__steps=60, max_failures=4, save_every=0)
+    with training(tmp_path, path) as run:
+        kill(run, BACKWARD, GPU)
+        kill(run, FORWARD, DATA)
+        kill(run, LANDED, GPU)
+        assert run.process.wait(END_S) == 0, run.text()
+        assert run.text().count("GPU worker died and was replaced") == 2
+        assert run.text().count("data died and was replaced") == 1
+        assert run.processes.await_end(5.0) == []
+        assert checks.of_folders([run.process.pid]) == OK
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 61))
+
+
+def test_what_dies_with_the_gpu_worker_is_made_again_from_the_last_save(tmp_path: Path) -> None:
+    """Without clipping updates begin in the backward, so a step cannot be made once more: within the same run all
+    others are started again, too."""
+    tree, path = prepare(tmp_path, train__steps=24, train__clip=None)
+    with training(tmp_path, path) as run:
+        hit = kill(run, SECOND_SAVE, GPU)
+        assert run.process.wait(END_S) == 0, run.text()
+        assert "going on from the last save (failure 1 of at most 3)" in run.text()
+        assert run.processes.await_end(5.0) == []
+        assert checks.of_folders([run.process.pid]) == OK
+    assert hit.committed
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 25))
+    assert checks.of_unfinished(tmp_path / "run") == OK
+
+
 def test_the_same_command_resumes_after_any_other_death(tmp_path: Path, ray_address: str) -> None:
     tree, path = prepare(tmp_path, train__steps=30)
     saves = tmp_path / "run" / "saves"
@@ -96,7 +140,7 @@ def test_the_same_command_resumes_after_any_other_death(tmp_path: Path, ray_addr
         assert checks.of_saves(tmp_path / "run", hit.committed) == OK
         assert list_saves(saves) == list(hit.committed), "what was being written is no save"
         drivers = [run.process.pid]
-    with training(tmp_path, path) as run:
+    with training(tmp_path, write_config(tmp_path / "none.yaml", tree | {"max_failures": 0})) as run:
         kill(run, BACKWARD, GPU)
         assert run.process.wait(END_S) == 1
         assert checks.of_message(run, Outcome.ENDED, {Role.GPU}) == OK
