@@ -55,7 +55,7 @@ class Needs(Enum):
 class Outcome(Enum):
     """What a death must lead to."""
 
-    REPLACED = "another one in its place within the run"
+    REPLACED = "another one in its place within the run, or all of them from the last save"
     ENDED = "exit 1 with one clear message; the same command resumes"
     SILENT = "the same command resumes"
     EITHER = "replaced, or ended: while the actors start there may be nobody yet to attach to"
@@ -84,7 +84,9 @@ class Case:
             return Outcome.SILENT
         if self.starting:
             return Outcome.EITHER
-        return Outcome.REPLACED if self.roles <= {Role.SHARD, Role.OWNER} else Outcome.ENDED
+        if any(blow.phase.name in BEFORE_STEPS for blow in self.blows) and self.roles & {Role.GPU, Role.DATA}:
+            return Outcome.ENDED
+        return Outcome.REPLACED if self.roles <= {Role.SHARD, Role.OWNER, Role.GPU, Role.DATA} else Outcome.ENDED
 
 
 SHARD_0, SHARD_1 = Actor(Role.SHARD, 0), Actor(Role.SHARD, 1)
@@ -101,6 +103,7 @@ MAKING = by_title("weights being made", "ShardWorker.initialize", SHARD_0)
 RESTORING = by_title("weights being restored", "ShardWorker.restore", SHARD_0)
 SHARDS_ATTACHING = attaching(NEW_SHARD)
 STARTING = by_title("the engine being built", "GpuActor.build", GPU)
+BEFORE_STEPS = {phase.name for phase in (MAKING, RESTORING, STARTING)}
 
 
 def mid_layer(shard: int, layer: int) -> Phase:
