@@ -1,6 +1,6 @@
 """How long a run takes to go on behind the death of one of its processes, killed from outside in a step.
 
-    python -m benchmarks.recovery OUT.json CONFIG [--role "GPU worker"] [--behind 3] [--beside] [--commit ID] [key=value]
+    python -m benchmarks.recovery OUT.json CONFIG [--role "GPU worker"] [--behind 3] [--beside] [--commit ID] [K=V …]
 
 The process is killed as soon as the row of step `--behind` is there. OUT.json has the seconds from the kill to the next
 row, what the run said of it, and the seconds of its steps. `--beside`: the same run undisturbed, too, whose losses and
