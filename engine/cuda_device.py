@@ -308,6 +308,18 @@ def device_name() -> str:
     return str(torch.cuda.get_device_name(0))
 
 
+def pci_address() -> str | None:
+    """Of that GPU, as /sys/bus/pci/devices names it; None without one, or where torch does not say."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    parts = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in parts:
+        return None
+    domain, bus, device = parts
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
 def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.deadlines import transfer_deadline_s
+from megatrain_ray.engine.homes import Home
 from megatrain_ray.engine.precision import SECOND_MOMENT_BYTES, Precision
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.residency import SlotSpec
@@ -148,6 +149,8 @@ class Plan:
     num_windows: int = 0  # through which activations go to the disk and come back
     window_bytes: int = 0  # of each
     windows: Tier = Tier.HOST  # where these are; hbm: what reads and writes the file moves memory of the device
+    shard_homes: tuple[Home, ...] = ()  # CPUs and memory of each shard; empty: one node, nothing is put on any
+    gpu_home: Home | None = None  # of the GPU worker, and memory of the slab; None: nobody knows the GPU's node
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
+from megatrain_ray.engine.homes import fewest_cpus, gpu_home, shard_homes
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import Plan, Recovery, UpdateOrder
@@ -20,6 +21,7 @@ def frame_of(
     """All but layers, rows, tokens of a chunk of the loss, and what follows from what is on disk."""
     r, c, m = request, candidate, machine
     num_shards = m.shards(r.num_shards)
+    homes = shard_homes(m.nodes, num_shards)
     gradients = GradientPlaces(structure, layout, request, candidate)
     return Plan(
         version=1,
@@ -49,7 +51,7 @@ def frame_of(
         num_shards=num_shards,
         shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
         num_compute_threads=max(1, m.num_cpus),
-        num_shard_threads=max(1, m.num_cpus // num_shards),
+        num_shard_threads=fewest_cpus(homes) if homes else max(1, m.num_cpus // num_shards),
         recovery=Recovery.IN_PLACE,  # all state is updated in host memory, and updates are logged there
         uploads_per_step=0,
         saves_frozen=r.saves_frozen,
@@ -67,6 +69,8 @@ def frame_of(
         expert_groups=structure.expert_groups,
         disk_io=m.spill.way.io if m.spill else DiskIo.POSIX,
         disk_packed=bool(m.spill and m.spill.way.packed),
+        shard_homes=homes,
+        gpu_home=gpu_home(m.nodes, m.gpu_node),
     )
 
 

@@ -43,6 +43,7 @@ def describe(plan: Plan) -> str:
         *_spill_lines(plan),
         f"update    {_optimizers(plan)} in {plan.update_order.value} order, {plan.num_shards} × "
         f"{plan.num_shard_threads} threads",
+        *_home_lines(plan),
         *_muon_lines(plan),
         *([f"moments   {NARROW_MOMENTS}"] if plan.precision.moments == "bf16" else []),
         f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}{_left_out(plan)}",
@@ -51,6 +52,14 @@ def describe(plan: Plan) -> str:
         *(_predicted(plan.prediction) if plan.prediction else ()),
     ]
     return "\n".join(lines)
+
+
+def _home_lines(plan: Plan) -> list[str]:
+    """Nothing where there is one NUMA node."""
+    if not plan.shard_homes:
+        return []
+    of_gpu = f"; GPU worker and gradients that wait: {plan.gpu_home}" if plan.gpu_home else ""
+    return [f"shards    {plan.num_shards}: {', '.join(map(str, plan.shard_homes))}{of_gpu}"]
 
 
 def _where_weights_are(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from enum import Enum
 
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.hardware_profile import HardwareProfile, typical
+from megatrain_ray.engine.homes import NumaNode
 from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.tier import Tier
@@ -53,6 +54,8 @@ class Machine:
     hbm_bytes: int | None
     profile: HardwareProfile | None = None  # None: nobody measured it, built-in rates are as good as any
     spill: SpillSpace | None = None  # None: nothing is spilled
+    nodes: tuple[NumaNode, ...] = ()  # NUMA nodes, where there are several; empty: nothing is put on any
+    gpu_node: int | None = None  # that the GPU is attached to; None: nobody knows
 
     def shards(self, asked: int | None) -> int:
         """Optimizer shards; `asked`: of the user, None: one a NUMA node."""

@@ -20,6 +20,7 @@ from megatrain_ray.config_values import (
     Text,
     WeightedPath,
     auto_or_switch,
+    cpu_list,
     model_settings,
     name_patterns,
     names_of_data,
@@ -204,6 +205,17 @@ class LoraConfig(Group):
     """Folder of an adapter (peft's format), or a hub id, to go on from. null: a new one."""
 
 
+class NodeConfig(Group):
+    """A NUMA node by hand."""
+
+    cpus: Annotated[str, BeforeValidator(cpu_list)]
+    """Its CPUs, as in 0-15,32-47: an optimizer shard works on them."""
+    memory: Annotated[int, Field(ge=0)] | None = None
+    """The kernel's number of the node that its memory is taken from. Unset: its place in the list, from 0 on."""
+    gpu: bool = False
+    """The device is attached to it: the GPU worker works on its CPUs, and gradients wait in its memory."""
+
+
 class HardwareConfig(Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where layers run; auto: a GPU where there is one."""
@@ -218,6 +230,9 @@ class HardwareConfig(Group):
     there is room for (none on the CPU)."""
     num_shards: Count | None = None
     """Optimizer processes; null: one per NUMA node."""
+    nodes: Annotated[tuple[NodeConfig, ...], Field(strict=False)] = ()
+    """NUMA nodes by hand, each `{cpus: 0-15, memory: 0, gpu: true}`, in the place of those that the kernel shows; one
+    alone: nothing is put on any node."""
     profile: Text = "auto"
     """File with the rates that plans are chosen by; auto: measured once on a GPU, built-in ones elsewhere."""
     compile: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"

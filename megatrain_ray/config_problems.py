@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -10,8 +10,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from megatrain_ray.units import format_ranges, parse_ranges
+
 if TYPE_CHECKING:
-    from megatrain_ray.config import DataConfig, OptimizationConfig, TrainConfig
+    from megatrain_ray.config import DataConfig, NodeConfig, OptimizationConfig, TrainConfig
 
 # Keys of data that mean nothing for other kinds.
 KINDS_OF_KEY = {
@@ -62,10 +64,21 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
     for number, group in enumerate(train.groups):
         if group.lr is None and group.weight_decay is None and group.optimizer is None:
             yield f"train.groups.{number}: no lr, weight_decay or optimizer; set one of them, or leave the group out"
+    yield from _node_disagreements(config.hardware.nodes)
     yield from _missing_paths(config)
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
+
+
+def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
+    for k, node in enumerate(nodes):
+        for earlier in range(k):
+            if shared := set(parse_ranges(node.cpus)) & set(parse_ranges(nodes[earlier].cpus)):
+                also = f"hardware.nodes.{earlier} too; give each CPU to one"
+                yield f"hardware.nodes.{k}.cpus: {format_ranges(shared)} is of {also}"
+            if node.gpu and nodes[earlier].gpu:
+                yield f"hardware.nodes.{k}.gpu: hardware.nodes.{earlier} has it too; the device is attached to one"
 
 
 def _missing_paths(config: TrainConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from megatrain_ray.units import parse_size
+from megatrain_ray.units import format_ranges, parse_ranges, parse_size
 
 Text = Annotated[str, Field(min_length=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -99,6 +99,14 @@ def model_settings(value: Any) -> dict[str, Any] | str:
     if isinstance(value, (dict, str)) and value:
         return value
     raise ValueError(f"expected a mapping of the model's settings, or the path of a config.json; got {value!r}")
+
+
+def cpu_list(value: Any) -> str:
+    """As the kernel writes it."""
+    numbers = parse_ranges(value) if isinstance(value, str) else (value,) if type(value) is int and value >= 0 else ()
+    if not numbers:
+        raise ValueError(f"expected CPUs, as in 0-15,32-47; got {value!r}")
+    return format_ranges(numbers)
 
 
 def optional_sources(value: Any) -> Any:

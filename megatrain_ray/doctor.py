@@ -16,7 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.machine import cgroup_limits, num_nodes, read_text
+from megatrain_ray.machine import cgroup_limits
+from megatrain_ray.machine_files import read_text
+from megatrain_ray.topology import read_topology
 from megatrain_ray.units import format_bytes
 
 SLOW_DISK_BYTES_PER_S = 0.5e9
@@ -148,11 +150,15 @@ def _cores(root: Path) -> Finding:
     if quota.isdigit() and int(quota) / int(period) < usable:
         text = f"{usable} cores, but a cgroup allows the time of {int(quota) / int(period):.1f}"
         return Finding("cores", State.SLOW, text, "raise the container's CPU limit: threads are throttled in the midst")
-    return Finding("cores", State.GOOD, f"{usable} of {there}, {num_nodes(root)} NUMA node(s)")
+    return Finding("cores", State.GOOD, f"{usable} of {there}, {_num_nodes(root)} NUMA node(s)")
+
+
+def _num_nodes(root: Path) -> int:
+    return max(1, len(read_topology(root).usable))
 
 
 def _numa_balancing(root: Path) -> Finding:
-    if num_nodes(root) > 1 and read_text(root / "proc/sys/kernel/numa_balancing") not in ("", "0"):
+    if _num_nodes(root) > 1 and read_text(root / "proc/sys/kernel/numa_balancing") not in ("", "0"):
         text = "the kernel moves pages between nodes while they are used"
         return Finding("NUMA balancing", State.NOTE, text, "sysctl kernel.numa_balancing=0")
     return Finding("NUMA balancing", State.GOOD, "off, or one node")

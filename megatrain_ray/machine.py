@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Sequence
+from pathlib import Path
 
-from megatrain_ray.engine.cuda_device import total_memory_bytes
+from megatrain_ray.config import NodeConfig
+from megatrain_ray.engine.cuda_device import pci_address, total_memory_bytes
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.machine_files import cgroup_folders, read_text
+from megatrain_ray.named_nodes import named_nodes
+from megatrain_ray.topology import gpu_node, read_topology
 
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 
 def probe_machine(
-    device: str, hbm_limit: int | None, ram_limit: int | None, *, imagined: bool = False, root: Path = Path("/")
-) -> Machine:
+    device: str, hbm_limit: int | None, ram_limit: int | None, *, nodes: Sequence[NodeConfig] = (),
+    imagined: bool = False, root: Path = Path("/"),
+) -> Machine:  # fmt: skip
     """The machine as the plan sees it. `device`: auto, cpu or cuda. Limits only lower what is there, but
-    `ram_limit` replaces it: on some virtual machines MemTotal starts small and grows as memory is touched.
+    `ram_limit` replaces it: on some virtual machines MemTotal starts small and grows as memory is touched. `nodes`
+    replace those that the kernel shows.
 
     `imagined`: for a plan alone; a GPU that is not here has the memory of `hbm_limit`. Raises ConfigError when cuda is
-    asked for and there is none.
+    asked for and there is none, and for nodes that are not here.
     """
     hbm = total_memory_bytes() if device in ("auto", "cuda") else None
     if device == "cuda" and hbm is None:
@@ -35,12 +41,18 @@ def probe_machine(
         hbm_bytes = min(value for value in (hbm, hbm_limit) if value is not None)
     else:
         hbm_bytes = None
+    topology = read_topology(root)
+    usable, of_gpu = topology.usable, gpu_node(pci_address(), root) if hbm is not None else None
+    if nodes:
+        usable, of_gpu = named_nodes(nodes, topology, imagined=imagined)
     return Machine(
         device="cpu" if hbm is None else "cuda",
         num_cpus=allowed_cpus(),
-        num_nodes=num_nodes(root),
+        num_nodes=max(1, len(usable)),
         ram_bytes=ram_limit or ram_bytes(root),
         hbm_bytes=hbm_bytes,
+        nodes=usable if len(usable) > 1 else (),
+        gpu_node=of_gpu,
     )
 
 
@@ -68,26 +80,10 @@ def ram_bytes(root: Path = Path("/")) -> int:
 
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
     """Bytes of memory that each cgroup from this process's own up to the outermost allows; none where none does."""
-    files = [folder / "memory.max" for folder in _cgroup_folders(root, "", "sys/fs/cgroup")]
-    files += [folder / "memory.limit_in_bytes" for folder in _cgroup_folders(root, "memory", "sys/fs/cgroup/memory")]
+    files = [folder / "memory.max" for folder in cgroup_folders(root, "", "sys/fs/cgroup")]
+    files += [folder / "memory.limit_in_bytes" for folder in cgroup_folders(root, "memory", "sys/fs/cgroup/memory")]
     limits = (read_text(file) for file in files)
     return [int(text) for text in limits if text.isdigit() and int(text) < UNLIMITED]
-
-
-def _cgroup_folders(root: Path, controller: str, mount: str) -> Iterator[Path]:
-    """`controller`: "" for cgroup v2. In a container the path may be the host's, which is not there."""
-    yield root / mount
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            inner = PurePosixPath(path.lstrip("/"))
-            yield from (root / mount / folder for folder in (inner, *inner.parents) if folder.name)
-
-
-def num_nodes(root: Path = Path("/")) -> int:
-    """NUMA nodes that have CPUs; 1 where the kernel shows none."""
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    return max(1, sum(bool(read_text(folder / "cpulist")) for folder in folders))
 
 
 def _mem_total(path: Path) -> int:
@@ -95,11 +91,3 @@ def _mem_total(path: Path) -> int:
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def read_text(path: Path) -> str:
-    """Of a file of /proc or /sys, stripped; empty where there is none."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

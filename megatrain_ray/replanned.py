@@ -44,6 +44,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "steps", f"{plan.num_micro_batches} × {plan.micro_batch_size}, {plan.order.value.replace('_', ' ')}"
     yield "slots", str(len(plan.slots))
     yield "sums", plan.sums.value
+    yield "shards", ", ".join(map(str, plan.shard_homes)) or str(plan.num_shards)
     yield "predicted", f"{plan.prediction.step_s:.3g} s a step" if plan.prediction else "nothing"
 
 

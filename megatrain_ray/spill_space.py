@@ -34,7 +34,7 @@ from megatrain_ray.io.disk_io import DIRECT, DiskIo, DiskWay
 from megatrain_ray.io.disk_rate import measure_mixed
 from megatrain_ray.io.kvikio_store import unusable
 from megatrain_ray.logs import say
-from megatrain_ray.machine import read_text
+from megatrain_ray.machine_files import read_text
 
 log = logging.getLogger(__name__)
 

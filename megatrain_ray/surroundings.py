@@ -13,8 +13,9 @@ import torch
 
 from megatrain_ray import __version__
 from megatrain_ray.engine.cuda_device import device_name, total_memory_bytes
-from megatrain_ray.machine import num_nodes, ram_bytes
+from megatrain_ray.machine import ram_bytes
 from megatrain_ray.process_memory import driver_version
+from megatrain_ray.topology import read_topology
 
 GIT_S = 10.0
 PACKAGES = ("torch", "transformers", "ray")
@@ -28,7 +29,7 @@ def hardware(device: str) -> dict[str, Any]:
         "gpu_memory_bytes": total_memory_bytes() if has_gpu else None,
         "cpu": _cpu_model(Path("/proc/cpuinfo")),
         "cores": len(os.sched_getaffinity(0)),
-        "numa_nodes": num_nodes(),
+        "numa_nodes": max(1, len(read_topology().usable)),
         "ram_bytes": ram_bytes(),
         "load_average": os.getloadavg()[0],
     }

@@ -163,7 +163,7 @@ def _check_absolute(config: TrainConfig) -> None:
 def _machine(config: TrainConfig, startup: Startup) -> Machine:
     """Measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
-    machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit)
+    machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit, nodes=hardware.nodes)
     return with_spill(measured(machine, hardware.profile, startup), config.spill)
 
 

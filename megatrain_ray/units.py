@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 
 SIZE_UNITS = {
@@ -17,6 +18,8 @@ SIZE_UNITS = {
     "TiB": 2**40,
 }
 SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
+RANGE_PATTERN = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+MOST_NUMBER = 1 << 16  # of a CPU or a node: what a range of more would list is a mistake
 
 
 def parse_size(text: str | int) -> int:
@@ -71,3 +74,29 @@ def format_count(count: float) -> str:
         if float(f"{count:.3g}") >= 10**power:
             return f"{count / 10**power:#.3g}".rstrip(".") + suffix
     return f"{count:.3g}"
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """The numbers of `0-3,8`, as the kernel writes CPUs and nodes, each once and in order; none of an empty text.
+
+    Raises ValueError for anything else.
+    """
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        match = RANGE_PATTERN.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < MOST_NUMBER:
+            raise ValueError(f"expected numbers and ranges, as in 0-3,8; got {text!r}")
+        numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """`0-3,8`: what `parse_ranges` reads."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -75,6 +75,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "ram_limit": None,
             "hbm_layers": None,
             "num_shards": None,
+            "nodes": (),
             "profile": "auto",
             "compile": "auto",
             "block_parts": "auto",
@@ -170,7 +171,7 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
                                 "hardware.hbm_limit, hardware.ram_limit, hardware.hbm_layers, hardware.num_shards, "
-                                    "hardware.profile, hardware.compile, hardware.block_parts, "
+                                    "hardware.nodes, hardware.profile, hardware.compile, hardware.block_parts, "
                                     "hardware.cuda_graphs"),
     ],
 )  # fmt: skip

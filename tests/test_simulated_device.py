@@ -13,6 +13,7 @@ from megatrain_ray.config_file import load_config
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.planning import question_of
+from megatrain_ray.topology import Topology
 from megatrain_ray.trace import Record, Stage
 from tests.runs import ROOT
 from tests.simulated_device import StandIn
@@ -34,7 +35,7 @@ def test_a_step_takes_as_long_as_predicted(settings: list[str], monkeypatch: pyt
     to 0.9 % were seen. Where gradients leave under the next step the two differ by 1 in 10,000, which nobody has
     explained."""
     monkeypatch.setattr(machine, "allowed_cpus", lambda: 16)
-    monkeypatch.setattr(machine, "num_nodes", lambda root: 1)
+    monkeypatch.setattr(machine, "read_topology", lambda root: Topology((), frozenset(), {}))
     monkeypatch.setattr(machine, "total_memory_bytes", lambda: None)
     monkeypatch.chdir(ROOT)
     path, *overrides = settings

@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from megatrain_ray import machine
+from megatrain_ray.topology import Topology
 from tests.runs import ROOT, cli_here
 
 PAGE = (ROOT / "docs" / "worked_plans.md").read_text(encoding="utf-8")
@@ -25,7 +26,7 @@ def test_a_plan_is_what_the_page_says(
     command: str, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setattr(machine, "allowed_cpus", lambda: 16)
-    monkeypatch.setattr(machine, "num_nodes", lambda root: 1)
+    monkeypatch.setattr(machine, "read_topology", lambda root: Topology((), frozenset(), {}))
     monkeypatch.setattr(machine, "total_memory_bytes", lambda: None)  # also where there is a GPU
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # no disk was measured
     monkeypatch.chdir(ROOT)

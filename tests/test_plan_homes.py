@@ -1,0 +1,61 @@
+"""Homes in plans: what they say, what they change, and plans of earlier versions, which have none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
+from megatrain_ray.engine.homes import Home, NumaNode
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan_report import describe
+from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.replanned import changes, is_same_placement
+from tests.test_planner import MACHINE, REQUEST, model
+
+NODES = NumaNode(0, ((0, 8), (1, 9), (2, 10)), 0), NumaNode(2, ((4, 12), (5, 13)), 2)
+TWO = replace(MACHINE, num_nodes=2, nodes=NODES, gpu_node=2)
+HOMES = Home((0,), "0-2,8-10", (0,)), Home((2,), "4-5,12-13", (2,))
+
+
+def plan_on(machine: Machine, num_shards: int | None = None) -> Plan:
+    return make_plan(*model(), machine, replace(REQUEST, num_shards=num_shards))
+
+
+def test_one_shard_a_node_and_the_gpu_worker_on_its_own() -> None:
+    plan = plan_on(TWO)
+    assert (plan.num_shards, plan.shard_homes, plan.gpu_home) == (2, HOMES, HOMES[1])
+    assert plan.num_shard_threads == 4, "as many as the smaller node has: shards have equal parts"
+    assert plan.shard_cut_elements == NODE_CUT_ELEMENTS
+    line = "shards    2: node 0 (6 CPUs), node 2 (4 CPUs); GPU worker and gradients that wait: node 2 (4 CPUs)"
+    assert line in describe(plan).splitlines()
+    without = describe(plan_on(replace(TWO, gpu_node=None))).splitlines()
+    assert "shards    2: node 0 (6 CPUs), node 2 (4 CPUs)" in without
+
+
+def test_one_node_has_no_homes() -> None:
+    plan = plan_on(MACHINE, num_shards=2)
+    assert (plan.shard_homes, plan.gpu_home, plan.num_shard_threads) == ((), None, 8)
+    assert plan.shard_cut_elements == CUT_ELEMENTS
+    assert "shards    " not in describe(plan)
+
+
+def test_homes_are_in_the_file_and_its_hash() -> None:
+    plan, other = plan_on(TWO), plan_on(replace(TWO, gpu_node=0))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.sha256 != other.sha256
+    assert json.loads(plan.to_json())["shard_homes"][1] == {"nodes": [2], "cpus": "4-5,12-13", "memory": [2]}
+
+
+def test_plans_of_earlier_versions_have_none() -> None:
+    tree = json.loads(plan_on(TWO).to_json())
+    del tree["shard_homes"], tree["gpu_home"]
+    earlier = Plan.from_json(json.dumps(tree))
+    assert (earlier.shard_homes, earlier.gpu_home) == ((), None)
+
+
+def test_another_cpuset_is_another_placement() -> None:
+    before, now = plan_on(TWO), plan_on(replace(TWO, nodes=(NODES[0], NumaNode(2, ((4, 12),), 0))))
+    assert not is_same_placement(before, now)
+    assert "node 2 (4 CPUs) → node 0 (6 CPUs), node 2 (2 CPUs, memory of node 0)" in changes(before, now)
