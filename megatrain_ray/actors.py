@@ -29,6 +29,7 @@ from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared
+from megatrain_ray.roles import DATA, GPU, OWNER, shard_name
 from megatrain_ray.shard_worker import ShardWorker, wait_gone
 from megatrain_ray.spans import RecordedSpans
 
@@ -61,7 +62,7 @@ class GpuActor:
         if after_pid is not None:
             await asyncio.to_thread(wait_gone, after_pid, DEADLINE_S)
         self._feed = Feed(data)
-        self._worker = GpuWorker(prepared, holders, self._feed.batch, self._feed.held_out_batch)
+        self._worker = GpuWorker(prepared, holders, self._feed.batch, self._feed.held_out_batch, True)
         self._filled = asyncio.Event()
 
     async def until_data_dies(self) -> None:
@@ -74,6 +75,9 @@ class GpuActor:
 
     async def handles(self) -> dict[str, ArenaHandle]:
         return self._worker.handles()
+
+    async def home_problems(self) -> tuple[str, ...]:
+        return self._worker.home_problems
 
     async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         await self._worker.fill(save_folder, manifest)
@@ -122,13 +126,6 @@ class GpuActor:
         await self._worker.close()
 
 
-DATA, OWNER, GPU = "data", "arena owner", "GPU worker"
-
-
-def shard_name(index: int) -> str:
-    return f"optimizer shard {index}"
-
-
 @dataclass(frozen=True)
 class CrewSpec:
     """What actors a run has, as far as that is known before its plan: what they are placed by, and what they import.
@@ -165,7 +162,7 @@ def owner_arguments(prepared: Prepared, holders: Sequence[Handles], after_pid: i
 def shard_arguments(
     prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None
 ) -> tuple[Any, ...]:
-    return prepared, index, holders, after_pid
+    return prepared, index, holders, after_pid, True
 
 
 class Placement:

@@ -256,7 +256,8 @@ def _refit(run_dir: Path, out: Path) -> int:
 
 
 def _doctor(folder: Path, *, measure: bool) -> int:
-    from megatrain_ray.doctor import State, examine
+    from megatrain_ray.doctor import examine
+    from megatrain_ray.finding import State
     from megatrain_ray.machine import probe_machine
     from megatrain_ray.profiles import measure_here
     from megatrain_ray.spill_space import forget_rates

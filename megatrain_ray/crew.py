@@ -18,16 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from megatrain_ray.actors import (
-    DATA,
-    GPU,
-    OWNER,
-    Placement,
-    crew_spec,
-    owner_arguments,
-    shard_arguments,
-    shard_name,
-)
+from megatrain_ray.actors import Placement, crew_spec, owner_arguments, shard_arguments
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.base_checksum import source_checksums
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
@@ -42,6 +33,7 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
 from megatrain_ray.post import AGAIN, Post, Task, actor_id, answer, await_begin, could_not_start, held
+from megatrain_ray.roles import DATA, GPU, OWNER, shard_name
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +109,16 @@ class Crew:
         self.kernel_names = sorted(set(self._ask_shards("kernel_name")))
         log.info("updates run as %s", ", ".join(self.kernel_names))
         side.introduce(attaching)
+        self._tell_of_homes()
+
+    def _tell_of_homes(self) -> None:
+        """Once, of all: training goes on wherever threads run and pages are."""
+        if not self._prepared.plan.shard_homes:
+            return
+        of_gpu = answer("the GPU worker did not start", self.gpu.home_problems.remote())
+        problems = {problem for found in (*self._ask_shards("home_problems"), of_gpu) for problem in found}
+        if problems:
+            say(f"warning: {'; '.join(sorted(problems))}; updates may be slower (docs/numa.md)")
 
     @property
     def pids(self) -> dict[str, int]:

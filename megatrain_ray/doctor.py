@@ -10,12 +10,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
 
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.finding import Finding, State
 from megatrain_ray.machine import cgroup_limits
 from megatrain_ray.machine_files import read_text
 from megatrain_ray.topology import read_topology
@@ -27,29 +26,8 @@ FEW_FILES = 4096  # every process of a run holds all arenas, and Ray keeps a soc
 ROOM_BYTES = 2 << 30  # of Ray's session folder: logs, and 128 MiB of object store where /dev/shm is small
 
 
-class State(Enum):
-    GOOD = "good"
-    NOTE = "note"  # works, and something better may be had
-    SLOW = "slow"
-    STOP = "stop"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`advice`: what to do about it, empty where there is nothing to do."""
-
-    topic: str
-    state: State
-    text: str
-    advice: str = ""
-
-    def __str__(self) -> str:
-        advice = f"; {self.advice}" if self.advice else ""
-        return f"{self.state.value:<5} {self.topic:<15} {self.text}{advice}"
-
-
 def examine(folder: Path, root: Path = Path("/")) -> Iterator[Finding]:
-    """Every check, as it is made. `folder`: where runs would be saved. `root`: of /proc and /sys."""
+    """Every check, as it is made. `folder`: where runs would be saved, or a run's own. `root`: of /proc and /sys."""
     yield Finding("versions", State.GOOD, _versions())
     yield _gpu()
     yield _rates()
@@ -57,6 +35,7 @@ def examine(folder: Path, root: Path = Path("/")) -> Iterator[Finding]:
     yield _attaching()
     for check in (_memory, _overcommit, _swap, _cores, _numa_balancing, _huge_pages):
         yield check(root)
+    yield from _nodes(folder, root)
     yield _open_files()
     yield _ray()
     yield _session_folder()
@@ -151,6 +130,12 @@ def _cores(root: Path) -> Finding:
         text = f"{usable} cores, but a cgroup allows the time of {int(quota) / int(period):.1f}"
         return Finding("cores", State.SLOW, text, "raise the container's CPU limit: threads are throttled in the midst")
     return Finding("cores", State.GOOD, f"{usable} of {there}, {_num_nodes(root)} NUMA node(s)")
+
+
+def _nodes(folder: Path, root: Path) -> Iterator[Finding]:
+    from megatrain_ray.node_findings import examine_nodes
+
+    return examine_nodes(folder, root)
 
 
 def _num_nodes(root: Path) -> int:

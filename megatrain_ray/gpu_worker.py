@@ -35,6 +35,7 @@ from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.node_memory import settle_gpu_worker
 from megatrain_ray.optimizer_settings import muon_of
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planned_device import make_device
@@ -80,9 +81,11 @@ class GpuWorker:
     order."""
 
     def __init__(
-        self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch
-    ) -> None:
-        """`holders`: of the run's arenas, one of them alive."""
+        self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
+        """`holders`: of the run's arenas, one of them alive. `pinned`: this process is its own, and stays on the CPUs
+        of its home, if it has one."""
         self._prepared = prepared
         self._layout = prepared.structure.layout(prepared.plan.num_fragments)
         self._fetch_batch = fetch_batch
@@ -90,6 +93,8 @@ class GpuWorker:
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
         plan = prepared.plan
+        # Before there are threads, and before the slab is registered, which touches it.
+        self.home_problems = settle_gpu_worker(plan, self._arenas, pinned=pinned)
         self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
         self._device_layers: DeviceLayers | None = None
         with memory_explained(plan, "opening the device"):

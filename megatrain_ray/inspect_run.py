@@ -14,9 +14,11 @@ from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.config_file import dump_config
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.save import list_saves, list_set_aside, load_manifest, save_folder, verify
+from megatrain_ray.page_places import page_places
 from megatrain_ray.prediction_check import Comparison
 from megatrain_ray.progress import describe_evaluation
 from megatrain_ray.run_dir import RunFiles
+from megatrain_ray.run_processes import living
 from megatrain_ray.step_split import describe_split
 from megatrain_ray.trace_file import find_traces, read_trace
 from megatrain_ray.units import format_bytes, format_count
@@ -51,6 +53,7 @@ def inspect_run(path: Path) -> tuple[str, bool]:
             if (compared := read_comparisons(files.path))
             else {}
         ),
+        **({"pages": pages} if (pages := _pages(files)) else {}),
         **({"traces": list(map(_trace, traces))} if (traces := find_traces(files.path)) else {}),
         **({"last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:]]} if evaluations else {}),
         "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
@@ -110,6 +113,17 @@ def _row(row: dict[str, Any]) -> str:
 def _compared(files: RunFiles, newest: Comparison) -> list[str]:
     has_plan = files.read_plan(newest.plan_sha256) is not None
     return list(comparison_table(newest, has_plan=has_plan))
+
+
+def _pages(files: RunFiles) -> list[str]:
+    """Of arenas, on which NUMA nodes they are: while the run is up, on a machine with several."""
+    plan, pids = files.read_plan(), living(files.path)
+    if plan is None or not plan.shard_homes or not pids:
+        return []
+    try:
+        return [str(places) for places in page_places(plan, pids)]
+    except OSError as error:
+        return [f"the kernel does not say: {error.strerror}"]
 
 
 def _tell_split(rows: list[dict[str, Any]]) -> bool:

@@ -79,6 +79,11 @@ def await_end(path: Path, timeout_s: float = END_S) -> None:
         time.sleep(POLL_S)
 
 
+def living(path: Path) -> dict[str, int]:
+    """Pids, by role, of the processes that were written down and live; none where no run is up."""
+    return {process.role: process.pid for process in _read(path / PROCESSES_NAME) if process.lives}
+
+
 def forget(path: Path) -> None:
     """The run's processes have all ended well."""
     (path / PROCESSES_NAME).unlink(missing_ok=True)

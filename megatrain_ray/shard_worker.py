@@ -44,6 +44,7 @@ from megatrain_ray.io.blob_store import BlobStore, MemoryStore
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.measured_store import DiskMeter, MeasuredStore
 from megatrain_ray.io.spill_file import taken_bytes
+from megatrain_ray.node_memory import settle_shard
 from megatrain_ray.optimizer_settings import hyper_of
 from megatrain_ray.part_writer import WrittenPart, write_gated_part
 from megatrain_ray.planning import Prepared
@@ -68,10 +69,12 @@ class ShardWorker:
     """Plain class behind the shard actor; its methods may be called from several threads, updates come from `run`."""
 
     def __init__(
-        self, prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None = None
-    ) -> None:
+        self, prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None = None,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
         """`holders`: of the run's arenas, one of them alive; the state in them is kept. `after_pid`: the process that
-        this one follows, which must be gone before anything here writes."""
+        this one follows, which must be gone before anything here writes. `pinned`: the process is the shard's own, and
+        stays on the CPUs of its home, if it has one."""
         if after_pid is not None:
             wait_gone(after_pid, DEADLINE_S)
         plan = prepared.plan
@@ -82,6 +85,8 @@ class ShardWorker:
         self._holder = ArenaHolder.adopt(holders)
         names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
         self._arenas = {name: self._holder.map(name) for name in names}
+        # Before there are threads, and before anything is touched: all shards come this far before one fills its part.
+        self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
         self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
         self._disk = DiskMeter()
         self._shard = self._make_shard()
@@ -134,6 +139,10 @@ class ShardWorker:
     def kernel_name(self) -> str:
         """What updates run as."""
         return self._shard.kernel_name
+
+    def home_problems(self) -> tuple[str, ...]:
+        """Why threads or memory of this shard are not where the plan has them."""
+        return self._home_problems
 
     def copy_bytes_per_s(self) -> float:
         """How fast layers are copied aside for a save; known once weights are loaded."""

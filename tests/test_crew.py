@@ -15,12 +15,13 @@ import ray
 from ray.exceptions import RayActorError
 from ray.experimental import get_object_locations
 
-from megatrain_ray.actors import DATA, CrewSpec, Placement
+from megatrain_ray.actors import CrewSpec, Placement
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
 from megatrain_ray.errors import LostProcessError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.roles import DATA
 from megatrain_ray.shard_worker import wait_gone
 from tests.runs import config
 from tests.texts import tokens_of

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.doctor import Finding, State, examine
+from megatrain_ray.doctor import examine
 from megatrain_ray.engine.hardware_profile import HardwareProfile
+from megatrain_ray.finding import Finding, State
 from megatrain_ray.machine import ram_bytes
 from megatrain_ray.profiles import this_machine
 from tests.runs import cli
@@ -44,7 +45,7 @@ def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
     topics = [line[6:21].strip() for line in done.stdout.splitlines()]
     assert topics == [
         "versions", "GPU", "rates", "AdamW", "shared memory", "RAM", "overcommit", "swap", "cores", "NUMA balancing",
-        "huge pages", "open files", "Ray", "/tmp", "token cache", "disk",
+        "huge pages", "NUMA", "open files", "Ray", "/tmp", "token cache", "disk",
     ]  # fmt: skip
     assert "GB/s" in done.stdout.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
