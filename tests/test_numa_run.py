@@ -1,0 +1,131 @@
+"""A run with Ray on two nodes by hand: CPU 0 is one, CPU 1 the other, and the memory of both is the kernel's node 0. So
+threads and memory are put where the plan says for real, on any machine with two CPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain_ray.arenas import SLAB, WORKING, journal_arena, state_arena
+from megatrain_ray.config import TrainConfig
+from megatrain_ray.crew import Crew
+from megatrain_ray.doctor import examine
+from megatrain_ray.engine.homes import Home
+from megatrain_ray.inspect_run import inspect_run
+from megatrain_ray.io.arena import HUGE_PAGE
+from megatrain_ray.page_places import pages_of
+from megatrain_ray.roles import GPU, shard_name
+from megatrain_ray.session import Job
+from megatrain_ray.trainer import Trainer
+from tests.runs import config, losses, plan_of
+
+CPUS = sorted(os.sched_getaffinity(0))[:2]
+NODES = [{"cpus": str(cpu), "memory": 0, "gpu": k == 1} for k, cpu in enumerate(CPUS)]
+SHARDS = [shard_name(0), shard_name(1)]
+
+pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Blocks of 4.2M parameters: on several nodes shards are cut at huge pages, and smaller layers are one shard's."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=259, hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=64,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(shape).save_pretrained(path)
+    return path
+
+
+def settings(run_dir: Path, model: Path, nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    return config(
+        run_dir, model, train__steps=3, train__precision="bf16", hardware__num_shards=2, hardware__nodes=nodes,
+        save_every=None,
+    )  # fmt: skip
+
+
+def threads_of(pid: int) -> set[str]:
+    """CPUs that its threads may run on."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        lines = (task / "status").read_text().splitlines()
+        found |= {line.split()[1] for line in lines if line.startswith("Cpus_allowed_list:")}
+    return found
+
+
+def policies_of(pid: int) -> Mapping[str, set[str]]:
+    """By arena, as the kernel has them."""
+    found: dict[str, set[str]] = {}
+    for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
+        if "memfd:megatrain-" in line:
+            arena = line.split("memfd:megatrain-")[1].split("\\040")[0][9:]
+            found.setdefault(arena, set()).add(line.split()[1])
+    return found
+
+
+def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_address: str, model: Path) -> None:
+    plain, placed = tmp_path / "plain", tmp_path / "placed"
+    one_node = [{"cpus": f"{CPUS[0]},{CPUS[1]}"}]
+    Trainer(TrainConfig.model_validate(settings(plain, model, one_node))).fit()
+    seen: dict[str, Any] = {}
+
+    def look(job: Job, crew: Crew) -> None:
+        """At the end, when every thread has worked."""
+        pids = crew.pids
+        seen["threads"] = {name: threads_of(pids[name]) for name in (*SHARDS, GPU)}
+        seen["policies"] = {name: policies_of(pids[name]) for name in (*SHARDS, GPU)}
+        seen["pages"] = {name: pages_of(pids[name]) for name in (*SHARDS, GPU)}
+        seen["inspected"] = inspect_run(placed)[0]
+        seen["examined"] = [str(finding) for finding in examine(placed) if finding.topic == "pages"]
+
+    Trainer(TrainConfig.model_validate(settings(placed, model, NODES))).fit(look)
+    first, second = (Home((k,), str(cpu), (0,)) for k, cpu in enumerate(CPUS))
+    plan = plan_of(placed)
+    assert (plan.shard_homes, plan.gpu_home, plan.num_shard_threads) == ((first, second), second, 1)
+    assert plan_of(plain).shard_homes == ()
+    assert seen["threads"] == {SHARDS[0]: {first.cpus}, SHARDS[1]: {second.cpus}, GPU: {second.cpus}}
+    for k, name in enumerate(SHARDS):
+        policies, pages = seen["policies"][name], seen["pages"][name]
+        assert policies[state_arena(k)] == policies[journal_arena(k)] == {"prefer:0"}
+        assert "prefer:0" in policies[WORKING]
+        assert list(pages[state_arena(k)]) == list(pages[WORKING]) == [0]
+        assert sum(pages[state_arena(k)].values()) > HUGE_PAGE // 4096, "each shard has several huge pages of state"
+    assert seen["policies"][GPU][SLAB] == {"prefer:0"}
+    assert list(seen["pages"][GPU][SLAB]) == [0]
+    lines = [f"{name}, {state_arena(k)}: node 0 100.0% (plan: node 0)" for k, name in enumerate(SHARDS)]
+    for line in (*lines, f"{GPU}, {SLAB}: node 0 100.0% (plan: node 0)"):
+        assert line in seen["inspected"]
+        assert f"good  pages           {line}" in seen["examined"]
+    assert losses(placed) == losses(plain), "bit for bit"
+    assert "warning" not in (placed / "logs" / "driver.log").read_text()
+
+
+def test_what_the_kernel_refuses_is_one_warning(
+    tmp_path: Path, ray_address: str, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A plan that was made for nodes that are not here any more: as a filter of a container, which cannot be had
+    here, it has every call refused."""
+    trainer = _ElsewhereTrainer(TrainConfig.model_validate(settings(tmp_path / "run", model, NODES)))
+    summary = trainer.fit()
+    assert summary.step == 3
+    warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    [warning] = [line for line in warnings if "mbind" in line]
+    assert warning.startswith("warning: the kernel does not take memory from node 60 (mbind: Invalid argument), so ")
+    assert warning.count("mbind") == 1
+
+
+class _ElsewhereTrainer(Trainer):
+    def _prepare(self, *arguments: Any) -> Any:
+        prepared = super()._prepare(*arguments)
+        plan = prepared.plan
+        homes = tuple(replace(home, memory=(60,)) for home in plan.shard_homes)
+        return replace(prepared, plan=replace(plan, shard_homes=homes, gpu_home=homes[1]))
