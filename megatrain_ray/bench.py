@@ -24,10 +24,12 @@ from megatrain_ray.logs import say
 from megatrain_ray.model_source import ModelSource
 from megatrain_ray.own_process import in_own_process
 from megatrain_ray.planning import Prepared
+from megatrain_ray.post import answer
 from megatrain_ray.prediction_check import Comparison
 from megatrain_ray.process_memory import DeviceMemory, device_memory, pss_of_run
 from megatrain_ray.resident_ceiling import Ceiling, measure_ceiling
 from megatrain_ray.session import Job
+from megatrain_ray.shard_work import ShardWork
 from megatrain_ray.startup import Startup
 from megatrain_ray.trace_file import find_traces, read_trace
 from megatrain_ray.trainer import Trainer, TrainSummary
@@ -41,6 +43,7 @@ class Observed:
     prepared: Prepared
     tokens: tuple[Path, ...]
     kernel_names: tuple[str, ...]
+    shard_work: tuple[ShardWork, ...]
     pss_bytes: Mapping[str, Mapping[str, int]]
     device_memory: DeviceMemory
 
@@ -115,11 +118,13 @@ def _check_updates(summary: TrainSummary) -> None:
 
 
 def _observe(job: Job, crew: Crew) -> Observed:
+    *shard_work, _ = (answer("the run's processes did not say what they did", call) for call in crew.work())
     on_gpu = job.prepared.plan.device == "cuda"
     return Observed(
         prepared=job.prepared,
         tokens=job.tokens,
         kernel_names=tuple(crew.kernel_names),
+        shard_work=tuple(shard_work),
         pss_bytes=pss_of_run(crew.pids),
         device_memory=device_memory(crew.pids["GPU worker"]) if on_gpu else DeviceMemory(None, "the device is the CPU"),
     )

@@ -20,13 +20,14 @@ from megatrain_ray.bench_config import BenchOptions
 from megatrain_ray.comparisons import comparison_tree
 from megatrain_ray.config_file import config_to_dict
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan_shards import shard_layout
 from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
 from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.planning import Prepared
 from megatrain_ray.summary import waits
 from megatrain_ray.surroundings import commit, hardware, versions
-from megatrain_ray.units import format_bytes, format_count
+from megatrain_ray.units import format_bytes, format_count, format_ranges
 
 VERSION = 1
 ABOVE_CEILING = 1.02  # a run's share of its ceiling that no noise of a quiet machine explains
@@ -140,7 +141,25 @@ def _optimizer(measured: Measured) -> dict[str, Any]:
         "num_shards": plan.num_shards,
         "num_shard_threads": plan.num_shard_threads,
         "clip": measured.config.train.clip,
+        "shards": list(_shards(measured)),
     }
+
+
+def _shards(measured: Measured) -> Iterator[dict[str, Any]]:
+    """What each has updated in a second in which its kernel worked; None where it has no updates."""
+    prepared = measured.observed.prepared
+    plan = prepared.plan
+    layout = prepared.structure.layout(plan.num_fragments)
+    for k, work in enumerate(measured.observed.shard_work):
+        part = shard_layout(plan, layout, k)
+        count = sum(layout.layers[i].logical(part.spans[i]).size for i in plan.layer_order)
+        home = plan.shard_homes[k] if plan.shard_homes else None
+        yield {
+            "nodes": list(home.nodes) if home else None,
+            "cpus": home.cpus if home else None,
+            "num_parameters": count,
+            "parameters_per_s": count * work.update / work.update_s if work.update_s else None,
+        }
 
 
 def _moved(measured: Measured) -> dict[str, float]:
@@ -208,9 +227,17 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     threads = f"{optimizer['num_shards']} × {optimizer['num_shard_threads']} threads"
     yield "AdamW", f"{', '.join(optimizer['kernels'])}, {threads}"
+    yield "of each", "; ".join(map(_shard_line, range(optimizer["num_shards"]), optimizer["shards"]))
     if report["config"]["train"]["moments"] == "bf16":
         yield "moments", NARROW_MOMENTS
     yield "plan", _plan_line(report["plan"])
+
+
+def _shard_line(index: int, shard: Mapping[str, Any]) -> str:
+    place = f" (node {format_ranges(shard['nodes'])})" if shard["nodes"] else ""
+    rate = shard["parameters_per_s"]
+    speed = f"{format_count(rate)} parameters/s" if rate else "no updates"
+    return f"shard {index}{place} {speed} of {format_count(shard['num_parameters'])}"
 
 
 def _ceiling_line(ceiling: Mapping[str, Any]) -> str:

@@ -83,8 +83,8 @@ def test_memory_state_and_traffic(report: dict[str, Any]) -> None:
     assert memory["hbm_bytes"] is None
     assert memory["hbm_reason"] == "the device is the CPU"
     processes = memory["pss_bytes_by_process"]
-    shards = {"optimizer shard 0", "optimizer shard 1"}
-    assert set(processes) == {"driver", "GPU worker", "data", "arena owner", "Ray", *shards}
+    names = {"optimizer shard 0", "optimizer shard 1"}
+    assert set(processes) == {"driver", "GPU worker", "data", "arena owner", "Ray", *names}
     assert memory["pss_bytes"] == sum(sum(kinds.values()) for kinds in processes.values())
     assert memory["pss_bytes"] > memory["arena_bytes"] > 12 * num_parameters
     assert report["state_share"] == {"hbm": 0.0, "host": 1.0, "nvme": 0.0}
@@ -93,6 +93,9 @@ def test_memory_state_and_traffic(report: dict[str, Any]) -> None:
     assert 4 <= moved["d2h"] < 5  # FP32 sums of two micro-batches, padded
     assert report["optimizer"]["kernels"]
     assert report["optimizer"]["num_shards"] == 2
+    shards = report["optimizer"]["shards"]
+    assert sum(shard["num_parameters"] for shard in shards) == num_parameters
+    assert all(shard["parameters_per_s"] > 0 and shard["nodes"] is shard["cpus"] is None for shard in shards)
 
 
 def test_surroundings_and_settings(report: dict[str, Any]) -> None:
@@ -120,8 +123,13 @@ def test_the_plan_that_was_compared_is_the_one_before_step_1(report: dict[str, A
 def test_the_table(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     print_table(report)
     out = capsys.readouterr().out
-    for name in ("step", "speed", "ceiling", "one process", "waited", "memory", "state", "AdamW", "plan"):
+    for name in ("step", "speed", "ceiling", "one process", "waited", "memory", "state", "AdamW", "of each", "plan"):
         assert f"\n{name} " in f"\n{out}"
+    shard = {"nodes": [1], "cpus": "4-7", "num_parameters": 2_000_000, "parameters_per_s": 3e9}
+    shards = [shard, shard | {"nodes": None, "cpus": None, "parameters_per_s": None}]
+    print_table(report | {"optimizer": report["optimizer"] | {"shards": shards}})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "shard 0 (node 1) 3.00B parameters/s of 2.00M; shard 1 no updates of 2.00M" in shown
     predicted = {"step_s": 1.1 * report["step_s"]["median"]}
     print_table(report | {"in_process": None, "ceiling": {"model_tflops": None}, "prediction": predicted})
     out = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.finding import Finding, State
 from megatrain_ray.machine import ram_bytes
 from megatrain_ray.profiles import this_machine
+from tests.machines import MEMORY_ONLY, Node, node_files
 from tests.runs import cli
 
 HEALTHY = {
@@ -115,3 +117,27 @@ def test_the_limit_of_an_inner_cgroup_of_the_first_version_counts(tmp_path: Path
         },
     )
     assert ram_bytes(root) == 2000
+
+
+def test_one_node_to_work_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    finding = found(plant(tmp_path, HEALTHY | MEMORY_ONLY), "NUMA")
+    assert finding.state is State.GOOD
+    assert finding.text.startswith(
+        "one node to work on (node 1: no CPUs to use, 64.00 GiB, 32.00 GiB free; node 2: no CPUs to use, 256.00 GiB, "
+    )
+
+
+def test_nodes_and_whether_the_kernel_takes_memory_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    here, elsewhere = (
+        plant(tmp_path / name, HEALTHY | node_files([Node(0, "0", 4, [10, 20]), Node(number, "1", gib, [20, 10])]))
+        for name, number, gib in (("here", 1, 0), ("elsewhere", 60, 4))
+    )
+    nodes = found(here, "NUMA")
+    assert nodes.text == "node 0: CPUs 0, 4.00 GiB, 2.00 GiB free; node 1: CPUs 1, no memory"
+    memory = found(here, "NUMA memory")
+    assert (memory.state, memory.text) == (State.GOOD, "pages are on the node that was asked for, of 0")
+    refused = found(elsewhere, "NUMA memory")
+    assert refused.state is State.SLOW
+    assert "the kernel does not take memory from a node that is asked for (Invalid argument)" in str(refused)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatrain_ray.config import NodeConfig
+from megatrain_ray.engine import cuda_device
 from megatrain_ray.engine.homes import Home, NumaNode, fewest_cpus, gpu_home, shard_homes
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.named_nodes import named_nodes
@@ -134,6 +137,17 @@ def test_the_node_of_the_gpu(tmp_path: Path) -> None:
     for address in ("0000:2c:00.0", "0000:ff:00.0", None):
         assert gpu_node(address, root) is None
     assert gpu_home(nodes, None) is gpu_home(nodes, 2) is None
+
+
+def test_the_address_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /sys names it, made of torch's numbers; older versions of torch do not say."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    told = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    for properties, address in ((told, "0000:1b:00.0"), (SimpleNamespace(total_memory=1), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
+        assert cuda_device.pci_address() == address
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda_device.pci_address() is None
 
 
 def test_nodes_by_hand(tmp_path: Path) -> None:
