@@ -272,6 +272,8 @@ class LogConfig(Group):
     server and account. A tracker that fails while the run is up is given up with a warning."""
     mlflow: Text | None = None
     """Experiment of MLflow (`pip install megatrain-ray[mlflow]`), at the server that MLFLOW_TRACKING_URI names."""
+    prometheus: bool = True
+    """Series for Prometheus, which Ray's agent on each node exports."""
     trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = None
     """[first step, last step]: a timeline of all processes in these steps, as a file in run_dir that Perfetto opens."""
 

@@ -26,6 +26,7 @@ from megatrain_ray.engine.restoring import names_of
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.failure_budget import FailureBudget
+from megatrain_ray.faults import FaultWatch, Unwatched
 from megatrain_ray.gpu_side import GpuSide
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.io.arena_holder import Handles
@@ -48,15 +49,17 @@ class Crew:
         record: Callable[[Mapping[str, int]], None] = lambda pids: None,
         placement: Placement | None = None,
         failures: FailureBudget | None = None,
+        watch: FaultWatch | None = None,
     ) -> None:
         """`check_cluster` is called in every wait and raises when nothing can go on, `record` when processes change.
         `placement`: with actors that have begun; None: they begin when they are needed. `failures`: of all crews of a
-        start; None: this is the only one."""
+        start; None: this is the only one. `watch`: hears who died."""
         self._prepared = prepared
         self._check_cluster = check_cluster
         self._record = record
         self._placement = placement
         self._failures = failures or FailureBudget(prepared.config.max_failures)
+        self._watch = watch or Unwatched()
         self._posts: list[Post] = []
         self._shards: list[Post] = []
         self._gone: set[str] = set()  # ids of actors that were replaced
@@ -264,16 +267,21 @@ class Crew:
     def _lose(self, name: str, actor: Any, reason: str) -> float:
         """When it was noticed. Raises MegatrainError where that was one too many."""
         self._gone.add(actor_id(actor))
+        self._watch.died(name)
         self._failures.spend(name)
         log.warning("%s died: %s", name, reason)
         return time.monotonic()
 
     def _tell(self, name: str, start_s: float) -> None:
-        say(f"{name} died and was replaced in {time.monotonic() - start_s:.1f} s ({self._failures})")
+        took_s = time.monotonic() - start_s
+        self._watch.replaced(name, took_s)
+        say(f"{name} died and was replaced in {took_s:.1f} s ({self._failures})")
 
     def explain(self, error: RayActorError) -> MegatrainError:
         """What the user should read of a death that ends the run."""
         name = self._name_of(error.actor_id)
+        if error.actor_id not in self._gone:
+            self._watch.died(name)
         if error.actor_init_failed:
             return MegatrainError(could_not_start(name, error))
         return MegatrainError(f"a process of the run died ({name}); the same command resumes")

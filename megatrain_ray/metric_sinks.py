@@ -1,4 +1,5 @@
-"""Where rows of metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow."""
+"""Where rows of metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, and Ray's own metrics
+(ray_sink.py)."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from contextlib import contextmanager
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import config_to_dict
+from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.logs import say
+from megatrain_ray.run_dir import RunFiles
 
 ID_NAME = "tracker_id"  # in the run directory
 MOST_PARAMS = 100  # that MLflow takes at once
@@ -41,6 +44,26 @@ class MetricSink(Protocol):
 
     def close(self, end: End) -> None:
         """Nothing more comes."""
+
+
+class Count(Enum):
+    """What is counted beside rows. Its value: the name of the counter."""
+
+    DEATHS = "deaths"
+    REPLACEMENTS = "replacements"
+    DISK_READ = "disk_read_bytes"
+    DISK_WRITTEN = "disk_written_bytes"
+
+
+@runtime_checkable
+class CountingSink(Protocol):
+    """Takes what comes between rows, too."""
+
+    def count(self, what: Count, amount: float, kind: str) -> None:
+        """`kind`: of the processes concerned."""
+
+    def holds(self, tier: Tier, num_bytes: float) -> None:
+        """So much is there."""
 
 
 class TensorBoardSink:
@@ -127,9 +150,20 @@ class MetricSinks:
     def write(self, row: Mapping[str, Any]) -> None:
         """A row of metrics.jsonl."""
         numbers = dict(_numbers(row))
+        self._tell(lambda sink: sink.write(row["step"], numbers))
+
+    def count(self, what: Count, amount: float, kind: str) -> None:
+        """To those that count."""
+        self._tell(lambda sink: sink.count(what, amount, kind) if isinstance(sink, CountingSink) else None)
+
+    def holds(self, tier: Tier, num_bytes: float) -> None:
+        """To those that count."""
+        self._tell(lambda sink: sink.holds(tier, num_bytes) if isinstance(sink, CountingSink) else None)
+
+    def _tell(self, tell: Callable[[MetricSink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             try:
-                sink.write(row["step"], numbers)
+                tell(sink)
             except Exception as error:  # a tracker's server is no reason to end a training
                 del self._sinks[name]
                 say(f"warning: {name} takes no more metrics ({type(error).__name__}: {error}); metrics.jsonl does")
@@ -174,6 +208,14 @@ def _wanted(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[tup
         yield "log.wandb", "Weights & Biases", lambda: WandbSink(project, run_dir, config)
     if (experiment := settings.mlflow) is not None:
         yield "log.mlflow", "MLflow", lambda: MlflowSink(experiment, run_dir, config)
+    if settings.prometheus:
+        yield "log.prometheus", "Ray's metrics", lambda: _ray_sink(config, run_dir)
+
+
+def _ray_sink(config: TrainConfig, run_dir: Path) -> MetricSink:
+    from megatrain_ray.ray_sink import RaySink
+
+    return RaySink(run_dir.name, config.train.steps, RunFiles(run_dir).read_plan())
 
 
 def _open(key: str, make: Callable[[], MetricSink]) -> MetricSink:

@@ -8,6 +8,7 @@ model.json     the model's configuration and shapes, which a resume must have to
 processes.json while the run is up, and after a death
 metrics.jsonl  a row an update, in order of steps
 evaluations.jsonl  a row an evaluation, in order of steps
+history.jsonl  starts, deaths, ends (run_history.py)
 saves/step_N/  weights and optimizer state after N updates
 tokenizer/     the tokenizer's files and the chat template, which an export carries on
 inputs/        a model and data that a program held (objects.py)

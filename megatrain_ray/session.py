@@ -19,12 +19,14 @@ from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew
 from megatrain_ray.crew_start import SaveRates, start_crew
 from megatrain_ray.data_worker import HeldOutData
+from megatrain_ray.disk_counts import DiskCounts
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.save_cost import predict_stall_s
 from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunError, LostDeviceError, MegatrainError
 from megatrain_ray.evaluating import RunningEvaluation
 from megatrain_ray.failure_budget import FailureBudget
 from megatrain_ray.failures import understood
+from megatrain_ray.faults import Faults
 from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.disk_errors import DiskFullError
@@ -35,6 +37,7 @@ from megatrain_ray.plan_check import PlanCheck
 from megatrain_ray.planning import Prepared
 from megatrain_ray.progress import ProgressView, make_progress
 from megatrain_ray.run_dir import RunDir
+from megatrain_ray.run_history import History
 from megatrain_ray.run_processes import forget, record
 from megatrain_ray.saving import RunningSave
 from megatrain_ray.spans import Row, traced_steps
@@ -112,12 +115,14 @@ class Session:
         self._save_rates = SaveRates(0.0, 0.0)
         self._tracing = Tracing(prepared, run.path, step)
         self._plan_check = PlanCheck(prepared.plan, run.path)
+        self._disk_counts = DiskCounts(prepared.plan, sinks)
 
     def train(self) -> tuple[int, float | None]:
         """Steps completed and the last one's loss, None when none ran. Raises InterruptedRunError, and MegatrainError
         for what failed."""
         to_record = partial(record, self._run.path)
-        crew = Crew(self._prepared, self._daemons.check, to_record, self._placement, self._job.failures)
+        watch = Faults(History(self._run.path), self._sinks, lambda: self._completed)
+        crew = Crew(self._prepared, self._daemons.check, to_record, self._placement, self._job.failures, watch)
         try:
             self._start(crew)
             with self._interrupts.put_off():
@@ -268,6 +273,7 @@ class Session:
             view.update(result.row)
         self._tracing.ended(crew, self._completed)
         self._plan_check.ended(crew, result.row)
+        self._disk_counts.ended(crew)
 
     def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
         try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,11 +40,13 @@ from megatrain_ray.planning import Prepared, check_length, prepare
 from megatrain_ray.profiles import measured
 from megatrain_ray.replanned import changes, is_same_placement
 from megatrain_ray.run_dir import RunDir
+from megatrain_ray.run_history import History
 from megatrain_ray.run_model import check_model, record_model
 from megatrain_ray.run_processes import await_end
 from megatrain_ray.session import Job, Session
 from megatrain_ray.spill_space import with_spill
 from megatrain_ray.startup import Startup
+from megatrain_ray.surroundings import hardware, versions
 from megatrain_ray.tokenizing import check_there, tokenize
 from megatrain_ray.training_arguments import with_arguments
 
@@ -144,7 +147,8 @@ class Trainer:
                 _begin(prepared, run, manifest)
                 budget = FailureBudget(run.config.max_failures)
                 job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, budget, at_end)
-                return _train(job, manifest, placement)
+                with _history(job, manifest.step if manifest else 0):
+                    return _train(job, manifest, placement)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> Prepared:
         return prepare(config, machine, source)
@@ -286,6 +290,13 @@ def _clean_unfinished(run: RunDir) -> None:
     """When every process has ended, so that nobody writes what was being saved."""
     with suppress(MegatrainError, OSError):  # what ended the run is to be told
         clean_unfinished(run.saves)
+
+
+def _history(job: Job, step: int) -> AbstractContextManager[None]:
+    """What is written down of a start after `step` updates, before anything of it can fail, and of its end."""
+    plan, steps = job.prepared.plan, job.run.config.train.steps
+    here = {"host": platform.node(), "hardware": hardware(plan.device), "versions": versions()}
+    return History(job.run.path).of_start(step, steps, plan.sha256, **here)
 
 
 def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> TrainSummary:

@@ -1,0 +1,67 @@
+"""What a run moves on the disk of what spills, counted now and then from what its processes say of themselves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from megatrain_ray.actors import GPU, shard_name
+from megatrain_ray.crew import Crew
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.tier import Tier
+from megatrain_ray.faults import kind_of
+from megatrain_ray.gpu_work import GpuWork
+from megatrain_ray.io.measured_store import NOTHING, Moved
+from megatrain_ray.metric_sinks import Count, MetricSinks
+from megatrain_ray.shard_work import ShardWork
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 5.0  # as often as anybody scrapes; an answer is a call of Ray to each process
+
+
+class DiskCounts:
+    """Into the sinks of a run. Nothing waits for an answer: it is taken with the step after it came."""
+
+    def __init__(self, plan: Plan, sinks: MetricSinks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._uses_disk = plan.total_bytes(Tier.NVME) > 0
+        self._sinks = sinks
+        self._clock = clock
+        self._asked_s = -EVERY_S
+        self._calls: Sequence[Any] = ()
+        self._before: dict[tuple[str, int], Moved] = {}  # by process and its pid: another one counts from 0
+
+    def ended(self, crew: Crew) -> None:
+        """A step has."""
+        if not self._uses_disk:
+            return
+        if self._calls and len(ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)[1]) == 0:
+            calls, self._calls = self._calls, ()
+            self._take(calls)
+        if not self._calls and self._clock() - self._asked_s >= EVERY_S:
+            self._asked_s, self._calls = self._clock(), crew.work()
+
+    def _take(self, calls: Sequence[Any]) -> None:
+        try:
+            *shards, gpu = ray.get(list(calls))
+        except ray.exceptions.RayError as error:  # the crew replaces who died, or ends the run
+            log.info("what was moved on the disk is not counted this time: %s", error)
+            return
+        self.add(shards, gpu)
+
+    def add(self, shards: Sequence[ShardWork], gpu: GpuWork) -> None:
+        """What they have done since they were asked before."""
+        for k, work in enumerate(shards):
+            self._count(shard_name(k), work.pid, work.moved)
+        self._count(GPU, 0, gpu.weights.plus(gpu.activations))
+        self._sinks.holds(Tier.NVME, gpu.spill_bytes + sum(work.spill_bytes for work in shards))
+
+    def _count(self, process: str, pid: int, moved: Moved) -> None:
+        more = moved.since(self._before.get((process, pid), NOTHING))
+        self._before[process, pid] = moved
+        self._sinks.count(Count.DISK_READ, more.read, kind_of(process))
+        self._sinks.count(Count.DISK_WRITTEN, more.written, kind_of(process))

@@ -1,0 +1,92 @@
+"""history.jsonl of a run directory: when the run was started, with what, who died, and how it ended (docs/metrics.md).
+
+Rows are added and never cut: a resume adds those of its own start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.errors import InterruptedRunError
+
+log = logging.getLogger(__name__)
+
+HISTORY_NAME = "history.jsonl"
+
+
+class What(Enum):
+    """What a row tells of. DIED: a process of the run; REPLACED: another one has its place."""
+
+    START = "start"
+    DIED = "died"
+    REPLACED = "replaced"
+    END = "end"
+
+
+class History:
+    """Appends rows. One that cannot be written is lost: it is no reason to end a training."""
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        self._file = run_dir / HISTORY_NAME
+        self._clock = clock
+
+    @contextmanager
+    def of_start(self, step: int, steps: int, plan_sha256: str, **surroundings: Any) -> Iterator[None]:
+        """One start of a run of `steps` updates, after `step` of them: its first row, and behind the block its last."""
+        self._append(What.START, step=step, steps=steps, plan_sha256=plan_sha256, **surroundings)
+        try:
+            yield
+        except (InterruptedRunError, KeyboardInterrupt) as error:
+            self._append(What.END, how="interrupted", reason=str(error) or None)
+            raise
+        except BaseException as error:
+            self._append(What.END, how="failed", reason=str(error) or type(error).__name__)
+            raise
+        self._append(What.END, how="finished", reason=None)
+
+    def died(self, process: str, step: int) -> None:
+        """`step`: updates that were made by then."""
+        self._append(What.DIED, process=process, step=step)
+
+    def replaced(self, process: str, step: int, took_s: float) -> None:
+        self._append(What.REPLACED, process=process, step=step, took_s=took_s)
+
+    def _append(self, what: What, **values: Any) -> None:
+        line = json.dumps({"what": what.value, "unix_s": self._clock(), **values}) + "\n"
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            log.warning("%s: %s is not told there", self._file, line.strip(), exc_info=error)
+
+
+def read_history(run_dir: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows in their order, without lines that are none; empty for a run of a version that wrote none."""
+    try:
+        lines = (run_dir / HISTORY_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    return [row for line in lines if (row := _parse(line))]
+
+
+def newest_start(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Rows from the newest start on; empty where there is none."""
+    begins = [k for k, row in enumerate(rows) if row["what"] == What.START.value]
+    return rows[begins[-1] :] if begins else ()
+
+
+def _parse(line: str) -> Mapping[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    known = {what.value for what in What}
+    is_row = isinstance(row, dict) and row.get("what") in known and isinstance(row.get("unix_s"), (int, float))
+    return row if is_row else None
