@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out_dir", type=Path, metavar="OUT_DIR")
     export.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the working copy's")
     export.add_argument("--merge", action="store_true", help="of a run with lora: the model with its adapters added in")
-    inspect = commands.add_parser("inspect", help="configuration, saves, last rows, checksums")
+    inspect = commands.add_parser("inspect", help="how it stands, configuration, saves, last rows, checksums")
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     refit = commands.add_parser("refit", help="a hardware profile with the rates that a finished run measured")
     refit.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -240,8 +240,9 @@ def _export(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool) -> 
 
 
 def _inspect(run_dir: Path) -> int:
-    from megatrain_ray.inspect_run import inspect_run
+    from megatrain_ray.inspect_run import inspect_run, state_of_run
 
+    print(state_of_run(run_dir), flush=True)  # all saves are read before the rest is there
     report, good = inspect_run(run_dir)
     print(report)
     return 0 if good else MegatrainError.exit_code

@@ -9,7 +9,6 @@ from typing import Any
 
 import ray
 
-from megatrain_ray.actors import GPU, shard_name
 from megatrain_ray.crew import Crew
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
@@ -17,6 +16,7 @@ from megatrain_ray.faults import kind_of
 from megatrain_ray.gpu_work import GpuWork
 from megatrain_ray.io.measured_store import NOTHING, Moved
 from megatrain_ray.metric_sinks import Count, MetricSinks
+from megatrain_ray.roles import GPU, shard_name
 from megatrain_ray.shard_work import ShardWork
 
 log = logging.getLogger(__name__)

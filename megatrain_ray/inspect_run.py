@@ -19,12 +19,19 @@ from megatrain_ray.prediction_check import Comparison
 from megatrain_ray.progress import describe_evaluation
 from megatrain_ray.run_dir import RunFiles
 from megatrain_ray.run_processes import living
+from megatrain_ray.run_state import read_state
 from megatrain_ray.step_split import describe_split
 from megatrain_ray.trace_file import find_traces, read_trace
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
 NUM_PROBLEMS = 10  # that are shown of one save
+
+
+def state_of_run(path: Path) -> str:
+    """How it stands, in some lines: at once, whatever its saves take to be read. Raises as inspect_run."""
+    files = RunFiles(path.absolute())
+    return "\n".join(_lines({"state": list(read_state(files, files.read_config(), files.rows()).lines())}))
 
 
 def inspect_run(path: Path) -> tuple[str, bool]:

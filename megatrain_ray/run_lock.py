@@ -9,11 +9,34 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
+
+GLANCE_S = 0.05  # after which who only looked has let go again
+
+
+def lock_holder(folder: Path) -> str | None:
+    """Who holds the lock of `folder`: process and machine. None: nobody, as far as one may look.
+
+    Takes a share of it for an instant, which `hold_lock` waits for.
+    """
+    try:
+        file = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(file)
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(file)
+    return None
 
 
 @contextmanager
@@ -52,13 +75,18 @@ def hold_lock(folder: Path) -> Iterator[None]:
 
 def _open_and_lock(lock: Path) -> int:
     """A locked file descriptor; the file names this process and its machine or container."""
+    has_waited = False
     while True:
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(file, 128).decode(errors="replace").strip() or "unknown"
+            holder = _holder(file)
             os.close(file)
+            if not has_waited:  # it may be somebody who only looks
+                has_waited = True
+                time.sleep(GLANCE_S)
+                continue
             raise ConfigError(
                 f"run_dir: {lock.parent} is in use by process {holder}; wait for it, or choose another run_dir"
             ) from None
@@ -70,6 +98,10 @@ def _open_and_lock(lock: Path) -> int:
             os.pwrite(file, f"{os.getpid()} on {platform.node()}\n".encode(), 0)
             return file
         os.close(file)  # its owner removed the file before we locked it
+
+
+def _holder(file: int) -> str:
+    return os.pread(file, 128, 0).decode(errors="replace").strip() or "unknown"
 
 
 def _is_current(file: int, lock: Path) -> bool:
