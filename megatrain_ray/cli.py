@@ -83,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--merge", action="store_true", help="of a run with lora: the model with its adapters added in")
     inspect = commands.add_parser("inspect", help="how it stands, configuration, saves, last rows, checksums")
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report = commands.add_parser("report", help="a page about a run: curves, where time went, memory, faults")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.add_argument("--out", type=Path, metavar="FILE", help="of HTML (RUN_DIR/report.html)")
     refit = commands.add_parser("refit", help="a hardware profile with the rates that a finished run measured")
     refit.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     refit.add_argument("out", type=Path, metavar="FILE", help="new file, for hardware.profile")
@@ -164,6 +167,7 @@ def _run(options: argparse.Namespace) -> int:
         "bench": lambda: _bench(options),
         "export": lambda: _export(options.run_dir, options.out_dir, options.dtype, merge=options.merge),
         "inspect": lambda: _inspect(options.run_dir),
+        "report": lambda: _report(options.run_dir, options.out),
         "refit": lambda: _refit(options.run_dir, options.out),
         "doctor": lambda: _doctor(options.folder, measure=options.measure),
         "tokenizer": lambda: _train_tokenizer(options),
@@ -246,6 +250,13 @@ def _inspect(run_dir: Path) -> int:
     report, good = inspect_run(run_dir)
     print(report)
     return 0 if good else MegatrainError.exit_code
+
+
+def _report(run_dir: Path, out: Path | None) -> int:
+    from megatrain_ray.report import write_report
+
+    print(f"wrote {write_report(run_dir, out)}")
+    return 0
 
 
 def _refit(run_dir: Path, out: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megatrain_ray.prediction_check import Comparison, Kind, Term
 from megatrain_ray.step_split import SMALLEST_SHARE
@@ -24,10 +25,26 @@ def comparison_table(found: Comparison, *, has_plan: bool) -> Iterator[str]:
     kept = "" if has_plan else ", which is not in this folder any more"
     yield f"steps {found.first_step} to {found.last_step}, by the plan {found.plan_sha256[:12]}{kept}"
     yield f"{'':18} {'predicted':>11} {'measured':>11}"
-    for term in found.terms:
-        if _is_told(term, found.step.measured):
-            numbers = (f"{_number(term, value):>11}" for value in (term.predicted, term.measured))
-            yield f"{_label(term):18} {' '.join(numbers)}  {_error(term)}".rstrip()
+    for term in compared_terms(found):
+        yield f"{term.label:18} {term.predicted:>11} {term.measured:>11}  {term.error}".rstrip()
+
+
+class ComparedTerm(NamedTuple):
+    """As it is shown. `error`: of the prediction, empty where that says nothing."""
+
+    label: str
+    predicted: str
+    measured: str
+    error: str
+
+
+def compared_terms(found: Comparison) -> list[ComparedTerm]:
+    """Those that are worth a line."""
+    return [
+        ComparedTerm(_label(term), _number(term, term.predicted), _number(term, term.measured), _error(term))
+        for term in found.terms
+        if _is_told(term, found.step.measured)
+    ]
 
 
 def _is_told(term: Term, step_s: float) -> bool:

@@ -12,6 +12,7 @@ history.jsonl  starts, deaths, ends (run_history.py)
 saves/step_N/  weights and optimizer state after N updates
 tokenizer/     the tokenizer's files and the chat template, which an export carries on
 inputs/        a model and data that a program held (objects.py)
+report.html    all of it as a page (report.py), written at the end of a start
 trace_steps_*  timelines (trace_file.py)
 logs/          driver.log: starts, steps, saves, failures with their tracebacks
 lock           held while the run is in use
@@ -161,6 +162,7 @@ class RunDir(RunFiles):
             self.path / MODEL_NAME,
             self.path / PROCESSES_NAME,
             self.path / MEASURED_NAME,
+            self.path / "report.html",
         )
         left = [file for file in map(temporary_of, files) if file.exists()]
         left += self.path.glob("trace_steps_*.new")

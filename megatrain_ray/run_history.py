@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,10 +38,14 @@ class History:
         self._file = run_dir / HISTORY_NAME
         self._clock = clock
 
+    def begin(self, step: int, steps: int, plan_sha256: str, **surroundings: Any) -> None:
+        """A start of a run of `steps` updates, after `step` of them."""
+        self._append(What.START, step=step, steps=steps, plan_sha256=plan_sha256, pid=os.getpid(), **surroundings)
+
     @contextmanager
     def of_start(self, step: int, steps: int, plan_sha256: str, **surroundings: Any) -> Iterator[None]:
-        """One start of a run of `steps` updates, after `step` of them: its first row, and behind the block its last."""
-        self._append(What.START, step=step, steps=steps, plan_sha256=plan_sha256, **surroundings)
+        """One start, as for `begin`, and behind the block its end."""
+        self.begin(step, steps, plan_sha256, **surroundings)
         try:
             yield
         except (InterruptedRunError, KeyboardInterrupt) as error:

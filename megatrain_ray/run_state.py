@@ -133,7 +133,7 @@ def read_state(
 def _state(
     files: RunFiles, start: Sequence[Mapping[str, Any]], holder: str | None, step: int, steps: int
 ) -> tuple[State, str | None]:
-    if holder is not None:
+    if holder is not None and not (_has_ended(start) and _is_of(holder, start)):
         is_new = bool(start) and step <= start[0].get("step", 0)
         return (State.STARTING if is_new or not step or _has_ended(start) else State.RUNNING), None
     if _has_ended(start):
@@ -145,6 +145,11 @@ def _state(
 
 def _has_ended(start: Sequence[Mapping[str, Any]]) -> bool:
     return bool(start) and start[-1]["what"] == "end"
+
+
+def _is_of(holder: str, start: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether that start's driver holds the lock, as it does for a moment when all is written."""
+    return holder.split()[0] == str(start[0].get("pid"))
 
 
 def _faults(history: Sequence[Mapping[str, Any]]) -> Iterator[Fault]:

@@ -39,6 +39,7 @@ from megatrain_ray.objects import Objects
 from megatrain_ray.planning import Prepared, check_length, prepare
 from megatrain_ray.profiles import measured
 from megatrain_ray.replanned import changes, is_same_placement
+from megatrain_ray.report import report_behind
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.run_history import History
 from megatrain_ray.run_model import check_model, record_model
@@ -147,7 +148,7 @@ class Trainer:
                 _begin(prepared, run, manifest)
                 budget = FailureBudget(run.config.max_failures)
                 job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, budget, at_end)
-                with _history(job, manifest.step if manifest else 0):
+                with report_behind(run.path), _history(job, manifest.step if manifest else 0):
                     return _train(job, manifest, placement)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> Prepared:

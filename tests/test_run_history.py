@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -43,9 +44,12 @@ def test_a_start_and_its_end(tmp_path: Path) -> None:
     with history(tmp_path).of_start(3, 10, "abc", versions={"torch": "2"}):
         pass
     assert read_history(tmp_path) == [
-        {"what": "start", "unix_s": 100, "step": 3, "steps": 10, "plan_sha256": "abc", "versions": {"torch": "2"}},
+        {
+            "what": "start", "unix_s": 100, "step": 3, "steps": 10, "plan_sha256": "abc", "pid": os.getpid(),
+            "versions": {"torch": "2"},
+        },
         {"what": "end", "unix_s": 101, "how": "finished", "reason": None},
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

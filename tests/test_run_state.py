@@ -118,8 +118,7 @@ def test_an_end_that_was_written_down(files: RunFiles, error: MegatrainError | N
 
 
 def test_a_start_without_an_end_is_up_while_the_lock_is_held(files: RunFiles) -> None:
-    start = History(files.path).of_start(0, 10, "abc")
-    start.__enter__()  # and no end
+    History(files.path).begin(0, 10, "abc")
     with hold_lock(files.path):
         found = state_of(files, 3.0)
     assert found.state is State.RUNNING
@@ -128,10 +127,20 @@ def test_a_start_without_an_end_is_up_while_the_lock_is_held(files: RunFiles) ->
 
 
 def test_a_start_is_one_until_its_first_step(files: RunFiles) -> None:
-    History(files.path).of_start(4, 10, "abc").__enter__()
+    History(files.path).begin(4, 10, "abc")
     with hold_lock(files.path):
         assert state_of(files).state is State.STARTING
         assert not state_of(files, 1e6).is_quiet
+
+
+def test_a_driver_that_has_written_its_end_is_no_longer_up(files: RunFiles) -> None:
+    """It still holds the lock; another one that does has begun a new start."""
+    with hold_lock(files.path):
+        with History(files.path).of_start(0, 10, "abc"):
+            pass
+        assert state_of(files).state is State.FINISHED
+        (files.path / "lock").write_text("1 on another machine")
+        assert state_of(files).state is State.STARTING
 
 
 def test_a_run_without_a_history(files: RunFiles) -> None:
