@@ -65,6 +65,9 @@ class CountingSink(Protocol):
     def holds(self, tier: Tier, num_bytes: float) -> None:
         """So much is there."""
 
+    def keep(self) -> None:
+        """What was told still holds. Called all the time."""
+
 
 class TensorBoardSink:
     """Event files in a folder."""
@@ -159,6 +162,10 @@ class MetricSinks:
     def holds(self, tier: Tier, num_bytes: float) -> None:
         """To those that count."""
         self._tell(lambda sink: sink.holds(tier, num_bytes) if isinstance(sink, CountingSink) else None)
+
+    def keep(self) -> None:
+        """To those that count: a moment has passed."""
+        self._tell(lambda sink: sink.keep() if isinstance(sink, CountingSink) else None)
 
     def _tell(self, tell: Callable[[MetricSink], None]) -> None:
         for name, sink in list(self._sinks.items()):

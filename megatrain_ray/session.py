@@ -248,6 +248,7 @@ class Session:
         evaluated = self._evaluation.calls if self._evaluation else []
         ended = crew.wait([*self._under_way[:1], *parts, *evaluated], POLL_S)
         self._watch_silence(crew, ended)
+        self._sinks.keep()
         for call in ended:
             if self._under_way and call == self._under_way[0]:
                 self._record(crew, ray.get(call), view)

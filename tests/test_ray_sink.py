@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import ray
 
+from megatrain_ray import ray_sink
 from megatrain_ray.disk_counts import EVERY_S, DiskCounts
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.faults import Faults
@@ -99,6 +102,39 @@ def test_faults_and_the_disk_can_be_scraped(tmp_path: Path, ray_address: str) ->
     }
     series = await_series(expected, run="faulty")
     assert series.value("ray_megatrain_replacements_total", run="faulty", kind="GPU worker") is None
+
+
+class Gauge:
+    """Ray's, which forgets what is not said again."""
+
+    told: ClassVar[list[tuple[str, float, Mapping[str, str] | None]]] = []
+
+    def __init__(self, name: str, text: str, tag_keys: tuple[str, ...]) -> None:
+        self.name = name
+
+    def set_default_tags(self, tags: Mapping[str, str]) -> None:
+        pass
+
+    def set(self, value: float, tags: Mapping[str, str]) -> None:
+        self.told.append((self.name, value, tags))
+
+
+def test_gauges_are_said_again_while_a_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_sink, "Gauge", Gauge)
+    clock = Now()
+    sink = RaySink("slow", 9, None, clock)
+    sink.write(0, {"eval_loss": 2.5})
+    sink.holds(Tier.NVME, 7)
+    first = sorted(Gauge.told, key=str)
+    Gauge.told.clear()
+    sink.keep()
+    assert Gauge.told == []
+    clock.seconds += ray_sink.KEEP_S
+    sink.keep()
+    sink.keep()
+    assert sorted(Gauge.told, key=str) == first
+    assert ("megatrain_eval_loss", 2.5, {}) in first
+    assert ("megatrain_tier_bytes", 7, {"tier": "nvme"}) in first
 
 
 def test_without_the_switch_nothing_is_recorded(tmp_path: Path, ray_address: str) -> None:

@@ -31,6 +31,9 @@ class Counter:
     def holds(self, tier: Any, num_bytes: float) -> None:
         pass
 
+    def keep(self) -> None:
+        pass
+
     def close(self, end: End) -> None:
         pass
 
