@@ -4,6 +4,7 @@ threads and memory are put where the plan says for real, on any machine with two
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatrain_ray.roles import GPU, shard_name
 from megatrain_ray.session import Job
 from megatrain_ray.trainer import Trainer
 from tests.runs import config, losses, plan_of
+from tests.test_crew import SHAPES, losses_of, prepared, started
 
 CPUS = sorted(os.sched_getaffinity(0))[:2]
 NODES = [{"cpus": str(cpu), "memory": 0, "gpu": k == 1} for k, cpu in enumerate(CPUS)]
@@ -107,6 +109,20 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
         assert f"good  pages           {line}" in seen["examined"]
     assert losses(placed) == losses(plain), "bit for bit"
     assert "warning" not in (placed / "logs" / "driver.log").read_text()
+
+
+def test_who_follows_a_shard_that_died_comes_home(tmp_path: Path, ray_address: str) -> None:
+    ready = prepared(tmp_path, SHAPES[300_000], hardware__num_shards=2, hardware__nodes=NODES)
+    with started(ready) as crew:
+        before = crew.pids
+        os.kill(before[SHARDS[1]], signal.SIGKILL)
+        assert losses_of(crew, range(1, 3))[1] > 0
+        pid = crew.pids[SHARDS[1]]
+        assert pid != before[SHARDS[1]]
+        assert threads_of(pid) == {str(CPUS[1])}
+        assert policies_of(pid)[state_arena(1)] == {"prefer:0"}
+        assert list(pages_of(pid)[state_arena(1)]) == [0]
+        crew.stop()
 
 
 def test_what_the_kernel_refuses_is_one_warning(

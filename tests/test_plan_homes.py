@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
 from megatrain_ray.engine.homes import Home, NumaNode
@@ -12,6 +13,7 @@ from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.replanned import changes, is_same_placement
+from tests.runs import cli_here, config, write_config
 from tests.test_planner import MACHINE, REQUEST, model
 
 NODES = NumaNode(0, ((0, 8), (1, 9), (2, 10)), 0), NumaNode(2, ((4, 12), (5, 13)), 2)
@@ -59,3 +61,21 @@ def test_another_cpuset_is_another_placement() -> None:
     before, now = plan_on(TWO), plan_on(replace(TWO, nodes=(NODES[0], NumaNode(2, ((4, 12),), 0))))
     assert not is_same_placement(before, now)
     assert "node 2 (4 CPUs) → node 0 (6 CPUs), node 2 (2 CPUs, memory of node 0)" in changes(before, now)
+
+
+def test_megatrain_plan_shows_them_of_a_machine_that_is_elsewhere(tmp_path: Path) -> None:
+    """A GPU that is not here, too."""
+    model = {
+        "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    nodes = [{"cpus": "0-15,32-47"}, {"cpus": "16-31,48-63", "gpu": True}]
+    tree = config(tmp_path / "run", model, hardware__nodes=nodes, hardware__device="cuda", hardware__hbm_limit="24GiB")
+    file = str(write_config(tmp_path / "config.yaml", tree))
+    text, as_json = cli_here("plan", file), cli_here("plan", file, "--json")
+    assert (text.returncode, as_json.returncode) == (0, 0), text.stderr
+    line = "shards    2: node 0 (32 CPUs), node 1 (32 CPUs); GPU worker and gradients that wait: node 1 (32 CPUs)"
+    assert line in text.stdout.splitlines()
+    found = json.loads(as_json.stdout)
+    assert found["gpu_home"] == found["shard_homes"][1] == {"nodes": [1], "cpus": "16-31,48-63", "memory": [1]}
+    assert found["num_shard_threads"] == 32
