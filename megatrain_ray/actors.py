@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatrain_ray.arena_owner import ArenaOwner
 from megatrain_ray.arenas import arena_sizes, spill_files
+from megatrain_ray.cluster_room import check_node, lacking, place_here, this_node
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.early_imports import COMPILER, TRANSFORMERS, import_first
@@ -27,6 +28,7 @@ from megatrain_ray.gpu_worker import GpuWorker, HeldOutLoss, Progress, StepResul
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.logs import say
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared
 from megatrain_ray.roles import DATA, GPU, OWNER, shard_name
@@ -35,6 +37,7 @@ from megatrain_ray.spans import RecordedSpans
 
 # Actors change state: a call that failed must not be repeated by Ray.
 ONCE: Mapping[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
+SOON_S = 10.0  # in which Ray places what it has room for
 
 
 def waiting(kind: type) -> type:
@@ -170,20 +173,31 @@ class Placement:
     each imports what it needs, which takes longer than anything else of a start, and waits for `take_up`."""
 
     def __init__(self, spec: CrewSpec) -> None:
+        """Raises CapacityError naming the resource that this machine's Ray node lacks."""
         self._spec = spec
         self._gpu = {"GPU": 1.0} if spec.num_gpus else {}
         # Ray's CPUs are a promise of room; threads are the plan's. Fractions, so that small machines can run all.
-        self._bundles = [{"CPU": 0.1, **self._gpu}, *({"CPU": 0.1} for _ in range(spec.num_shards))]
+        bundles = [{"CPU": 0.1, **self._gpu}, *({"CPU": 0.1} for _ in range(spec.num_shards))]
+        node = this_node()
+        check_node(bundles, ray.nodes(), node)
+        self._bundles = place_here(bundles, node)
         self._group = placement_group(self._bundles, "STRICT_PACK")
         names = (OWNER, *map(shard_name, range(spec.num_shards)), GPU, DATA)
         self._waiting = {name: self._begin(name) for name in names}
 
-    def wait(self) -> None:
-        """Raises DeadlineError when the cluster has no room for them."""
-        if not self._group.wait(DEADLINE_S):
+    def wait(self, soon_s: float = SOON_S, timeout_s: float = DEADLINE_S) -> None:
+        """Until there is room for them, for others may use it. Says so after `soon_s`; raises DeadlineError."""
+        if self._group.wait(soon_s):
+            return
+        say(f"waiting for room in the Ray cluster: {self._lacking}")
+        if not self._group.wait(timeout_s):
             raise DeadlineError(
-                f"the cluster found no room for {self._bundles} on one machine within {DEADLINE_S:.0f} s"
+                f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; end what uses it"
             )
+
+    @property
+    def _lacking(self) -> str:
+        return lacking(self._bundles, ray.available_resources()) or "another machine than this one has it"
 
     def take(self, name: str) -> Any:
         """An actor that waits for `take_up`: the first one of that name, then others."""
@@ -199,9 +213,9 @@ class Placement:
     def _begin(self, name: str) -> Any:
         spec = self._spec
         if name == DATA:
-            return ray.remote(waiting(DataWorker)).options(**ONCE, num_cpus=0).remote()
+            return ray.remote(waiting(DataWorker)).options(**self._place(0, num_cpus=0)).remote()
         if name == OWNER:  # run, handles and stop; it maps nothing, so whom it follows does not matter
-            return ray.remote(waiting(ArenaOwner)).options(**ONCE, num_cpus=0, max_concurrency=3).remote()
+            return ray.remote(waiting(ArenaOwner)).options(**self._place(0, num_cpus=0, max_concurrency=3)).remote()
         if name == GPU:
             modules = (*TRANSFORMERS, *(COMPILER if spec.compiles else ()))
             return ray.remote(GpuActor).options(**self._place(0, num_gpus=spec.num_gpus)).remote(modules)

@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import ray
+
 from megatrain_ray.actors import CrewSpec, Placement
 from megatrain_ray.cluster import Daemons, cluster, in_ray_job
+from megatrain_ray.cluster_room import check_device
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.controller import Observation, RunPolicy
 from megatrain_ray.crew import Crew
@@ -185,6 +188,7 @@ def _processes(config: TrainConfig, machine: Machine, startup: Startup) -> Itera
     with ExitStack() as stack:
         with startup.phase("starting Ray and importing Transformers"), importing(TRANSFORMERS):
             daemons = stack.enter_context(cluster(spec.num_processes, spec.num_gpus))
+            check_device(hardware.device, machine.device, ray.nodes())
             placement = Placement(spec)
         try:
             yield daemons, placement
