@@ -8,11 +8,10 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,11 +22,11 @@ import ray
 
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.durable import take_lock
+from megatrain_ray.loopback import is_on_loopback, on_loopback
 
 # Batches and metrics only; Ray would claim 30 % of RAM, which the arenas need.
 OBJECT_STORE_BYTES = 128 << 20
 STOP_TIMEOUT_S = 20.0
-CONNECT_S = 10.0
 
 JOB_MARKER = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the driver it starts
 
@@ -96,12 +95,15 @@ def _connect(address: str) -> None:
     problem = f"cannot connect to the Ray cluster {address or 'of this job'}"
     advice = "start it, correct RAY_ADDRESS, or unset it for a cluster of the run's own"
     host, _, port = address.rpartition(":")
+    network: AbstractContextManager[None] = nullcontext()
     if host and port.isdigit() and "//" not in host:
         try:
-            socket.create_connection((host, int(port)), CONNECT_S).close()
+            if is_on_loopback(host, int(port)):
+                network = on_loopback()
         except OSError as error:
             raise MegatrainError(f"{problem}: {error.strerror or error}; {advice}") from None
-    _init(problem, advice, log_to_driver=True, logging_level=logging.WARNING)
+    with network:
+        _init(problem, advice, log_to_driver=True, logging_level=logging.WARNING)
 
 
 @functools.cache
@@ -120,7 +122,7 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     daemons, roots = Daemons(), None
     try:
-        with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}):
+        with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}), on_loopback():
             logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
             _init(
                 f"Ray did not start in {folder}",
