@@ -16,6 +16,7 @@ from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_request import ANY_ROOM, Machine, Request, SpillSpace
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.planning import Question
+from megatrain_ray.stop_wait import VARIABLE, stop_wait_s
 from megatrain_ray.units import format_bytes, format_count, format_duration, format_seconds
 
 DAY_S = 24 * 60 * 60
@@ -27,7 +28,8 @@ ENDURANCE_BYTES = 10**15  # written, of the drive that a plan is set beside
 class Run:
     """All steps of a plan: how long they take, what that costs, and what is written a day. `cost`: None without a
     price. `saved_bytes_per_day`: None where nothing is saved on the way. `drive_days`: that a drive rated for
-    ENDURANCE_BYTES written lasts; None where nothing spills."""
+    ENDURANCE_BYTES written lasts; None where nothing spills. `stop_wait_s`: that a signal leaves for the last save
+    (stop_wait.py), on a typical disk; 0 where nothing is saved."""
 
     steps: int
     tokens: int
@@ -37,6 +39,7 @@ class Run:
     saved_bytes_per_day: int | None
     spilled_bytes_per_day: int
     drive_days: float | None
+    stop_wait_s: int
 
     @staticmethod
     def of(config: TrainConfig, plan: Plan, step_s: float, price_per_hour: float | None) -> Run:
@@ -52,6 +55,7 @@ class Run:
             else None,
             spilled_bytes_per_day=int(spilled),
             drive_days=ENDURANCE_BYTES / spilled if spilled else None,
+            stop_wait_s=stop_wait_s(plan, config.save_every, TYPICAL_DISK_BYTES_PER_S, step_s),
         )
 
 
@@ -61,7 +65,7 @@ def run_of(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Run
 
 
 def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Iterator[str]:
-    """How long all steps take, what that costs, what saves write, and what state that spills does."""
+    """How long all steps take, what that costs, what saves write, how long a stop may take, and what spills."""
     if (run := run_of(config, plan, price_per_hour)) is None:
         return
     price = "" if run.cost is None else f", {run.cost:.2f} at {run.price_per_hour:g} an hour"
@@ -70,6 +74,11 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
         yield (
             f"saves     one of {format_bytes(plan.save_bytes)} every {config.save_every} steps: "
             f"{format_bytes(run.saved_bytes_per_day)} written a day"
+        )
+    if run.stop_wait_s:
+        yield (
+            f"stop      up to {run.stop_wait_s} s from a signal to the end of the last save, at "
+            f"{TYPICAL_DISK_BYTES_PER_S / 1e9:.2g} GB/s: {VARIABLE}={run.stop_wait_s}"
         )
     if run.drive_days is not None:
         yield (

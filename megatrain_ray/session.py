@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.actors import Placement
-from megatrain_ray.cluster import Daemons
+from megatrain_ray.cluster import Daemons, in_ray_job
 from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew
 from megatrain_ray.crew_start import SaveRates, start_crew
@@ -43,6 +44,7 @@ from megatrain_ray.saving import RunningSave
 from megatrain_ray.spans import Row, traced_steps
 from megatrain_ray.startup import Startup
 from megatrain_ray.step_split import describe_split
+from megatrain_ray.stop_wait import stop_wait_s, warning_of
 from megatrain_ray.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -161,9 +163,19 @@ class Session:
             self._data_arguments,
             self._startup,
         )
+        if in_ray_job():
+            self._tell_of_stop()
         if not self._policy.is_done(self._seen()):
             self._startup.tell(f"step {self._completed + 1} of {self._prepared.config.train.steps}")
         self._silence.heard()
+
+    def _tell_of_stop(self) -> None:
+        """Where a stopped job would be killed before its last save is whole."""
+        config, plan = self._prepared.config, self._prepared.plan
+        step_s = plan.prediction.step_s if plan.prediction else 0.0
+        needed_s = stop_wait_s(plan, config.save_every, self._save_rates.disk_bytes_per_s, step_s)
+        if warning := warning_of(needed_s, os.environ):
+            say(warning)
 
     def _loop(self, crew: Crew, view: ProgressView) -> None:
         while True:

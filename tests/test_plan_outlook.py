@@ -89,12 +89,15 @@ def test_an_odd_number_of_micro_batches_has_no_half(path: Path, capsys: pytest.C
 def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """7200 steps of s seconds are 2 × s hours."""
     step_s = planned(capsys, str(path), *LIMITS)["prediction"]["step_s"]
-    run, saves = shown(capsys, str(path), *LIMITS, "--price", "1.5").splitlines()[-2:]
+    run, saves, stop = shown(capsys, str(path), *LIMITS, "--price", "1.5").splitlines()[-3:]
     assert run.startswith("run       7200 steps, 59.0M tokens in ")
     assert run.endswith(f", {3 * step_s:.2f} at 1.5 an hour")
     assert saves.startswith("saves     one of ")
     assert " every 100 steps: " in saves
     assert saves.endswith(" written a day")
+    needed = planned(capsys, str(path), *LIMITS, "--price", "1.5")["run"]["stop_wait_s"]
+    assert stop.startswith(f"stop      up to {needed} s from a signal to the end of the last save, at 3 GB/s: ")
+    assert stop.endswith(f"RAY_JOB_STOP_WAIT_TIME_S={needed}")
     without = shown(capsys, str(path), *LIMITS, "save_every=null").splitlines()[-1]
     assert without.startswith("run ")
     assert " an hour" not in without
@@ -115,7 +118,7 @@ def test_what_spills_wears_a_drive(path: Path, capsys: pytest.CaptureFixture[str
     spilled = sum(row["num_bytes"] for row in plan["rows"] if row["tier"] == "nvme")
     assert spilled
     of_day = spilled * 24 * 3600 / plan["prediction"]["step_s"]
-    *_, saves, line = shown(capsys, str(path), *short).splitlines()
+    *_, saves, _stop, line = shown(capsys, str(path), *short).splitlines()
     assert saves.startswith("saves     one of ")
     assert line == (
         f"spilled   {format_bytes(spilled)} every step: {format_bytes(int(of_day))} written a day; a drive rated for "
