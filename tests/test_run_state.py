@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatrain_ray import run_lock
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.run_dir import RunDir, RunFiles
 from megatrain_ray.run_history import History, read_history
@@ -186,3 +188,19 @@ def test_who_looks_at_the_lock_keeps_nobody_out(tmp_path: Path) -> None:
     assert lock_holder(tmp_path) is None
     with hold_lock(tmp_path):
         pass
+
+
+def test_a_start_waits_for_who_only_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds a share lets go of it in that moment, here as soon as the start waits."""
+    (tmp_path / "lock").touch()
+    looking = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    waited: list[float] = []
+
+    def let_go(seconds: float) -> None:
+        waited.append(seconds)
+        os.close(looking)
+
+    monkeypatch.setattr(run_lock.time, "sleep", let_go)
+    with hold_lock(tmp_path):
+        assert waited == [run_lock.GLANCE_S]
