@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -44,9 +45,11 @@ from megatrain_ray.io.durable import sync
 from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
 from megatrain_ray.io.save import clean_unfinished, list_saves
 from megatrain_ray.io.tokenizer import tokenizer_files
-from megatrain_ray.run_lock import hold_lock
+from megatrain_ray.run_lock import PRIVATE, hold_lock
 from megatrain_ray.run_model import MODEL_NAME
 from megatrain_ray.run_processes import PROCESSES_NAME
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,22 @@ class RunDir(RunFiles):
         return [*left, *clean_unfinished(self.saves), *remove_abandoned(self.path)]
 
     def begin(self, plan_json: str, step: int) -> None:
-        """Makes the folder hold a run that goes on after `step` updates. Each file changes atomically, config last."""
+        """Makes the folder hold a run that goes on after `step` updates. Each file changes atomically, config last.
+        With the run's first begin it is its owner's only; whoever opens it to others later finds it so on a resume."""
+        if not self.has_begun:
+            self._close()
         self.saves.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
         self._keep_plan(plan_json)
         self._cut(step)
         write_atomically(self.plan_file, plan_json)
         write_atomically(self.config_file, dump_config(self.config))
+
+    def _close(self) -> None:
+        try:
+            self.path.chmod(PRIVATE)
+        except OSError as error:  # another owner, or a file system without modes
+            log.warning("%s may be open to other users: %s", self.path, error)
 
     def _keep_plan(self, plan_json: str) -> None:
         """That of an earlier start stays beside a different new one: rows and measurements of that start are its."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
 
+PRIVATE = 0o700  # of a run's directory: nobody but its owner gets at what is in it, whatever modes that has
 GLANCE_S = 0.05  # after which who only looked has let go again
 
 
@@ -53,7 +54,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
     try:
         before = set(folder.iterdir()) if folder.is_dir() else set()
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         file = _open_and_lock(lock)
     except OSError as error:
         if before is not None and lock not in before:

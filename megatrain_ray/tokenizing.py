@@ -113,7 +113,7 @@ def _root(run_dir: Path) -> Iterator[Path]:
     """The cache, or a folder in `run_dir` where that cannot be written to; an empty one goes again."""
     try:
         root = token_cache()
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(0o700, parents=True, exist_ok=True)  # other users may not read them either
         with tempfile.TemporaryFile(dir=root):
             pass
     except (OSError, RuntimeError) as error:
