@@ -256,12 +256,13 @@ def test_the_hook_asks_the_run_that_holds_the_lock_and_waits_for_it(tmp_path: Pa
 
 
 def test_the_hook_says_when_its_time_was_too_short(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDER.replace("while not heard", "while True"), tmp_path / "run"],
-                          cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:  # fmt: skip
+    deaf = [sys.executable, "-c", HOLDER.replace("while not heard", "while True"), tmp_path / "run"]
+    with subprocess.Popen(deaf, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == "held\n"
-        assert subprocess.run(["bash", SCRIPTS[0], tmp_path / "run", "0"]).returncode != 0
+        done = subprocess.run(["bash", SCRIPTS[0], tmp_path / "run", "0"])
         holder.kill()
+    assert done.returncode != 0
 
 
 BEFORE_A_COMMAND = {"&&", "||", "|", "nohup", "--", "sudo", "time"}
