@@ -72,7 +72,7 @@ def disturbed(train: Sequence[str], run_dir: Path, role: str, behind: int) -> di
         process.wait(60)
         sys.stderr.write(output.read_text()[-3000:])
         raise
-    said = [line for line in output.read_text().splitlines() if "replaced" in line or "going on from" in line]
+    said = [line for line in output.read_text().splitlines() if "(failure " in line]
     return {
         "recovery_s": recovery_s, "exit_code": exit_code, "said": said,
         "step_s": [row["step_s"] for row in rows(run_dir)], "numbers": numbers_of(run_dir),

@@ -57,7 +57,7 @@ class DiskCounts:
         """What they have done since they were asked before."""
         for k, work in enumerate(shards):
             self._count(shard_name(k), work.pid, work.moved)
-        self._count(GPU, 0, gpu.weights.plus(gpu.activations))
+        self._count(GPU, gpu.pid, gpu.weights.plus(gpu.activations))
         self._sinks.holds(Tier.NVME, gpu.spill_bytes + sum(work.spill_bytes for work in shards))
 
     def _count(self, process: str, pid: int, moved: Moved) -> None:

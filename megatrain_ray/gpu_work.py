@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ MAX_STEPS = 256  # whose times are kept
 class GpuWork:
     """Up to the end of a step, and in steps alone: what evaluations read is left out. `num_steps`: that this process
     has made. `busy`: when something of each was under way, up to now. `steps`: when the newest of them were, in their
-    order. `spill_bytes`: that the file of activations takes on the disk."""
+    order. `spill_bytes`: that the file of activations takes on the disk. `pid`: of the process; another one counts from
+    0."""
 
     num_steps: int
     weights: Moved = NOTHING
@@ -23,6 +25,7 @@ class GpuWork:
     busy: tuple[Busy, ...] = ()
     steps: tuple[Time, ...] = ()
     spill_bytes: int = 0
+    pid: int = 0
 
 
 class GpuDisk:
@@ -51,7 +54,7 @@ class GpuDisk:
     def work(self) -> GpuWork:
         busy = self.of_weights.busy, self.of_activations.busy
         taken = taken_bytes(self._file) if self._file is not None else 0
-        return GpuWork(self._num_steps, *self._moved, busy, tuple(self._steps), taken)
+        return GpuWork(self._num_steps, *self._moved, busy, tuple(self._steps), taken, os.getpid())
 
     def _now(self) -> tuple[Moved, Moved]:
         return self.of_weights.moved, self.of_activations.moved

@@ -56,8 +56,7 @@ POLL_S = 0.2  # how often the driver looks whether it was interrupted
 @dataclass(frozen=True)
 class Job:
     """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources. `failures`: of
-    all attempts. `at_end`:
-    called when all steps are made, while every process is still there."""
+    all attempts. `at_end`: called when all steps are made, while every process is still there."""
 
     prepared: Prepared
     tokens: tuple[Path, ...]

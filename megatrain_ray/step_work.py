@@ -39,7 +39,7 @@ def work_between(before: RunWork | None, after: RunWork | None) -> StepWork | No
         return None
     num_steps = after.gpu.num_steps - before.gpu.num_steps
     pairs = list(zip(before.shards, after.shards, strict=False))
-    same = len(before.shards) == len(after.shards) and all(a.pid == b.pid for a, b in pairs)
+    same = _pids(before) == _pids(after)
     # Where everything lives on the device shards make no update at all.
     if num_steps <= 0 or not same or any(a.update >= b.update > 0 for a, b in pairs):
         return None
@@ -57,6 +57,10 @@ def work_between(before: RunWork | None, after: RunWork | None) -> StepWork | No
         weight_bytes=weights,
         activation_bytes=activations,
     )
+
+
+def _pids(work: RunWork) -> list[int]:
+    return [work.gpu.pid, *(shard.pid for shard in work.shards)]
 
 
 def _disk_s(work: RunWork, num_steps: int) -> float:

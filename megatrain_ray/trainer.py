@@ -322,15 +322,17 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
             return TrainSummary(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
-        except LostProcessError as loss:
-            log.warning("%s", loss)
-            say(f"{loss}; going on from the last save ({job.failures})")
+        except LostProcessError as death:
+            saves = list_saves(run.saves)
+            origin = f"going on from the save of step {saves[-1]}" if saves else "nothing is saved: beginning again"
+            say(f"{death}; {origin} ({job.failures})")
         placement = None
         await_end(run.path)  # the memory of two crews would not fit
         _clean_unfinished(run)
         manifest = _newest_save(run)
         first = min(first, manifest.step if manifest else 0)
         run.begin(plan.to_json(), manifest.step if manifest else 0)
+        num_evaluations = min(num_evaluations, len(run.evaluations()))
 
 
 def _newest_save(run: RunDir) -> Manifest | None:

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray.arenas import WORKING, arena_sizes
+from megatrain_ray.arenas import WORDS, WORKING, arena_sizes
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.device_memory import check_free
+from megatrain_ray.device_memory import check_free, memory_explained
 from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.plan import ByteCount
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.errors import CapacityError
+from megatrain_ray.errors import CapacityError, LostDeviceError, LostProcessError
 from megatrain_ray.gpu_worker import GpuWorker, Progress
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
@@ -173,6 +174,54 @@ async def test_a_skipped_step_names_the_parameter(ready: Prepared, handles: Hand
     assert not math.isfinite(row["grad_norm"])
     names = [s.name for layer in ready.structure.layout().layers for s in layer.owned]
     assert row["bad_parameter"] in names
+
+
+async def test_another_worker_makes_a_step_once_more(ready: Prepared, handles: Handles) -> None:
+    """The first one is gone behind step 1, with a gradient of step 2 landed; the next one cannot go on from step 0."""
+    right = await run(ready, handles, (1, 2, 3))
+    data = batches(ready)
+
+    async def fetch(step: int) -> Batch:
+        return data.batch(step)
+
+    shards = [ShardWorker(ready, k, [handles]) for k in range(ready.plan.num_shards)]
+    workers = [GpuWorker(ready, [handles], fetch, fetch) for _ in range(2)]
+    await workers[0].build()
+    for shard in shards:
+        shard.initialize()
+    await workers[0].start(Progress(0, 0))
+    rows = []
+    async with asyncio.TaskGroup() as tasks:
+        for shard in shards:
+            tasks.create_task(asyncio.to_thread(shard.run, NO_ATTEMPT))
+        try:
+            async with asyncio.timeout(60):
+                rows.append((await workers[0].step(1, save=False)).row)
+                await workers[0].close()
+                with closing(ArenaHolder.adopt([handles])) as holder:
+                    words = HostWords(holder.map(WORDS).buffer, len(ready.plan.layers), len(shards))
+                    words.land(0, 2, 0)
+                    await workers[1].build()
+                    with pytest.raises(LostProcessError, match=r"^update 1 had begun when .* step 0 was the last"):
+                        await workers[1].resume(Progress(0, 0))
+                    await workers[1].resume(Progress(1, 1))
+                    assert not words.has_landed(0, 2)
+                rows += [(await workers[1].step(step, save=False)).row for step in (2, 3)]
+        finally:
+            await workers[1].close()
+            for shard in shards:
+                shard.stop()
+    assert [[row[key] for key in NUMBERS] for row in rows] == [[row[key] for key in NUMBERS] for row in right]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("CUDA error: an illegal memory access was encountered", LostDeviceError), ("shapes do not fit", RuntimeError)],
+)
+def test_a_device_that_fails_is_told_from_other_errors(ready: Prepared, text: str, expected: type[Exception]) -> None:
+    with pytest.raises(expected, match=text) as info, memory_explained(ready.plan, "step 7"):
+        raise RuntimeError(text)
+    assert str(info.value) == (f"step 7: the GPU failed: {text}" if expected is LostDeviceError else text)
 
 
 async def test_out_of_device_memory_is_explained(

@@ -77,3 +77,21 @@ def test_a_gradient_may_not_land_on_one_that_is_still_read() -> None:
     with pytest.raises(MegatrainError, match="layer 0 landed for update 2, but the layer is at generation 0"):
         words.land(0, 2, 256)
     assert words.gradient_start(0) == 128
+
+
+def test_gradients_of_a_step_that_was_not_committed_are_withdrawn() -> None:
+    """Layer 0 had landed for it, layer 1 not; both are at the generation of the last update."""
+    words = new_words(generation=6)
+    for layer in (0, 1):
+        words.land(layer, 7, 0)
+    words.commit(header(7))
+    for shard in (0, 1):
+        for layer in (0, 1):
+            words.finish(shard, layer, 7)
+    words.land(0, 8, 64)
+    assert words.committed == 7
+    assert [words.has_landed(layer, 8) for layer in (0, 1)] == [True, False]
+    words.withdraw(7)
+    assert not words.has_landed(0, 8)
+    assert all(words.has_landed(layer, 7) for layer in (0, 1))
+    assert not words.wait_gradient(0, 8, 0.0)

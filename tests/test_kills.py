@@ -121,7 +121,7 @@ def test_what_dies_with_the_gpu_worker_is_made_again_from_the_last_save(tmp_path
     with training(tmp_path, path) as run:
         hit = kill(run, SECOND_SAVE, GPU)
         assert run.process.wait(END_S) == 0, run.text()
-        assert "going on from the last save (failure 1 of at most 3)" in run.text()
+        assert f"; going on from the save of step {hit.committed[-1]} (failure 1 of at most 3)" in run.text()
         assert run.processes.await_end(5.0) == []
         assert checks.of_folders([run.process.pid]) == OK
     assert hit.committed

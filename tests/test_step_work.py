@@ -78,7 +78,7 @@ def without(shards: Sequence[ShardWork]) -> RunWork:
 def test_nobody_knows_where_somebody_was_replaced_or_has_done_nothing_since() -> None:
     first, second = AFTER.shards
     others = (BEFORE, without([first, replace(second, pid=3)]), without([first]), without([]), None)
-    for after in (*others, replace(AFTER, gpu=BEFORE.gpu)):
+    for after in (*others, replace(AFTER, gpu=BEFORE.gpu), replace(AFTER, gpu=replace(AFTER.gpu, pid=3))):
         assert work_between(BEFORE, after) is None
     assert work_between(None, AFTER) is None
 
