@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    # A constant of the product: slots of whole extents would take all that models of this size have.
     plan_spill.EXTENT_ELEMENTS = SMALL_EXTENTS  # type: ignore[misc]
     end_s = time.monotonic() + 60 * options.minutes
     found: dict[int, dict[str, float]] = {}
