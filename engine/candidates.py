@@ -40,7 +40,8 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
         yield Candidate(order, policy, *num_slots, gradients=wait, activation_budget=budget)
     if request.captured:  # sums and boundaries on the host would come and go within it
         return
-    for (policy, budget), num_slots in itertools.product(policies, slots if several else ()):
+    on_host = several and request.num_gpus == 1  # the slab is one for all GPUs, and has no room for a sum of each
+    for (policy, budget), num_slots in itertools.product(policies, slots if on_host else ()):
         yield Candidate(orders[-1], policy, *num_slots, sums=Tier.HOST, activation_budget=budget)
     for (policy, budget), num_slots in itertools.product(policies[1:], (slots[0], slots[-1])):
         yield Candidate(orders[0], policy, *num_slots, boundaries=Tier.HOST, activation_budget=budget)
@@ -66,7 +67,8 @@ def _slots(num_blocks: int) -> tuple[tuple[int, int], ...]:
 
 def _offloading_parts(request: Request, alike: Candidate) -> Iterator[Candidate]:
     """Of divided blocks, which are not compiled and have what they save among them waiting, too."""
-    for sums in (Tier.HBM, Tier.HOST)[: 1 + (request.num_micro_batches > 1)]:
+    on_host = request.num_micro_batches > 1 and request.num_gpus == 1  # as in candidates
+    for sums in (Tier.HBM, Tier.HOST)[: 1 + on_host]:
         yield from _offloading(replace(request, compiled=False), replace(alike, sums=sums))
 
 

@@ -35,6 +35,7 @@ from megatrain_ray.engine.offload import GradientOffloader
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner import residency_of
+from megatrain_ray.engine.ranks import OneRank, Ranks
 from megatrain_ray.engine.rehearsal import Coming, Rehearsal
 from megatrain_ray.engine.residency import Residency
 from megatrain_ray.engine.residents import Residents
@@ -89,15 +90,16 @@ class Engine:
     def __init__(
         self, factory: ModelFactory, structure: ModelStructure, plan: Plan, device: Device, host: Host, *,
         muon: Muon | None = None, device_shard: DeviceShard | None = None, gate: UpdateGate | None = None,
-        spill: tuple[BlobStore, str] | None = None, poison: bool = False,
+        spill: tuple[BlobStore, str] | None = None, ranks: Ranks | None = None, poison: bool = False,
     ) -> None:  # fmt: skip
         """`muon`: its constants, where it trains something. `device_shard`: the layers that live on the device, where
         there are any; `gate`: where these are saved. `spill`: a blob of `activation_file_bytes`, where activations wait
-        on disk, by its store and name. `poison` fills released device memory with NaN: a use after
-        release becomes a wrong loss."""
+        on disk, by its store and name. `ranks`: where others compute the rest of a step. `poison` fills released device
+        memory with NaN: a use after release becomes a wrong loss."""
         self.device = device
         self._plan = plan
         self._host = host
+        self._ranks = ranks or OneRank()
         self._structure = structure
         self._layout: ModelLayout = structure.layout(plan.num_fragments)
         self._loop = asyncio.get_running_loop()
@@ -122,7 +124,7 @@ class Engine:
         self._evaluator = Evaluator(
             structure, device, self._skeleton, self.streamer, self._residents, modules, plan.loss_chunk_tokens
         )
-        store = GradientStore(plan, self._layout, device, poison=poison)
+        store = GradientStore(plan, self._layout, device, self._ranks, poison=poison)
         step_loss = StepLoss(plan, structure, device, self._skeleton, modules, sums, store)
         self._rehearsal = Rehearsal(
             plan, structure, self._layout, memory, self._skeleton, self._residents, modules, step_loss
@@ -149,6 +151,7 @@ class Engine:
             transfer=self._gradients.transfer,
             device_shard=device_shard,
             gate=gate,
+            ranks=self._ranks,
         )
         self._captured_step = CapturedStep(plan, device, self.runner, self._submit, store) if plan.captured else None
         self._device_shard = device_shard
@@ -217,14 +220,17 @@ class Engine:
         await self._host.drain(generation)
 
     async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
-        """Cross-entropy of the weights of this generation, summed over the supervised tokens: the model in evaluation
-        mode, in the plan's loop order, nothing else changed. Between steps; waits until every layer has its update."""
+        """Cross-entropy of the weights of this generation, summed over the supervised tokens of all ranks: the model in
+        evaluation mode, in the plan's loop order, nothing else changed. Between steps; waits until every layer has its
+        update."""
         await self.drain(generation)
         order = forward_visits(len(self._plan.layers), len(micro_batches), self._plan.order)
 
         def run() -> float:
             self._choose_attention(micro_batches)
-            return self._evaluator.run(micro_batches, order)
+            own = self._evaluator.run(micro_batches, order)
+            found = torch.tensor([own], dtype=torch.float64, device=self.device.torch_device)
+            return sum(self._ranks.gather(found).tolist()) if self._ranks.size > 1 else own
 
         computing = self.on_compute_thread(run)
         total = await self._stream(self._residency_of(order), generation, computing)

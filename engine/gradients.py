@@ -18,7 +18,9 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.loss import OpenSum
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.ranks import OneRank, RankParts, Ranks
 from megatrain_ray.engine.tier import Tier
+from megatrain_ray.trace import Op
 
 SMALL_ELEMENTS = 1 << 20  # a guess: fewer should take a GPU less time than the launch of their copy
 
@@ -40,7 +42,13 @@ class Completed(NamedTuple):
 class GradientStore:
     """One flat sum for each layer of which something is trained, from the first contribution to departure."""
 
-    def __init__(self, plan: Plan, layout: ModelLayout, device: Device, *, poison: bool) -> None:
+    def __init__(
+        self, plan: Plan, layout: ModelLayout, device: Device, ranks: Ranks | None = None, *, poison: bool
+    ) -> None:
+        """`ranks`: None where there is one."""
+        self._ranks = ranks or OneRank()
+        self._parts = RankParts(layout, self._ranks.rank, self._ranks.size)
+        self._everywhere = plan.hbm_layers  # that every rank updates for itself
         # The transfer's own bound, which names what is stuck, comes first.
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
@@ -146,16 +154,21 @@ class GradientStore:
         return Departure(layer, flat, self._device.record(), self._sums.leave(layer), final=False)
 
     def finish(self, layer: int) -> Departure | None:
-        """Rounds where asked, measures each parameter's norm (of what the optimizer receives, in FP32), lets go. None
-        for one that waits: `take` or `depart` has it."""
+        """Adds up what the ranks have, rounds where asked, measures each parameter's norm (of what the optimizer
+        receives, in FP32), lets this rank's part go. None for one that waits: `take` or `depart` has it."""
+        own, flat = self._parts.span(layer), self._open[layer].flat
+        if self._ranks.size > 1:
+            with self._device.compute(Op("sum over GPUs", layer, num_bytes=flat.nbytes)):
+                whole = self._layout.layers[layer].trained
+                self._ranks.sum_part(flat, whole if layer in self._everywhere else own)
         if layer in self._waiting:
             self._round_in_place(layer)
-            self._measure(self._open[layer])
+            self._measure(layer, flat)
             return None
         total, done = self._rounded(layer)
-        self._measure(total)
-        flat = total.flat
-        return Departure(layer, flat, self._device.record(), done, final=not self._layout.layers[layer].num_muon)
+        self._measure(layer, total)
+        leaving = total[own.start : own.stop]
+        return Departure(layer, leaving, self._device.record(), done, final=not self._layout.layers[layer].num_muon)
 
     def completed(self) -> Completed:
         """What the backward that is over has left, for `restore`."""
@@ -171,12 +184,16 @@ class GradientStore:
 
     def depart(self, layer: int) -> Departure:
         """Lets it go to the host. It has left before its place is written again: a forward needs every update."""
-        return Departure(layer, self._open.pop(layer).flat, self._device.record(), Future(), final=True)
+        own = self._parts.span(layer)
+        flat = self._open.pop(layer).flat[own.start : own.stop]
+        return Departure(layer, flat, self._device.record(), Future(), final=True)
 
-    def _measure(self, total: _Sum) -> None:
+    def _measure(self, layer: int, flat: torch.Tensor) -> None:
+        """Of this rank's part: `total_norm` adds up the rest."""
+        views = self._parts.views(layer, flat)
         # As clip_grad_norm_ takes them: on a GPU a few launches for all of them.
-        norms = torch._foreach_norm(list(total.views.values()), 2.0, dtype=torch.float32)
-        self.norms.update(zip(total.views, norms, strict=True))
+        norms = torch._foreach_norm(list(views.values()), 2.0, dtype=torch.float32) if views else ()
+        self.norms.update(zip(views, norms, strict=True))
 
     def _round_in_place(self, layer: int) -> None:
         """To values of the type of what leaves, in that of the sum: an update makes the same of both."""
@@ -201,10 +218,21 @@ class GradientStore:
         self._sums.leave(layer).set_result(self._device.record())
 
     def total_norm(self) -> torch.Tensor:
-        """The norm of the parameters' norms, in the order of `model.parameters()`, as torch takes it."""
+        """The norm of the parameters' norms, in the order of `model.parameters()`, as torch takes it. `norms` are those
+        of whole parameters from here on."""
+        if self._ranks.size > 1:
+            self._add_norms()
         norms = torch.stack([self.norms[name] for name in self._layout.parameter_order])
         total: torch.Tensor = torch.linalg.vector_norm(norms)
         return total
+
+    def _add_norms(self) -> None:
+        """Of all ranks. In FP64, which holds the square of every FP32 number."""
+        names = self._layout.parameter_order
+        nothing = torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
+        squares = torch.stack([self.norms.get(name, nothing) for name in names]).double().square()
+        self._ranks.sum(squares)
+        self.norms = dict(zip(names, squares.sqrt().float(), strict=True))
 
     def _total(self, layer: int) -> _Sum:
         """Where the layer's sum is, or begins to be."""
@@ -238,14 +266,16 @@ class GradientStore:
     def _num_bytes(self, layer: int) -> int:
         return self._layout.layers[layer].trained.size * self._sum_dtype.itemsize
 
-    def _rounded(self, layer: int) -> tuple[_Sum, Future[Event]]:
-        total = self._open.pop(layer)
+    def _rounded(self, layer: int) -> tuple[torch.Tensor, Future[Event]]:
+        """What leaves, 1-D, padded; of this rank's part alone there is more than memory."""
+        total = self._open.pop(layer).flat
         if self._leaving is None:
             return total, self._sums.leave(layer)
-        num_bytes = total.flat.numel() * self._wire_dtype.itemsize
-        leaving = self._sum(layer, self._leaving.take(layer, num_bytes).view(self._wire_dtype))
+        num_bytes = total.numel() * self._wire_dtype.itemsize
+        leaving = self._leaving.take(layer, num_bytes).view(self._wire_dtype)
         # Not the padding: it was never written.
-        _copy(zip(leaving.views.values(), total.views.values(), strict=True))
+        views = self._parts.views
+        _copy(zip(views(layer, leaving).values(), views(layer, total).values(), strict=True))
         self._sums.leave(layer).set_result(self._device.record())  # what is fetched to its place waits for this
         return leaving, self._leaving.leave(layer)
 

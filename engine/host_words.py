@@ -1,8 +1,9 @@
-"""HostWords: the only owner of the words in shared memory by which the GPU worker and the optimizer shards signal.
+"""HostWords: the only owner of the words in shared memory by which GPU workers and optimizer shards signal.
 
 An update u of a layer: the worker stores its gradient, lands it and (before or after) commits the header; each shard
 marks the layer begun, writes it, and publishes generation u. Of a gradient that waits on disk each shard publishes
-before that that it has it. Stores release, loads acquire, so whoever sees a word sees what was written before it.
+before that that it has it. Of several workers, ranks, the first one says where a gradient is to lie and commits; each
+stores and lands its part. Stores release, loads acquire, so whoever sees a word sees what was written before it.
 Doorbells count changes: a waiter that looks after reading one misses nothing.
 """
 
@@ -27,7 +28,7 @@ class _Word(IntEnum):
     STOP = 1
     FAILED = 2  # 1 + index of a shard that failed
     LANDED_BELL = 3  # of commits, landings and stop
-    GENERATION_BELL = 4  # of generations, stored gradients, working copies on disk, failures and stop
+    GENERATION_BELL = 4  # of generations, stored gradients, working copies on disk, places, failures and stop
 
 
 class _Header(IntEnum):
@@ -46,33 +47,42 @@ class TornLayer(NamedTuple):
     update: int
 
 
-_FIRST_LANDED = len(_Word) + NUM_HEADERS * len(_Header)
-_LANDED_WORDS = 3
+class _Place(IntEnum):
+    """Of a layer, before what its ranks have landed."""
+
+    GRADIENT = 0
+    DIRECTIONS = 1
+    PLACED = 2  # the update whose gradient has a place
+    NEXT = 3  # and which it is
+
+
+_FIRST_LAYER = len(_Word) + NUM_HEADERS * len(_Header)
 _SHARD_WORDS = 3
 
 
 class HostWords:
-    """Per layer: landed, gradient start and start of Muon's directions; per shard and layer: begun, generation and
-    stored. All zero to begin with."""
+    """Per layer: its places in the slab; per rank and layer: landed; per shard and layer: begun, generation and stored.
+    All zero to begin with."""
 
-    def __init__(self, buffer: memoryview, num_layers: int, num_shards: int) -> None:
+    def __init__(self, buffer: memoryview, num_layers: int, num_shards: int, num_ranks: int = 1) -> None:
         """`buffer`: shared memory of at least `num_words` 8-byte words, aligned to 8 bytes."""
-        self._words = Words(buffer, self.num_words(num_layers, num_shards))
+        self._words = Words(buffer, self.num_words(num_layers, num_shards, num_ranks))
         self._num_layers = num_layers
         self._num_shards = num_shards
+        self._num_ranks = num_ranks
 
     @staticmethod
-    def num_words(num_layers: int, num_shards: int) -> int:
-        return _FIRST_LANDED + num_layers * (_LANDED_WORDS + _SHARD_WORDS * num_shards)
+    def num_words(num_layers: int, num_shards: int, num_ranks: int = 1) -> int:
+        return _FIRST_LAYER + num_layers * (len(_Place) + num_ranks + _SHARD_WORDS * num_shards)
 
     def reset(self, generation: int, updated: Sequence[Collection[int]]) -> None:
         """Before any shard runs: every layer has `generation`, nothing has landed since. `updated`: the layers that
         each shard updates; of the others it has every generation."""
-        for word in range(self.num_words(self._num_layers, self._num_shards)):
+        for word in range(self.num_words(self._num_layers, self._num_shards, self._num_ranks)):
             self._words.store(word, 0)
         self._words.store(_Word.COMMITTED, generation)
         for layer in range(self._num_layers):
-            self._words.store(self._landed(layer), generation)
+            self._forget_landed(layer, generation)
             for shard, of_shard in enumerate(updated):
                 own = generation if layer in of_shard else EVERY_GENERATION
                 self._words.store(self._begun(shard, layer), own)
@@ -118,9 +128,21 @@ class HostWords:
         first = self._header(generation)
         return self._words.load(first + _Header.UPDATE) == generation and bool(self._words.load(first + _Header.SAVE))
 
-    def land(self, layer: int, update: int, gradient_start: int, direction_start: int = 0) -> None:
-        """The layer's gradient is complete in the slab, from byte `gradient_start` on, and from `direction_start` on
-        its directions, where Muon trains something of it.
+    def place(self, layer: int, update: int, gradient_start: int) -> None:
+        """By the first rank, for the others: where the layer's gradient of this update is to lie."""
+        self._words.store(self._places(layer) + _Place.NEXT, gradient_start)
+        self._words.store(self._places(layer) + _Place.PLACED, update)
+        self._words.add(_Word.GENERATION_BELL, 1)
+
+    def placed_at(self, layer: int, update: int) -> int | None:
+        """Where; None while nobody has said so."""
+        if self._words.load(self._places(layer) + _Place.PLACED) < update:
+            return None
+        return self._words.load(self._places(layer) + _Place.NEXT)
+
+    def land(self, layer: int, update: int, gradient_start: int, direction_start: int = 0, rank: int = 0) -> None:
+        """This rank's part of the layer's gradient is complete in the slab, where the whole begins at byte
+        `gradient_start`, and at `direction_start` its directions, where Muon trains something of it.
 
         Raises MegatrainError while a shard may still read the layer's previous one.
         """
@@ -129,9 +151,10 @@ class HostWords:
                 f"the gradient of layer {layer} landed for update {update}, but the layer is at generation "
                 f"{self.generation(layer)}, expected {update - 1}"
             )
-        self._words.store(self._landed(layer) + 1, gradient_start)
-        self._words.store(self._landed(layer) + 2, direction_start)
-        self._words.store(self._landed(layer), update)
+        if rank == 0:
+            self._words.store(self._places(layer) + _Place.GRADIENT, gradient_start)
+            self._words.store(self._places(layer) + _Place.DIRECTIONS, direction_start)
+        self._words.store(self._landed(layer, rank), update)
         self._words.add(_Word.LANDED_BELL, 1)
 
     @property
@@ -140,30 +163,30 @@ class HostWords:
         return self._words.load(_Word.COMMITTED)
 
     def has_landed(self, layer: int, update: int) -> bool:
-        """Whether the layer's gradient for this update, or a later one, is there."""
-        return self._words.load(self._landed(layer)) >= update
+        """Whether the layer's gradient for this update, or a later one, is there, of all ranks."""
+        return self._last_landed(layer) >= update
 
     def withdraw(self, update: int) -> None:
         """Once every layer has generation `update`, the last committed one: gradients that landed for the next are not
         there any more. Nobody has read them, since that one is not committed."""
         for layer in range(self._num_layers):
             if self.has_landed(layer, update):
-                self._words.store(self._landed(layer), update)
+                self._forget_landed(layer, update)
 
     def gradient_start(self, layer: int) -> int:
         """Byte offset in the slab of the gradient that landed last."""
-        return self._words.load(self._landed(layer) + 1)
+        return self._words.load(self._places(layer) + _Place.GRADIENT)
 
     def direction_start(self, layer: int) -> int:
         """Byte offset in the slab of the directions that landed last."""
-        return self._words.load(self._landed(layer) + 2)
+        return self._words.load(self._places(layer) + _Place.DIRECTIONS)
 
     def wait_landed(self, layer: int, update: int, timeout_s: float) -> bool:
         """Waits until the update is committed and the layer's gradient is there; False after `timeout_s` or on stop."""
 
         def landed() -> bool:
             committed = self._words.load(_Word.COMMITTED)
-            return self.stopped or min(committed, self._words.load(self._landed(layer))) >= update
+            return self.stopped or min(committed, self._last_landed(layer)) >= update
 
         return self._wait(_Word.LANDED_BELL, landed, timeout_s) and not self.stopped
 
@@ -171,7 +194,7 @@ class HostWords:
         """Waits until the layer's gradient is there, its update committed or not; False as `wait_landed`."""
 
         def landed() -> bool:
-            return self.stopped or self._words.load(self._landed(layer)) >= update
+            return self.stopped or self._last_landed(layer) >= update
 
         return self._wait(_Word.LANDED_BELL, landed, timeout_s) and not self.stopped
 
@@ -233,7 +256,7 @@ class HostWords:
     def late(self, layer: int, generation: int, timeout_s: float) -> DeadlineError:
         """Says who keeps a layer from its generation."""
         behind = [s for s in range(self._num_shards) if self.shard_generation(s, layer) < generation]
-        landed, committed = self._words.load(self._landed(layer)), self._words.load(_Word.COMMITTED)
+        landed, committed = self._last_landed(layer), self._words.load(_Word.COMMITTED)
         cause = f"optimizer shard {', '.join(map(str, behind))} is stuck"
         if min(landed, committed) < generation:
             cause = f"its gradient is that of update {landed}, the last committed update is {committed}"
@@ -290,12 +313,25 @@ class HostWords:
     def _header(self, update: int) -> int:
         return len(_Word) + update % NUM_HEADERS * len(_Header)
 
-    def _landed(self, layer: int) -> int:
-        """The gradient's start is the next word, that of the directions the one after it."""
-        return _FIRST_LANDED + _LANDED_WORDS * layer
+    def _places(self, layer: int) -> int:
+        return _FIRST_LAYER + (len(_Place) + self._num_ranks) * layer
+
+    def _landed(self, layer: int, rank: int) -> int:
+        return self._places(layer) + len(_Place) + rank
+
+    def _last_landed(self, layer: int) -> int:
+        """The last update for which all ranks have landed their parts."""
+        return min(self._words.load(self._landed(layer, rank)) for rank in range(self._num_ranks))
+
+    def _forget_landed(self, layer: int, update: int) -> None:
+        """Nothing has landed, nor has it a place, for any update after this one."""
+        self._words.store(self._places(layer) + _Place.PLACED, update)
+        for rank in range(self._num_ranks):
+            self._words.store(self._landed(layer, rank), update)
 
     def _begun(self, shard: int, layer: int) -> int:
-        return _FIRST_LANDED + _LANDED_WORDS * self._num_layers + _SHARD_WORDS * (self._num_layers * shard + layer)
+        of_layers = (len(_Place) + self._num_ranks) * self._num_layers
+        return _FIRST_LAYER + of_layers + _SHARD_WORDS * (self._num_layers * shard + layer)
 
     def _generation(self, shard: int, layer: int) -> int:
         return self._begun(shard, layer) + 1

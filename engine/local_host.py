@@ -113,7 +113,7 @@ class LocalHost:
         momenta = Momenta([shard.layout for shard in self._shards], [shard.m for shard in self._shards])
         return momenta.of(layer)
 
-    async def lease(self, layer: int) -> Lease:
+    async def lease(self, layer: int, update: int) -> Lease:
         lease = await self._slab.lease(layer)
         return replace(lease, free_at_s=self._room.take(layer))
 

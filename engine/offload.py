@@ -130,7 +130,7 @@ class GradientOffloader:
     async def _move(self, transfer: Transfer, update: int) -> None:
         match transfer:
             case Departure():
-                await self._depart(transfer)
+                await self._depart(transfer, update)
             case Fetch():
                 self._fetch(transfer)
             case MomentumFetch(of=fetch):
@@ -138,13 +138,13 @@ class GradientOffloader:
             case Completion():
                 await self._complete(transfer)
 
-    async def _depart(self, departure: Departure) -> None:
+    async def _depart(self, departure: Departure, update: int) -> None:
         unfinished = self._unfinished.pop(departure.layer, None)
         if unfinished:
             lease = unfinished.lease
         else:
             with self._waiting("room", departure.layer):
-                lease = await self._host.lease(departure.layer)
+                lease = await self._host.lease(departure.layer, update)
             self._device.timeline.stage_waits(Stage.D2H, lease.free_at_s)
         op = Op("offload", departure.layer, num_bytes=departure.flat.nbytes)
         source = departure.flat.view(torch.uint8)

@@ -151,6 +151,7 @@ class Plan:
     windows: Tier = Tier.HOST  # where these are; hbm: what reads and writes the file moves memory of the device
     shard_homes: tuple[Home, ...] = ()  # CPUs and memory of each shard; empty: one node, nothing is put on any
     gpu_home: Home | None = None  # of the GPU worker, and memory of the slab; None: nobody knows the GPU's node
+    num_gpus: int = 1  # each computes so many micro-batches of a step, and has what is said of the device to itself
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -273,6 +274,11 @@ class Plan:
     def num_live_micro_batches(self) -> int:
         """Whose activations exist at the same time."""
         return self.num_micro_batches if self.order is LoopOrder.LAYERS_OUTER else 1
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of an update, over all GPUs."""
+        return self.micro_batch_size * self.num_micro_batches * self.num_gpus
 
     @property
     def num_mlp_chunks(self) -> int:

@@ -47,10 +47,10 @@ def frame_of(
         update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
         loss_chunk_tokens=0,
         compiled_loss=r.compiled,
-        chunks_add_to_sums=r.num_micro_batches > 1 and bool(structure.loss_parameters),
+        chunks_add_to_sums=r.sums_several and bool(structure.loss_parameters),
         num_shards=num_shards,
         shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
-        num_compute_threads=max(1, m.num_cpus),
+        num_compute_threads=max(1, m.num_cpus // r.num_gpus),
         num_shard_threads=fewest_cpus(homes) if homes else max(1, m.num_cpus // num_shards),
         recovery=Recovery.IN_PLACE,  # all state is updated in host memory, and updates are logged there
         uploads_per_step=0,
@@ -71,6 +71,7 @@ def frame_of(
         disk_packed=bool(m.spill and m.spill.way.packed),
         shard_homes=homes,
         gpu_home=gpu_home(m.nodes, m.gpu_node),
+        num_gpus=r.num_gpus,
     )
 
 

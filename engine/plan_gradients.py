@@ -27,7 +27,7 @@ class GradientPlaces:
     @cached_property
     def sums(self) -> torch.dtype:
         """Of sums over micro-batches; with one micro-batch of what autograd makes."""
-        return torch.float32 if self.request.num_micro_batches > 1 else self.request.precision.working_dtype
+        return torch.float32 if self.request.sums_several else self.request.precision.working_dtype
 
     @cached_property
     def wire(self) -> torch.dtype:

@@ -28,7 +28,7 @@ def describe(plan: Plan) -> str:
         *_tier_lines(plan),
         "",
         f"step      {plan.num_micro_batches} micro-batches of {plan.micro_batch_size} × {plan.seq_len} tokens, "
-        f"{plan.order.value.replace('_', ' ')}",
+        f"{plan.order.value.replace('_', ' ')}{_gpus(plan)}",
         f"weights   stream from {_where_weights_are(plan)}, {plan.uploads_per_step} uploads a step through "
         f"{len(plan.slots)} slots",
         _keeping(plan),
@@ -52,6 +52,10 @@ def describe(plan: Plan) -> str:
         *(_predicted(plan.prediction) if plan.prediction else ()),
     ]
     return "\n".join(lines)
+
+
+def _gpus(plan: Plan) -> str:
+    return f", on each of {plan.num_gpus} GPUs, each of which offloads its part of sums" if plan.num_gpus > 1 else ""
 
 
 def _home_lines(plan: Plan) -> list[str]:

@@ -74,7 +74,7 @@ class Request:
     round_gradients: bool  # train.grad_dtype: bf16
     clip: bool
     micro_batch_size: int
-    num_micro_batches: int
+    num_micro_batches: int  # of each GPU
     seq_len: int
     num_shards: int | None = None
     hbm_layers: int | None = None  # that live on the device, from the first on; None: as many as fit
@@ -90,6 +90,12 @@ class Request:
     compiled: bool = False  # layers that can be are compiled
     mlp_chunk_tokens: int = 0  # that an MLP computes at a time; 0: a whole micro-batch (make_plan alone chooses)
     captured: bool | None = None  # a step is a graph of the device; None: where that is faster (make_plan alone)
+    num_gpus: int = 1
+
+    @property
+    def sums_several(self) -> bool:
+        """Whether a step's gradient is a sum over micro-batches, wherever these are computed."""
+        return self.num_micro_batches * self.num_gpus > 1
 
 
 class SpillFirst(Enum):

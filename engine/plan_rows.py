@@ -21,7 +21,7 @@ PROCESS_BYTES = 640 << 20
 # the compiler. With Ray's own 1.1 GB 4.6 to 5.2 GB in all were seen of runs with one shard on an H200 (results of
 # 2026-11-22 in benchmarks/).
 BESIDE_GPU_BYTES = 1280 << 20
-# Beside the shards: driver, GPU worker, data, arena owner.
+# Beside the shards: driver, GPU worker (one of them), data, arena owner.
 OTHER_PROCESSES = 4
 ON_THEIR_WAY = " on their way between device and disk"
 # What kvikio's threads move memory of a device through where its driver does not reach the disk (kvikio_store.py).
@@ -54,10 +54,14 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     if plan.weights_on_disk:
         formula = f"{plan.weight_windows} working copies of layers on their way from disk to the device"
         rows["weight windows"] = windows_bytes(plan, layout), formula
+    of_each = f", of each of {plan.num_gpus} GPUs" if plan.num_gpus > 1 else ""
     if plan.boundary_bytes:
-        rows["boundary activations"] = plan.boundary_bytes, "what enters layers, until their backward"
+        rows["boundary activations"] = (
+            plan.num_gpus * plan.boundary_bytes,
+            f"what enters layers, until their backward{of_each}",
+        )
     if plan.kept_bytes:
-        rows["kept activations"] = plan.kept_bytes, "what layers keep, until their backward"
+        rows["kept activations"] = plan.num_gpus * plan.kept_bytes, f"what layers keep, until their backward{of_each}"
     if plan.disk_activations:
         rows["activation windows"] = _of_windows(plan)
     if plan.num_muon:
@@ -74,10 +78,11 @@ def _of_windows(plan: Plan) -> tuple[int, str]:
 
 
 def _of_processes(plan: Plan) -> tuple[int, str]:
-    count = OTHER_PROCESSES + plan.num_shards
-    of_gpu = BESIDE_GPU_BYTES if plan.device == "cuda" else 0
-    more = f" + {format_bytes(of_gpu)} for a GPU" if of_gpu else ""
-    return count * PROCESS_BYTES + of_gpu, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
+    count = OTHER_PROCESSES - 1 + plan.num_gpus + plan.num_shards
+    of_gpus = plan.num_gpus * BESIDE_GPU_BYTES if plan.device == "cuda" else 0
+    gpus = "a GPU" if plan.num_gpus == 1 else f"{plan.num_gpus} GPUs"
+    more = f" + {format_bytes(of_gpus)} for {gpus}" if of_gpus else ""
+    return count * PROCESS_BYTES + of_gpus, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
 
 
 def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:

@@ -41,6 +41,10 @@ LAUNCHES = 20
 # What an update of a layer that lives on the device costs the host, in launches: 0.39 ms of Qwen2.5's 12 parameters one
 # by one, in the same runs; 8 parts are left of them since.
 UPDATE_LAUNCHES = 40
+# Between the GPUs of a host, by NVLink: 329 and 355 GB/s of an all-reduce of 1 GiB over two and four H100, as bus
+# bandwidth. Without NVLink it is less, which a plan does not know.
+GPU_LINK_BYTES_PER_S = 330e9
+CPU_LINK_BYTES_PER_S = 1e9  # a guess: gloo over the loopback
 UPDATE_BYTES = 26  # of a parameter by which an update's rate is measured: bf16 gradient, split master, two moments
 NS_STEPS = 5  # of Muon's directions, as it does by itself
 ACTIVATIONS = frozenset(kind.value for kind in Activations)  # names of operations
@@ -77,6 +81,8 @@ class Prices:
                 return self._profile.copy_s + 2 * op.num_bytes / self._profile.device_bytes_per_s
             # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
+        if op.name == "sum over GPUs":
+            return self._sum_over_gpus(op)
         if stage is Stage.DISK:
             basis, of_activations = self._basis, op.name in ACTIVATIONS
             rate = basis.activations_per_s(self._plan.windows) if of_activations else basis.disk_bytes_per_s
@@ -84,6 +90,13 @@ class Prices:
         if stage is Stage.WEIGHTS:
             return op.num_bytes / (WEIGHTS_SHARE * self._basis.disk_bytes_per_s)
         return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
+
+    def _sum_over_gpus(self, op: Op) -> float:
+        """Each GPU sends what it has of the others' parts; of a layer that lives on all of them it sends its part of
+        the sum, too."""
+        times = 2 if op.layer in self._plan.hbm_layers else 1
+        rate = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
+        return times * (1 - 1 / self._plan.num_gpus) * op.num_bytes / rate
 
     def _stays_on_device(self, op: Op) -> bool:
         """Whether a copy is one into a window there, or out of it."""

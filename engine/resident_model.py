@@ -23,6 +23,7 @@ from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.planner import needed_fragments
+from megatrain_ray.engine.ranks import OneRank
 from megatrain_ray.engine.rehearsal import Coming, Rehearsal
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
@@ -83,6 +84,7 @@ class ResidentModel:
             transfer=lambda transfer: None,
             device_shard=None,
             gate=None,
+            ranks=OneRank(),
         )
 
     def run(self, runner: StepRunner, step: StepInput) -> StepOutput:

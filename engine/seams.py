@@ -38,8 +38,9 @@ class HostWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Lease:
-    """A temporary hold on a part of the slab, for one layer's gradient or its directions: `region` is 1-D uint8 of the
-    slab. `free_at_s`: from when on it was empty, on the virtual clock."""
+    """A temporary hold on a part of the slab, for one layer's gradient or its directions, which begin at `start_bytes`:
+    `region` is 1-D uint8 of the slab, all of them or this rank's part. `free_at_s`: from when on it was empty, on the
+    virtual clock."""
 
     layer: int
     start_bytes: int
@@ -63,8 +64,9 @@ class ParamSource(Protocol):
 
 
 class GradSink(Protocol):
-    async def lease(self, layer: int) -> Lease:
-        """Waits for room in the slab."""
+    async def lease(self, layer: int, update: int) -> Lease:
+        """Waits for room in the slab, for the gradient of this update; where there are several ranks, for this one's
+        part of it."""
 
     async def lease_direction(self, layer: int) -> Lease:
         """Waits for room for the layer's directions."""

@@ -1,10 +1,14 @@
-"""Host side across processes: working copies and gradients in shared arenas, shards behind signal words."""
+"""Host side across processes: working copies and gradients in shared arenas, shards behind signal words.
+
+Of several ranks, which share all of it, the first one decides for all where gradients lie, and commits.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -14,10 +18,11 @@ from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.ranks import RankParts
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.seams import HostWeights, Lease
 from megatrain_ray.engine.shard import UpdateHeader
-from megatrain_ray.engine.slab import SlabPool, held_slab_bytes
+from megatrain_ray.engine.slab import FollowedSlab, SlabPool, held_slab_bytes
 from megatrain_ray.engine.working_arena import WorkingArena
 from megatrain_ray.errors import DeadlineError, MegatrainError
 
@@ -25,7 +30,7 @@ WATCH_SLICE_S = 0.5  # how long the watcher sleeps at most before it looks wheth
 
 
 class SharedHost:
-    """ParamSource and GradSink of the GPU worker. Build and use on one event loop.
+    """ParamSource and GradSink of a GPU worker. Build and use on one event loop.
 
     A watcher thread sleeps on the shards' bell and wakes the loop; so a generation costs the loop one wake-up, not a
     poll.
@@ -40,9 +45,14 @@ class SharedHost:
         words: HostWords,
         momenta: Momenta,
         disk: DiskWeights | None = None,
+        rank: int = 0,
     ) -> None:
         """`working`: 1-D, the working copies in host memory, one after the other. `slab`: 1-D uint8, gradients and then
         Muon's directions. `disk`: the other working copies, where there are any."""
+        self._rank = rank
+        self._num_ranks = plan.num_gpus
+        self._parts = RankParts(layout, rank, plan.num_gpus)
+        self._itemsize = plan.slab_itemsize
         self._layout = layout
         self._arena = WorkingArena(plan, layout, working)
         self._disk = disk
@@ -52,6 +62,7 @@ class SharedHost:
         held, sizes = held_slab_bytes(plan, layout), layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
         passing, aliased = plan.passing_layers, held < plan.slab_bytes
         self._slab = SlabPool(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
+        self._followed = FollowedSlab(slab[:held], sizes, words, self._check)  # where this rank is not the first
         self._stored = frozenset(plan.stored_layers)
         self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
         self._held: dict[int, int] = {}
@@ -83,16 +94,25 @@ class SharedHost:
         await self._reached(layer, generation)
         return self._momenta.of(layer)
 
-    async def lease(self, layer: int) -> Lease:
-        return await self._lease(self._slab, layer, "gradient")
+    async def lease(self, layer: int, update: int) -> Lease:
+        if self._rank:
+            lease = await self._leased(self._followed.lease(layer, update), layer, "gradient")
+        else:
+            lease = await self._leased(self._slab.lease(layer), layer, "gradient")
+        if self._num_ranks == 1:
+            return lease
+        if self._rank == 0:
+            self._words.place(layer, update, lease.start_bytes)
+        start, stop = (self._itemsize * edge for edge in self._parts.span(layer))
+        return replace(lease, region=lease.region[start:stop])
 
     async def lease_direction(self, layer: int) -> Lease:
-        return await self._lease(self._directions, layer, "directions")
+        return await self._leased(self._directions.lease(layer), layer, "directions")
 
-    async def _lease(self, slab: SlabPool, layer: int, name: str) -> Lease:
+    async def _leased(self, leasing: Awaitable[Lease], layer: int, name: str) -> Lease:
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await slab.lease(layer)
+                return await leasing
         except TimeoutError:
             raise DeadlineError(
                 f"no room for the {name} of layer {layer} within {self._deadline_s:.0f} s: the optimizer shards do "
@@ -100,11 +120,14 @@ class SharedHost:
             ) from None
 
     async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
-        self._held[lease.layer] = update
-        self._words.land(lease.layer, update, lease.start_bytes, direction.start_bytes if direction else 0)
+        if self._rank == 0:
+            self._held[lease.layer] = update
+        directions = direction.start_bytes if direction else 0
+        self._words.land(lease.layer, update, lease.start_bytes, directions, self._rank)
 
     async def commit(self, header: UpdateHeader, at_s: float) -> None:
-        self._words.commit(header)
+        if self._rank == 0:
+            self._words.commit(header)
 
     async def drain(self, generation: int) -> None:
         for layer in range(len(self._layout.layers)):
@@ -157,6 +180,7 @@ class SharedHost:
 
     async def _wake(self) -> None:
         await self._slab.wake()
+        await self._followed.wake()
         await self._directions.wake()
         async with self._changed:
             self._changed.notify_all()

@@ -77,6 +77,9 @@ class SimulatedGradients:
     def complete(self, visit: Visit) -> None:
         """What happens to the sum after the visit."""
         layer = visit.layer
+        if visit.last and self._plan.num_gpus > 1:
+            op = Op("sum over GPUs", layer, num_bytes=self._bytes(layer, self._plan.accumulation_dtype))
+            self._clocks.run(Stage.COMPUTE, op)
         if visit.last and layer in self._waiting:
             if not self._stays(layer):
                 self._open.discard(layer)
@@ -97,7 +100,7 @@ class SimulatedGradients:
 
     def leave_late(self, layer: int, after_s: float) -> float:
         """When a gradient that waited on the device is on the host."""
-        op = Op("offload", layer, num_bytes=self._bytes(layer, self._plan.wire_dtype))
+        op = Op("offload", layer, num_bytes=self._bytes(layer, self._plan.wire_dtype) // self._plan.num_gpus)
         return self._clocks.run(Stage.D2H, op, after_s, self._slab.take(layer))
 
     def updated(self, layer: int, at_s: float) -> None:
@@ -128,7 +131,7 @@ class SimulatedGradients:
     def _depart(self, layer: int, dtype: torch.dtype) -> float:
         """The gradient leaves for the host."""
         self._open.discard(layer)
-        op = Op("offload", layer, num_bytes=self._bytes(layer, dtype))
+        op = Op("offload", layer, num_bytes=self._bytes(layer, dtype) // self._plan.num_gpus)
         room_s = self._slab.take(layer) if layer in self._stored else 0.0
         self._stored_s[layer] = self._clocks.run(Stage.D2H, op, self._clocks.computed_s, room_s)
         if layer in self._stored:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence, Set
 import torch
 
 from megatrain_ray.engine.flat_layout import starts_of
+from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import Lease
@@ -97,3 +98,34 @@ class SlabPool:
                 return end
             end = start + self._sizes[held]
         return end if self._slab.nbytes - end >= size else None
+
+
+class FollowedSlab:
+    """The slab of a rank that is not the first: its leases are where the first one's are, which says so in signal
+    words, and lets go of them. Event loop only."""
+
+    def __init__(
+        self, slab: torch.Tensor, sizes: Sequence[int], words: HostWords, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """`slab`, `sizes` and `check` as for the first one's."""
+        self._slab = slab
+        self._sizes = sizes
+        self._words = words
+        self._check = check
+        self._changed = asyncio.Condition()
+
+    async def lease(self, layer: int, update: int) -> Lease:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._start(layer, update) is not None)
+        start = self._start(layer, update)
+        assert start is not None
+        return Lease(layer, start, self._slab[start : start + self._sizes[layer]])
+
+    async def wake(self) -> None:
+        """Makes whoever waits look and check again."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _start(self, layer: int, update: int) -> int | None:
+        self._check()
+        return self._words.placed_at(layer, update)

@@ -29,6 +29,7 @@ from megatrain_ray.engine.offload import Departure, Transfer
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.part_memory import leaving, let_go, noting_saved, own_of_glue
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.ranks import Ranks
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
@@ -71,7 +72,7 @@ class StepOutput:
 
 class Submitted(NamedTuple):
     """What the host reads of a step: in `values`, 1-D FP32 on the device, plain cross-entropies of the loss's chunks,
-    then what the loss is the sum of, then the norm."""
+    then what the loss is the sum of, then the norm; of all ranks."""
 
     values: torch.Tensor
     num_cross_entropies: int
@@ -98,9 +99,11 @@ class StepRunner:
         transfer: Callable[[Transfer], None],
         device_shard: DeviceShard | None,
         gate: UpdateGate | None,
+        ranks: Ranks,
     ) -> None:
         """`activations`: where some of them do not wait on the device. `orthogonalizer`: where Muon trains something.
         `device_shard`: where layers live on the device; `gate`: where these are saved."""
+        self._ranks = ranks
         self._plan = plan
         self._structure = structure
         self._layout = layout
@@ -154,8 +157,12 @@ class StepRunner:
                     self._transfer(self._store.suspend(visit.layer))
         has_terms = len(state.losses) > len(state.cross_entropies) or not step.objective.is_cross_entropy
         self.whereabouts = f"after the backward of step {step.step}"
-        values = torch.stack([*state.cross_entropies, *state.losses, self._store.total_norm()])
-        return Submitted(values, len(state.cross_entropies), has_terms)
+        plain, losses = self._of_all(state.cross_entropies), self._of_all(state.losses)
+        return Submitted(torch.cat([plain, losses, self._store.total_norm()[None]]), len(plain), has_terms)
+
+    def _of_all(self, values: list[torch.Tensor]) -> torch.Tensor:
+        """In the order of micro-batches of the whole step."""
+        return self._ranks.gather(torch.stack(values))
 
     def read(self, submitted: Submitted) -> StepOutput:
         """Waits until the device has come to it. `bad_parameter` is that of the norms that the store has now."""

@@ -20,18 +20,19 @@ from megatrain_ray.config import SaveCompression
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.early_imports import COMPILER, TRANSFORMERS, import_first
 from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.engine.rank_group import Meeting
 from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.feed import Feed
 from megatrain_ray.gpu_work import GpuWork
-from megatrain_ray.gpu_worker import GpuWorker, HeldOutLoss, Progress, StepResult
+from megatrain_ray.gpu_worker import GpuWorker, HeldOutLoss, Progress, Seat, StepResult
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared
-from megatrain_ray.roles import DATA, GPU, OWNER, shard_name
+from megatrain_ray.roles import DATA, OWNER, gpu_name, shard_name
 from megatrain_ray.shard_worker import ShardWorker, wait_gone
 from megatrain_ray.spans import RecordedSpans
 
@@ -58,14 +59,24 @@ class GpuActor:
     def __init__(self, modules: Sequence[str]) -> None:
         import_first(modules)
 
+    async def open_meeting(self) -> int:
+        """Of the first of several: the port where the others find it."""
+        self._meeting = Meeting()
+        return self._meeting.port
+
     async def take_up(
-        self, prepared: Prepared, holders: Sequence[Handles], data: Any, after_pid: int | None = None
+        self,
+        prepared: Prepared,
+        holders: Sequence[Handles],
+        data: Any,
+        after_pid: int | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        """`after_pid`: of whom it follows, whose device memory is free once it has ended."""
+        """`after_pid`: of whom it follows, whose device memory is free once it has ended. `seat`: among several."""
         if after_pid is not None:
             await asyncio.to_thread(wait_gone, after_pid, DEADLINE_S)
         self._feed = Feed(data)
-        self._worker = GpuWorker(prepared, holders, self._feed.batch, self._feed.held_out_batch, True)
+        self._worker = GpuWorker(prepared, holders, self._feed.batch, self._feed.held_out_batch, True, seat)
         self._filled = asyncio.Event()
 
     async def until_data_dies(self) -> None:
@@ -132,27 +143,35 @@ class GpuActor:
 @dataclass(frozen=True)
 class CrewSpec:
     """What actors a run has, as far as that is known before its plan: what they are placed by, and what they import.
-    `draws`: shards draw the model's first values, with Transformers. `compiles`: the GPU worker compiles layers."""
+    `num_workers`: GPU workers. `draws`: shards draw the model's first values, with Transformers. `compiles`: GPU
+    workers compile layers."""
 
     num_shards: int
     device: str
+    num_workers: int = 1
     draws: bool = False
     compiles: bool = False
 
     @property
     def num_processes(self) -> int:
-        """Shards, GPU worker, data and arena owner."""
-        return self.num_shards + 3
+        """Shards, GPU workers, data and arena owner."""
+        return self.num_shards + self.num_workers + 2
 
     @property
     def num_gpus(self) -> int:
-        return 1 if self.device == "cuda" else 0
+        return self.num_workers if self.device == "cuda" else 0
+
+    @property
+    def gpu_names(self) -> list[str]:
+        return list(map(gpu_name, range(self.num_workers)))
 
 
 def crew_spec(prepared: Prepared) -> CrewSpec:
     """The processes of a plan."""
     plan = prepared.plan
-    return CrewSpec(plan.num_shards, plan.device, draws=prepared.source.folder is None, compiles=plan.compiled_loss)
+    return CrewSpec(
+        plan.num_shards, plan.device, plan.num_gpus, draws=prepared.source.folder is None, compiles=plan.compiled_loss
+    )
 
 
 def owner_arguments(prepared: Prepared, holders: Sequence[Handles], after_pid: int | None) -> tuple[Any, ...]:
@@ -175,14 +194,14 @@ class Placement:
     def __init__(self, spec: CrewSpec) -> None:
         """Raises CapacityError naming the resource that this machine's Ray node lacks."""
         self._spec = spec
-        self._gpu = {"GPU": 1.0} if spec.num_gpus else {}
+        self._gpu = {"GPU": float(spec.num_gpus)} if spec.num_gpus else {}
         # Ray's CPUs are a promise of room; threads are the plan's. Fractions, so that small machines can run all.
-        bundles = [{"CPU": 0.1, **self._gpu}, *({"CPU": 0.1} for _ in range(spec.num_shards))]
+        bundles = [{"CPU": 0.1 * spec.num_workers, **self._gpu}, *({"CPU": 0.1} for _ in range(spec.num_shards))]
         node = this_node()
         check_node(bundles, ray.nodes(), node)
         self._bundles = place_here(bundles, node)
         self._group = placement_group(self._bundles, "STRICT_PACK")
-        names = (OWNER, *map(shard_name, range(spec.num_shards)), GPU, DATA)
+        names = (OWNER, *map(shard_name, range(spec.num_shards)), *spec.gpu_names, DATA)
         self._waiting = {name: self._begin(name) for name in names}
 
     def wait(self, soon_s: float = SOON_S, timeout_s: float = DEADLINE_S) -> None:
@@ -216,9 +235,10 @@ class Placement:
             return ray.remote(waiting(DataWorker)).options(**self._place(0, num_cpus=0)).remote()
         if name == OWNER:  # run, handles and stop; it maps nothing, so whom it follows does not matter
             return ray.remote(waiting(ArenaOwner)).options(**self._place(0, num_cpus=0, max_concurrency=3)).remote()
-        if name == GPU:
+        if name in spec.gpu_names:
             modules = (*TRANSFORMERS, *(COMPILER if spec.compiles else ()))
-            return ray.remote(GpuActor).options(**self._place(0, num_gpus=spec.num_gpus)).remote(modules)
+            num_gpus = spec.num_gpus // spec.num_workers
+            return ray.remote(GpuActor).options(**self._place(0, num_gpus=num_gpus)).remote(modules)
         bundle = 1 + [*map(shard_name, range(spec.num_shards))].index(name)
         # run, write_part, spans, and what must be answered meanwhile
         options = self._place(bundle, max_concurrency=5)

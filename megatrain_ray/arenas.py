@@ -17,6 +17,7 @@ from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.slab import held_slab_bytes
 from megatrain_ray.io.blob_store import aligned
 from megatrain_ray.io.spill_file import SpillFile
+from megatrain_ray.io.words import WORD_BYTES
 
 WORKING = "working"
 SLAB = "slab"
@@ -45,7 +46,7 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     sizes = {
         WORKING: max(1, layout.size_among(plan.weights_on_host)) * plan.precision.working_dtype.itemsize,
         SLAB: max(1, slab_bytes),  # none where everything lives on the device
-        WORDS: 8 * HostWords.num_words(len(layout.layers), len(plan.updated_layers)),
+        WORDS: words_bytes(plan),
     }
     for k in range(plan.num_shards):
         part = shard_layout(plan, layout, k)
@@ -53,6 +54,15 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
         sizes[state_arena(k)] = max(1, _first_slot(part, plan) + spill_layout(plan, part).memory_bytes)
         sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.num_shard_threads)
     return sizes
+
+
+def words_bytes(plan: Plan) -> int:
+    return WORD_BYTES * HostWords.num_words(len(plan.layers), len(plan.updated_layers), plan.num_gpus)
+
+
+def words_in(buffer: memoryview, plan: Plan) -> HostWords:
+    """The signal words of a run, `words_bytes` of them."""
+    return HostWords(buffer, len(plan.layers), len(plan.updated_layers), plan.num_gpus)
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:

@@ -1,7 +1,6 @@
 """What a run is: the settings of a configuration file, checked when they are put together.
 
-Sizes are bytes after construction, whatever they were written as. What a later version brings is refused
-(config_values.py), never accepted and ignored.
+Sizes are bytes after construction, whatever they were written as.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from megatrain_ray.config_values import (
     model_settings,
     name_patterns,
     names_of_data,
-    only,
     optional_sources,
     sources_of_data,
 )
@@ -219,8 +217,9 @@ class NodeConfig(Group):
 class HardwareConfig(Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where layers run; auto: a GPU where there is one."""
-    num_gpus: Annotated[Count, only(1)] = 1
-    """Only 1 for now."""
+    num_gpus: Count = 1
+    """GPUs of this machine that train together, each on its share of every batch; on the CPU device as many processes
+    that stand for them."""
     hbm_limit: Size | None = None
     """Bytes of GPU memory that the plan may use, and that the run takes at most; null: what is there."""
     ram_limit: Size | None = None
@@ -335,7 +334,8 @@ class TrainConfig(Group):
         """(micro_batch_size, accumulate) of one GPU. Micro-batches of 1 where the plan is to choose them."""
         train = self.train
         if train.split_is_free:
-            return 1, (train.batch_size or 1) // self.hardware.num_gpus
+            num_gpus = self.hardware.num_gpus
+            return 1, (train.batch_size or num_gpus) // num_gpus
         return train.micro_batch_size or 1, train.accumulate or 1
 
     def with_split(self, micro_batch_size: int, accumulate: int) -> TrainConfig:
@@ -348,8 +348,10 @@ class TrainConfig(Group):
         """With tokenizer and split filled in: where it is open that of the `earlier` run, or none before a plan."""
         split, data = self.split(), self.data.model_copy(update={"tokenizer": self.tokenizer})
         whole = self.with_split(*split).model_copy(update={"data": data})
-        if whole.train.batch_size == 1 or not self.train.split_is_free:
+        if whole.train.batch_size == self.hardware.num_gpus or not self.train.split_is_free:
             return whole
-        if earlier and not earlier.train.split_is_free and earlier.train.batch_size == whole.train.batch_size:
-            return whole.with_split(*earlier.split())
+        if earlier and not earlier.train.split_is_free:
+            as_before = whole.with_split(*earlier.split())  # of a run with as many GPUs
+            if as_before.train.batch_size == earlier.train.batch_size == whole.train.batch_size:
+                return as_before
         return whole.model_copy(update={"train": self.train.model_copy(update={"batch_size": whole.train.batch_size})})

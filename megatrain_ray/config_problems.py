@@ -65,6 +65,7 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
         if group.lr is None and group.weight_decay is None and group.optimizer is None:
             yield f"train.groups.{number}: no lr, weight_decay or optimizer; set one of them, or leave the group out"
     yield from _node_disagreements(config.hardware.nodes)
+    yield from _several_gpus_disagreements(config)
     yield from _missing_paths(config)
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
@@ -79,6 +80,26 @@ def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
                 yield f"hardware.nodes.{k}.cpus: {format_ranges(shared)} is of {also}"
             if node.gpu and nodes[earlier].gpu:
                 yield f"hardware.nodes.{k}.gpu: hardware.nodes.{earlier} has it too; the device is attached to one"
+
+
+def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
+    """What one GPU alone can do so far."""
+    train, num_gpus = config.train, config.hardware.num_gpus
+    if num_gpus == 1:
+        return
+    if train.split_is_free and (train.batch_size or num_gpus) % num_gpus:
+        yield (
+            f"train.batch_size: {train.batch_size} sequences cannot be divided among hardware.num_gpus: {num_gpus}; "
+            f"set a multiple of {num_gpus}"
+        )
+    only_one = {
+        "spill.path": config.spill.path is not None,
+        "train.optimizer: muon": train.optimizer == "muon",
+        "hardware.cuda_graphs: true": config.hardware.cuda_graphs is True,
+    }
+    for key, is_set in only_one.items():
+        if is_set:
+            yield f"{key} goes with one GPU so far, and hardware.num_gpus is {num_gpus}; leave one of the two out"
 
 
 def _missing_paths(config: TrainConfig) -> Iterator[str]:

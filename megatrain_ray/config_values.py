@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatrain_ray.units import format_ranges, parse_ranges, parse_size
 
@@ -30,18 +30,6 @@ class WeightedPath(Group):
     """A path, a glob or a folder."""
     weight: Annotated[float, Field(gt=0)]
     """Its share of the windows, in proportion to the other weights."""
-
-
-def only(allowed: Any) -> AfterValidator:
-    """Refuses every value but one, until a later version brings the others."""
-
-    def check(value: Any) -> Any:
-        if value != allowed:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            raise ValueError(f"{shown} comes with a later version; leave the key out")
-        return value
-
-    return AfterValidator(check)
 
 
 def auto_or_switch(value: Any) -> Any:

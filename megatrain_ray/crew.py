@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from megatrain_ray.actors import Placement, crew_spec, owner_arguments, shard_arguments
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.base_checksum import source_checksums
-from megatrain_ray.engine.deadlines import STEP_DEADLINE_S, transfer_deadline_s
+from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.restoring import names_of
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -34,7 +34,7 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
 from megatrain_ray.post import AGAIN, Post, Task, actor_id, answer, await_begin, could_not_start, held
-from megatrain_ray.roles import DATA, GPU, OWNER, shard_name
+from megatrain_ray.roles import DATA, GPU, OWNER, gpu_name, shard_name
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Crew:
 
     @property
     def gpu(self) -> Any:
-        """Handle of the present GPU worker; after `start`."""
+        """Handle of the present GPU worker, of several the first one; after `start`."""
         assert self._side is not None
         return self._side.gpu
 
@@ -105,7 +105,7 @@ class Crew:
         holders = self._holders()
         for post in self._shards:  # all attach at the same time
             post.fill(holders, None)
-        attaching = side.take_gpu(holders)
+        attaching = side.take_gpus(holders)
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
@@ -138,9 +138,10 @@ class Crew:
 
         for post in self._shards:
             self._assign(post, task, serves=False)
-        filling = self.gpu.fill.remote(save_folder, manifest)
-        self._building = self.gpu.build.remote()
-        of_gpu = [filling, self._building]
+        assert self._side is not None  # start came first
+        filling = self._side.ask_each("fill", save_folder, manifest)
+        self._building = self._side.ask_each("build")
+        of_gpu = [*filling, *self._building]
         plan = self._prepared.plan
         limit_s = transfer_deadline_s(plan.updated_bytes + plan.frozen_bytes)
         deadline_s = time.monotonic() + limit_s
@@ -150,7 +151,8 @@ class Crew:
             for call in self.wait(of_gpu, 1.0):
                 ray.get(call)  # raises what it failed by: shards may be loading for minutes yet
                 of_gpu.remove(call)
-        self._until(filling, "the layers on the device were not filled", limit_s)
+        for call in filling:
+            self._until(call, "the layers on the device were not filled", limit_s)
         if not plan.saves_frozen:
             self.base_checksums = self._until(self.gpu.base_checksums.remote(), "the base was not read", limit_s)
             if manifest is not None:
@@ -172,8 +174,8 @@ class Crew:
         """Once the engine is built, which began beside `load`: starts it, which resets the signal words, and then the
         shards that obey them. `progress`: where training stands when it is called."""
         assert self._side is not None
-        self._until(self._building, "the GPU worker did not build its engine", STEP_DEADLINE_S)
-        self._until(self.gpu.start.remote(progress()), "the GPU worker did not start its engine", STEP_DEADLINE_S)
+        self._side.all_of(self._building, self._until, "did not build its engine")
+        self._side.begin("start", progress, self._until, "did not start its engine")
         for post in self._shards:
             self._assign(post, lambda actor: actor.run.remote(self._newest_save), serves=True)
         self._side.watch()
@@ -197,6 +199,16 @@ class Crew:
             elif call in of_side:
                 self._side_ended(call)
         return [call for call in ended if call in calls]
+
+    def step(self, step: int, save: bool) -> Any:
+        """Begins a step; the call whose result is all GPU workers'."""
+        assert self._side is not None  # start came first
+        return self._side.ask("step", step, save)
+
+    def evaluate(self, step: int, index: int) -> Any:
+        """The same of a batch of the held-out data."""
+        assert self._side is not None  # start came first
+        return self._side.ask("evaluate", step, index)
 
     def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
         """Calls of all who hold state, which write their parts of the save of a step while training goes on."""
@@ -226,13 +238,13 @@ class Crew:
             if self._side.is_data(error.actor_id):
                 self._replace_data(self._side, str(error))
                 return
-            if self._side.is_gpu(error.actor_id):
+            if error.actor_id in self._side.gpu_ids:
                 self.replace_gpu(str(error))
                 return
         post = next((post for post in self._posts if post.actor and actor_id(post.actor) == error.actor_id), None)
         if post is None or error.actor_init_failed:
             raise self.explain(error)
-        start_s = self._lose(post.name, post.actor, str(error))
+        start_s = self._lose(post.name, {actor_id(post.actor)}, str(error))
         ray.kill(post.actor)  # one that Ray could not reach for a moment may still live
         if not self._fill(post, post.pid):
             return  # that one died as well, and who followed it has its task
@@ -241,13 +253,14 @@ class Crew:
         self._tell(post.name, start_s)
 
     def replace_gpu(self, reason: str) -> None:
-        """Puts another GPU worker in the place of one that is of no use any more; it stands where training does, and
-        what was asked of the one before is to be asked again. Raises as `replace`."""
+        """Puts others in the place of all GPU workers, one of which is of no use any more; they stand where training
+        does, and what was asked of those before is to be asked again. Raises as `replace`."""
         assert self._side is not None  # there are steps
         assert self._progress is not None
-        side, start_s = self._side, self._lose(GPU, self.gpu, reason)
+        side = self._side
+        start_s = self._lose(GPU, side.gpu_ids, reason)
         try:
-            side.replace_gpu(self._holders(), self._progress, self._until)
+            side.replace_gpus(self._holders(), self._progress, self._until)
         except RayActorError as error:
             self.replace(error)
             return
@@ -255,7 +268,7 @@ class Crew:
         self._tell(GPU, start_s)
 
     def _replace_data(self, side: GpuSide, reason: str) -> None:
-        start_s = self._lose(DATA, side.data, reason)
+        start_s = self._lose(DATA, {actor_id(side.data)}, reason)
         try:
             side.replace_data()
         except RayActorError as error:
@@ -264,9 +277,10 @@ class Crew:
         self._record(self.pids)
         self._tell(DATA, start_s)
 
-    def _lose(self, name: str, actor: Any, reason: str) -> float:
-        """When it was noticed. Raises MegatrainError where that was one too many."""
-        self._gone.add(actor_id(actor))
+    def _lose(self, name: str, ids: Set[str], reason: str) -> float:
+        """When it was noticed. `ids`: of the actors that end with it. Raises MegatrainError where that was one too
+        many."""
+        self._gone |= ids
         self._watch.died(name)
         self._failures.spend(name)
         log.warning("%s died: %s", name, reason)
@@ -299,7 +313,9 @@ class Crew:
     def spans(self, last: int) -> dict[str, Any]:
         """Calls of all that record spans, by name: answered once step `last` and its update are over."""
         shards = {post.name: post.actor.spans.remote(last) for post in self._shards}
-        return {"GPU worker": self.gpu.spans.remote(last), **shards, "data": self.data.spans.remote()}
+        assert self._side is not None  # start came first
+        of_gpus = {gpu_name(rank): call for rank, call in enumerate(self._side.ask_each("spans", last))}
+        return {**of_gpus, **shards, DATA: self.data.spans.remote()}
 
     def work(self) -> list[Any]:
         """Calls of the optimizer shards: what each has done (ShardWork); at last of the GPU worker (GpuWork)."""
@@ -317,9 +333,9 @@ class Crew:
         """Ends a run that went well: everybody closes what they hold, then the processes end."""
         assert self._side is not None
         self._side.stop_watching()
-        closing = self.gpu.close.remote()
-        with suppress(RayActorError):  # what was to be saved is
-            self._until(closing, "the GPU worker did not close", self._prepared.plan.update_deadline_s)
+        for closing in self._side.ask_each("close"):
+            with suppress(RayActorError):  # what was to be saved is
+                self._until(closing, "the GPU worker did not close", self._prepared.plan.update_deadline_s)
         for post in self._posts:
             post.serves = False
             with suppress(RayActorError):  # everything is saved: who dies now is not missed
@@ -333,7 +349,7 @@ class Crew:
             self._kill()
 
     def _kill(self) -> None:
-        of_side = (self._side.gpu, self._side.data) if self._side else ()
+        of_side = self._side.actors.values() if self._side else ()
         for actor in (*of_side, *(post.actor for post in self._posts)):
             if actor is not None:
                 ray.kill(actor)
@@ -363,14 +379,18 @@ class Crew:
         post.task = post.call = None
 
     def _side_ended(self, call: Any) -> None:
-        """The data process died, and a batch is wanted, or the GPU worker did."""
+        """The data process died, and a batch is wanted; or a GPU worker did, or has done what it was asked. Raises
+        what it raised."""
         assert self._side is not None
+        if call not in self._side.watched:  # of a worker that was replaced just now
+            return
         try:
             ray.get(call)
         except RayActorError as error:
             self.replace(error)
         else:
-            self._replace_data(self._side, "the GPU worker asked it for a batch")
+            if not self._side.heard(call):
+                self._replace_data(self._side, "the GPU worker asked it for a batch")
 
     def _fill(self, post: Post, after_pid: int | None) -> bool:
         post.fill(self._holders(but=post), after_pid)
@@ -406,5 +426,5 @@ class Crew:
     def _name_of(self, died: str | None) -> str:
         named = {post.name: post.actor for post in self._posts}
         if self._side:
-            named |= {GPU: self._side.gpu, DATA: self._side.data}
+            named |= self._side.actors
         return next((name for name, actor in named.items() if actor and actor_id(actor) == died), "one of Ray's")

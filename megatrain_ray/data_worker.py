@@ -51,7 +51,8 @@ def count_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> 
 
 @dataclass(frozen=True)
 class HeldOutData:
-    """What is evaluated, before it is opened. `data`: DataConfig.held_out. `tokens`: folders of its sources."""
+    """What is evaluated, before it is opened. `data`: DataConfig.held_out. `tokens`: folders of its sources.
+    `micro_batch_size`: of all GPUs together, since each computes as many rows."""
 
     data: DataConfig
     tokens: tuple[Path, ...]
@@ -100,9 +101,10 @@ class DataWorker:
     def __init__(
         self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
         position: Mapping[str, Any] | None, held_out: HeldOutData | None = None, traced: range = range(0),
+        num_readers: int = 1,
     ) -> None:  # fmt: skip
         """Continues after `step` updates at `position`; None: from the start. `tokens`: as for open_stream.
-        `traced`: steps of which spans are recorded."""
+        `traced`: steps of which spans are recorded. `num_readers`: who ask for every batch, each at its own time."""
         self._stream = open_stream(data, tokens, vocab_size, batch_size)
         self._held_out = held_out.open() if held_out else None
         if position is not None:
@@ -111,6 +113,8 @@ class DataWorker:
         self._positions = {step: self._stream.position}
         self._traced = traced
         self._spans = SpanLog()
+        self._newest: dict[int, Batch] = {}  # where there are several readers: they are about a step apart
+        self._num_kept = 2 if num_readers > 1 else 0
 
     def pid(self) -> int:
         return os.getpid()
@@ -118,11 +122,15 @@ class DataWorker:
     def batch(self, step: int) -> Batch:
         """The batch of a step, with the position behind it. The next one as a rule; one of before for a GPU worker that
         makes a step once more, and one further on for those that asked a data process before this one."""
+        if step in self._newest:
+            return self._newest[step]
         if step != self._step + 1:
             self._go_to(step - 1)
         self._spans.on = step in self._traced or step - 1 in self._traced  # it is made in the step before
         with self._spans.span(Row.BATCHES, f"batch {step}"):
-            return replace(self._draw(), position=self._positions[step])
+            batch = replace(self._draw(), position=self._positions[step])
+        self._newest = dict([*self._newest.items(), (step, batch)][-self._num_kept :]) if self._num_kept else {}
+        return batch
 
     def _draw(self) -> Batch:
         batch = self._stream.next_batch()

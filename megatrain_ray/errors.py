@@ -50,6 +50,10 @@ class LostDeviceError(MegatrainError):
     """The device failed, and the process that uses it can compute nothing more."""
 
 
+class LostPeerError(LostDeviceError):
+    """Another GPU worker does not answer: this one's device, too, can compute nothing more of the step."""
+
+
 class CaptureError(MegatrainError):
     """What was to be captured on the device cannot be; it runs uncaptured."""
 

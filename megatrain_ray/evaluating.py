@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatrain_ray.gpu_worker import HeldOutLoss
@@ -16,10 +16,13 @@ BATCHES_AHEAD = 2  # the next one is made while one is computed
 class RunningEvaluation:
     """One pass over the held-out data with the weights after `step` updates."""
 
-    def __init__(self, gpu: Any, batches: HeldOut, weights: Sequence[float], step: int) -> None:
-        """`gpu`: handle of the GPU actor. `weights`: of the sources of `batches`."""
+    def __init__(
+        self, evaluate: Callable[[int, int], Any], batches: HeldOut, weights: Sequence[float], step: int
+    ) -> None:
+        """`evaluate`: begins a batch of a step, by number, and returns the call. `weights`: of the sources of
+        `batches`."""
         self.step = step
-        self._gpu = gpu
+        self._evaluate = evaluate
         self._weights = weights
         self._batches = batches
         self._start_s = time.monotonic()
@@ -64,7 +67,7 @@ class RunningEvaluation:
 
     def _submit(self) -> None:
         while not self._given_up and len(self._called) < BATCHES_AHEAD and self._submitted < self._batches.num_batches:
-            self._called[self._gpu.evaluate.remote(self.step, self._submitted)] = self._submitted
+            self._called[self._evaluate(self.step, self._submitted)] = self._submitted
             self._submitted += 1
 
 

@@ -1,4 +1,4 @@
-"""The GPU worker and the data process that feeds it, and others in their place."""
+"""The GPU workers, the data process that feeds them, and others in their place."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ray.exceptions import RayTaskError
 from megatrain_ray.actors import Placement
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.errors import LostProcessError
-from megatrain_ray.gpu_worker import Progress
+from megatrain_ray.gpu_worker import Progress, Seat
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.planning import Prepared
 from megatrain_ray.post import actor_id, answer, await_begin
-from megatrain_ray.roles import DATA, GPU
+from megatrain_ray.roles import DATA, gpu_name
 
 log = logging.getLogger(__name__)
 
@@ -24,84 +24,142 @@ Until = Callable[[Any, str, float], Any]  # the answer of a call, how it is call
 
 
 class GpuSide:
-    """The driver's side of the two. `data_arguments`: of a data process that goes on from where training stands now."""
+    """The driver's side of them. `data_arguments`: of a data process that goes on from where training stands now.
+
+    All GPU workers are asked the same, and the first one answers for all; a step of which one dies none of them can
+    end, so another one takes the place of each.
+    """
 
     def __init__(self, prepared: Prepared, place: Placement, data_arguments: Callable[[], Mapping[str, Any]]) -> None:
         """Takes the data process, which begins to open its files."""
         self._prepared = prepared
         self._place = place
         self._data_arguments = data_arguments
-        self.gpu: Any = None
-        self.handles: Handles = {}  # of the arenas, which the GPU worker keeps alive, too
+        self._gpus: list[Any] = []
+        self.handles: Handles = {}  # of the arenas, which the first GPU worker keeps alive, too
         self.pids: dict[str, int] = {}
-        self._call: Any = None
+        self._watching: list[Any] = []
+        self._asked: list[Any] = []  # of the others, while the first one's answer is waited for
         self._begin_data()
 
     @property
+    def gpu(self) -> Any:
+        """The first GPU worker; None before there is one."""
+        return self._gpus[0] if self._gpus else None
+
+    @property
+    def actors(self) -> dict[str, Any]:
+        """All of them, by name."""
+        return {gpu_name(rank): gpu for rank, gpu in enumerate(self._gpus)} | {DATA: self.data}
+
+    @property
+    def gpu_ids(self) -> set[str]:
+        """By which Ray tells of the present GPU workers."""
+        return set(map(actor_id, self._gpus))
+
+    @property
     def watched(self) -> list[Any]:
-        """Calls that end when one of the two has died. None before `watch`."""
-        return [] if self._call is None else [self._call]
+        """Calls that end when one of them has died, or what the GPU workers beside the first one were asked. None
+        before `watch`."""
+        return [*self._watching, *self._asked]
 
-    def take_gpu(self, holders: Sequence[Handles], after_pid: int | None = None) -> Any:
-        """Has a GPU worker attach; what it returns ends when that is done. `after_pid`: of the one before."""
-        self.gpu = self._place.take(GPU)
-        return self.gpu.take_up.remote(self._prepared, holders, self.data, after_pid)
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Has all GPU workers do the same; the first one's call. Those of the others are watched."""
+        first, *others = self.ask_each(method, *arguments)
+        self._asked += others
+        return first
 
-    def introduce(self, attaching: Any) -> None:
-        """Waits until both have begun. `attaching`: what `take_gpu` returned."""
+    def ask_each(self, method: str, *arguments: Any) -> list[Any]:
+        """The same: the calls of all."""
+        return [getattr(gpu, method).remote(*arguments) for gpu in self._gpus]
+
+    def heard(self, call: Any) -> bool:
+        """One of `watched` has ended well. Whether that was asked of a GPU worker: else the data process is dead."""
+        if call not in self._asked:
+            return False
+        self._asked.remove(call)
+        return True
+
+    def take_gpus(self, holders: Sequence[Handles], after_pids: Mapping[str, int] | None = None) -> list[Any]:
+        """Has GPU workers attach; what it returns ends when that is done. `after_pids`: of those before, by name."""
+        num_gpus, pids = self._prepared.plan.num_gpus, after_pids or {}
+        self._gpus = [self._place.take(gpu_name(rank)) for rank in range(num_gpus)]
+        seats: list[Seat | None] = [None]
+        if num_gpus > 1:
+            port = answer("the GPU workers found no place to meet", self.gpu.open_meeting.remote())
+            seats = [Seat(rank, port) for rank in range(num_gpus)]
+        return [
+            gpu.take_up.remote(self._prepared, holders, self.data, pids.get(gpu_name(rank)), seats[rank])
+            for rank, gpu in enumerate(self._gpus)
+        ]
+
+    def introduce(self, attaching: Sequence[Any]) -> None:
+        """Waits until all have begun. `attaching`: what `take_gpus` returned."""
         self._introduce_data()
-        self._introduce_gpu(attaching)
+        self._introduce_gpus(attaching)
 
     def _introduce_data(self) -> None:
         await_begin("the data process", self._drawing)
         self.pids[DATA] = answer("the data process did not start", self.data.pid.remote())
 
-    def _introduce_gpu(self, attaching: Any) -> None:
-        await_begin("the GPU worker", attaching)
-        self.handles = answer("the GPU worker did not start", self.gpu.handles.remote())
-        self.pids[GPU] = next(iter(self.handles.values())).pid
+    def _introduce_gpus(self, attaching: Sequence[Any]) -> None:
+        for rank, (call, gpu) in enumerate(zip(attaching, self._gpus, strict=True)):
+            await_begin(f"the {gpu_name(rank)}", call)
+            handles = answer(f"the {gpu_name(rank)} did not start", gpu.handles.remote())
+            self.pids[gpu_name(rank)] = next(iter(handles.values())).pid
+            if rank == 0:
+                self.handles = handles
 
     def watch(self) -> None:
         """From the first step on."""
-        self._call = self.gpu.until_data_dies.remote()
+        self._watching = self.ask_each("until_data_dies")
 
     def stop_watching(self) -> None:
         """Before the end: who dies now is not missed."""
-        self._call = None
+        self._watching = []
 
     def is_data(self, died: str | None) -> bool:
         """Whether that id is of the present data process."""
         return self.data is not None and actor_id(self.data) == died
 
-    def is_gpu(self, died: str | None) -> bool:
-        """Whether that id is of the present GPU worker."""
-        return self.gpu is not None and actor_id(self.gpu) == died
-
     def replace_data(self) -> None:
-        """Another one goes on from where training stands. Raises RayActorError where that one dies as well, or the GPU
+        """Another one goes on from where training stands. Raises RayActorError where that one dies as well, or a GPU
         worker has."""
         ray.kill(self.data)
         self._begin_data()
         self._introduce_data()
-        answer("the GPU worker did not take the data process", self.gpu.take_data.remote(self.data))
+        for call in self.ask_each("take_data", self.data):
+            answer("a GPU worker did not take the data process", call)
         self.watch()
 
-    def replace_gpu(self, holders: Sequence[Handles], progress: Callable[[], Progress], until: Until) -> None:
-        """Another one builds its engine and stands where training does. `holders`: of the arenas, others than it.
-        Raises LostProcessError where the step cannot be made once more, and RayActorError where it dies as well."""
-        ray.kill(self.gpu)
-        self._call, self.handles = None, {}
+    def replace_gpus(self, holders: Sequence[Handles], progress: Callable[[], Progress], until: Until) -> None:
+        """Others build their engines and stand where training does. `holders`: of the arenas, others than they.
+        Raises LostProcessError where the step cannot be made once more, and RayActorError where one dies as well."""
+        for gpu in self._gpus:
+            ray.kill(gpu)
+        self._watching, self._asked, self.handles = [], [], {}
         if not self._prepared.plan.repeats_steps:
             raise LostProcessError("the GPU worker died with what lives on the device, or an update under way")
-        self._introduce_gpu(self.take_gpu(holders, self.pids[GPU]))
-        filled = self.gpu.fill.remote(None, None)  # nothing lives on the device
-        until(self.gpu.build.remote(), "the GPU worker did not build its engine", STEP_DEADLINE_S)
-        answer("the GPU worker was not filled", filled)
+        self._introduce_gpus(self.take_gpus(holders, self.pids))
+        filled = self.ask_each("fill", None, None)  # nothing lives on the device
+        self.all_of(self.ask_each("build"), until, "did not build its engine")
+        for call in filled:
+            answer("a GPU worker was not filled", call)
         try:
-            until(self.gpu.resume.remote(progress()), "the GPU worker did not take up training", STEP_DEADLINE_S)
+            self.begin("resume", progress, until, "did not take up training")
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, LostProcessError) else error from None
         self.watch()
+
+    def begin(self, method: str, progress: Callable[[], Progress], until: Until, late: str) -> None:
+        """Has the GPU workers begin, the others behind the first one, which sets the signal words."""
+        for rank, gpu in enumerate(self._gpus):
+            until(getattr(gpu, method).remote(progress()), f"the {gpu_name(rank)} {late}", STEP_DEADLINE_S)
+
+    def all_of(self, calls: Sequence[Any], until: Until, late: str) -> None:
+        """Waits for calls of all GPU workers."""
+        for rank, call in enumerate(calls):
+            until(call, f"the {gpu_name(rank)} {late}", STEP_DEADLINE_S)
 
     def _begin_data(self) -> None:
         self.data = self._place.take(DATA)

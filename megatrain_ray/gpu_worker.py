@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +12,18 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.arenas import ACTIVATIONS, SLAB, WORDS, WORKING
+from megatrain_ray.arenas import ACTIVATIONS, SLAB, WORDS, WORKING, words_bytes, words_in
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.device_memory import check_free, memory_explained
 from megatrain_ray.engine.base_checksum import frozen_checksums
 from megatrain_ray.engine.compiled_call import keep_compiled_graphs
-from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.engine.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.engine.engine import Engine, UpdateSettings
-from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.momenta import Momenta
+from megatrain_ray.engine.rank_group import RankGroup
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.save_gate import SaveAttempt
 from megatrain_ray.engine.shared_host import SharedHost
@@ -60,6 +61,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Seat:
+    """Of one of several GPU workers. `port`: where the first one is met."""
+
+    rank: int
+    port: int
+
+
+@dataclass(frozen=True)
 class StepResult:
     """`row`: of metrics.jsonl. `progress`: after the step. `position`: of the data, behind the step's batch."""
 
@@ -78,14 +87,14 @@ class HeldOutLoss:
 
 class GpuWorker:
     """Plain class behind the GPU actor: on the event loop that will run it `fill`, `build`, `start`, and `step` in
-    order."""
+    order. Of several each is asked the same: they meet in `build`, and then do every step together."""
 
     def __init__(
         self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
-        pinned: bool = False,
+        pinned: bool = False, seat: Seat | None = None,
     ) -> None:  # fmt: skip
         """`holders`: of the run's arenas, one of them alive. `pinned`: this process is its own, and stays on the CPUs
-        of its home, if it has one."""
+        of its home, if it has one. `seat`: None: this is the only one."""
         self._prepared = prepared
         self._layout = prepared.structure.layout(prepared.plan.num_fragments)
         self._fetch_batch = fetch_batch
@@ -93,15 +102,22 @@ class GpuWorker:
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
         plan = prepared.plan
-        # Before there are threads, and before the slab is registered, which touches it.
-        self.home_problems = settle_gpu_worker(plan, self._arenas, pinned=pinned)
-        self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
+        self._seat = seat
+        self._rank = seat.rank if seat else 0
+        # Before there are threads, and before the slab is registered, which touches it. The plan knows of the first
+        # GPU's node alone.
+        self.home_problems = settle_gpu_worker(plan, self._arenas, pinned=pinned) if self._rank == 0 else ()
+        self._words = words_in(self._arenas[WORDS].buffer, plan)
+        # What lives on the device is signalled, and saved, by the first one; the others tell nobody.
+        self._device_words = self._words
+        if self._rank:
+            self._device_words = words_in(memoryview(mmap.mmap(-1, words_bytes(plan))), plan)
         self._device_layers: DeviceLayers | None = None
         with memory_explained(plan, "opening the device"):
             self._device = make_device(plan, deterministic=prepared.config.train.deterministic)
             check_free(plan, self._device)
             if plan.hbm_layers:
-                self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._words)
+                self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._device_words)
         file = self._holder.handles.get(ACTIVATIONS)
         self._moved = GpuDisk(file.fd if file else None)
         arenas = (handle for handle in self._holder.handles.values() if not handle.path)  # not on disk
@@ -109,6 +125,7 @@ class GpuWorker:
         self._turn = asyncio.Condition()
         self._host: SharedHost | None = None
         self._engine: Engine | None = None
+        self._group: RankGroup | None = None
         self._waits_for = ""
 
     def handles(self) -> dict[str, ArenaHandle]:
@@ -162,8 +179,10 @@ class GpuWorker:
         self._momenta = find_momenta(plan, layout, self._holder)
         self._disk = open_disk_weights(plan, layout, self._holder, self._moved.of_weights, device.spans)
         momenta = Momenta(*self._momenta)
-        host = SharedHost(plan, layout, self._working(), slab, self._words, momenta, self._disk)
+        host = SharedHost(plan, layout, self._working(), slab, self._words, momenta, self._disk, self._rank)
         self._host = host
+        if self._seat:
+            self._group = await asyncio.to_thread(self._meet, self._seat)
         layers = self._device_layers
         with memory_explained(plan, "building the engine"):
             self._engine = Engine(
@@ -172,12 +191,20 @@ class GpuWorker:
                 device_shard=layers.shard if layers else None,
                 gate=layers.gate if layers else None,
                 spill=open_activations(plan, self._holder, self._moved.of_activations),
+                ranks=self._group,
             )  # fmt: skip
             await self._engine.rehearse(self._coming())
 
+    def _meet(self, seat: Seat) -> RankGroup:
+        """Bounded, since one of them may wait for the disk of a save while the others wait for it."""
+        plan = self._prepared.plan
+        timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
+        return RankGroup(self._device.torch_device, seat.port, seat.rank, plan.num_gpus, timeout_s)
+
     async def start(self, progress: Progress) -> None:
-        """After `build`; `progress`: where the weights in the arenas stand."""
-        self._words.reset(progress.step, self._prepared.plan.updated_layers)
+        """After `build`; `progress`: where the weights in the arenas stand. Of several the first one begins."""
+        if self._rank == 0:
+            self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._begin(progress)
 
     async def resume(self, progress: Progress) -> None:
@@ -192,10 +219,13 @@ class GpuWorker:
                 f"update {words.committed} had begun when the GPU worker died, and step {step} was the last that ended"
             )
         await self._engine.drain(step)
-        words.withdraw(step)
+        if self._rank == 0:
+            words.withdraw(step)
         self._begin(progress)
 
     def _begin(self, progress: Progress) -> None:
+        if self._device_words is not self._words:
+            self._device_words.reset(progress.step, self._prepared.plan.updated_layers)
         # Not before shards have filled them: each page is then on the node of the shard that updates it.
         windows = [] if self._disk is None else [self._disk.memory]
         for filled in (self._working(), *self._momenta[1], *windows):
@@ -309,15 +339,21 @@ class GpuWorker:
             await self._engine.close()
         else:
             self._device.close()
+        if self._group:
+            self._group.close()
         self._holder.close()
 
     def _step_input(self, step: int, batch: Batch) -> StepInput:
         micro_batches = self._micro_batches(batch)
         seed = self._prepared.config.train.seed
-        return StepInput(step, micro_batches, World(batch.num_supervised), seed, self._objective())
+        world = World(batch.num_supervised, self._rank, self._prepared.plan.num_gpus)
+        return StepInput(step, micro_batches, world, seed, self._objective())
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
-        return micro_batches_of(batch, self._prepared.plan.micro_batch_size)
+        """This rank's: as many as every other one has."""
+        of_all = micro_batches_of(batch, self._prepared.plan.micro_batch_size)
+        count = len(of_all) // self._prepared.plan.num_gpus
+        return of_all[self._rank * count : (self._rank + 1) * count]
 
     def _settings(self, step: int, save: bool) -> UpdateSettings:
         train = self._prepared.config.train

@@ -66,8 +66,7 @@ def _shard(prepared: Prepared, index: int, handles: Handles) -> ShardWorker:
 def _batches(prepared: Prepared, tokens: Sequence[Path]) -> FetchBatch:
     """Drawn in a thread, as they are in another process while a step runs."""
     plan, vocab_size = prepared.plan, prepared.structure.vocab_size
-    batch_size = plan.micro_batch_size * plan.num_micro_batches
-    data = DataWorker(prepared.config.data, tokens, vocab_size, batch_size, 0, None)
+    data = DataWorker(prepared.config.data, tokens, vocab_size, plan.batch_size, 0, None)
 
     async def fetch(step: int) -> Batch:
         return await asyncio.to_thread(data.batch, step)

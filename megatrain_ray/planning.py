@@ -231,9 +231,18 @@ def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_
         active_experts=active_experts(source),
         windows=windows(source, len(structure.blocks)),
         compiled=compiled,
-        captured=None if hardware.cuda_graphs == "auto" else hardware.cuda_graphs,
+        captured=_captured(config),
+        num_gpus=hardware.num_gpus,
     )
     return Question(source, structure, activations, machine, request)
+
+
+def _captured(config: TrainConfig) -> bool | None:
+    """None where the plan decides. What GPUs exchange is not part of a captured step."""
+    hardware = config.hardware
+    if hardware.cuda_graphs == "auto":
+        return None if hardware.num_gpus == 1 else False
+    return hardware.cuda_graphs
 
 
 @contextmanager

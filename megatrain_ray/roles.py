@@ -5,5 +5,10 @@ from __future__ import annotations
 DATA, OWNER, GPU = "data", "arena owner", "GPU worker"
 
 
+def gpu_name(rank: int) -> str:
+    """The first one's is as that of a run with one GPU."""
+    return f"{GPU} {rank}" if rank else GPU
+
+
 def shard_name(index: int) -> str:
     return f"optimizer shard {index}"

@@ -185,11 +185,11 @@ class Session:
                     self._submitted += 1
                     if save:
                         self._begin_save(crew, self._submitted)
-                    self._under_way.append(crew.gpu.step.remote(self._submitted, save))
+                    self._under_way.append(crew.step(self._submitted, save))
                 case Action.EVALUATE:
                     assert self._held_out and self._batches  # eval_every needs data.eval_path
                     weights = self._held_out.weights
-                    self._evaluation = RunningEvaluation(crew.gpu, self._batches, weights, self._completed)
+                    self._evaluation = RunningEvaluation(crew.evaluate, self._batches, weights, self._completed)
                 case Action.SAVE:
                     self._begin_save(crew, self._completed)
                     self._mark()
@@ -222,7 +222,7 @@ class Session:
         self._evaluation = None
         of_save = self._save.step if self._save else None
         again = range(self._completed + 1, self._submitted + 1)
-        self._under_way = [crew.gpu.step.remote(step, step == of_save) for step in again]
+        self._under_way = [crew.step(step, step == of_save) for step in again]
         self._silence.heard()
 
     def _seen(self) -> Observation:
@@ -365,7 +365,8 @@ class Session:
             "data": config.data,
             "tokens": self._tokens,
             "vocab_size": self._prepared.structure.vocab_size,
-            "batch_size": plan.micro_batch_size * plan.num_micro_batches,
+            "batch_size": plan.batch_size,
+            "num_readers": plan.num_gpus,
             "step": self._completed,
             "position": self._position,
             "held_out": self._held_out,

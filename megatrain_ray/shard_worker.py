@@ -23,10 +23,10 @@ from megatrain_ray.arenas import (
     spill_memory,
     state_arena,
     state_views,
+    words_in,
 )
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.deadlines import DEADLINE_S
-from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.restoring import as_saved, restore_pieces
 from megatrain_ray.engine.save_cost import measure_copy
@@ -87,7 +87,7 @@ class ShardWorker:
         self._arenas = {name: self._holder.map(name) for name in names}
         # Before there are threads, and before anything is touched: all shards come this far before one fills its part.
         self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
-        self._words = HostWords(self._arenas[WORDS].buffer, len(plan.layers), len(plan.updated_layers))
+        self._words = words_in(self._arenas[WORDS].buffer, plan)
         self._disk = DiskMeter()
         self._shard = self._make_shard()
         self._work = self._work_until(0)

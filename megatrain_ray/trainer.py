@@ -182,6 +182,7 @@ def _processes(config: TrainConfig, machine: Machine, startup: Startup) -> Itera
     spec = CrewSpec(
         num_shards=machine.shards(hardware.num_shards),
         device=machine.device,
+        num_workers=hardware.num_gpus,
         draws=config.model.path is None,
         compiles=compiles(config, machine.device),
     )
@@ -266,8 +267,7 @@ def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
         return None
     with naming_eval_path():
         tokens = tokenize(data, config.tokenizer, vocab_size, run_dir, "data.eval_path")
-    batch_size = plan.micro_batch_size * plan.num_micro_batches
-    return HeldOutData(data, tokens, vocab_size, batch_size, plan.micro_batch_size)
+    return HeldOutData(data, tokens, vocab_size, plan.batch_size, plan.micro_batch_size * plan.num_gpus)
 
 
 def _begin(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> None:

@@ -31,7 +31,10 @@ def file(tmp_path: Path) -> str:
         (["train.stepz=1"], "train.stepz: unknown key; did you mean train.steps?"),
         (["train.lr=fast"], "train.lr: expected a number, got 'fast'"),
         (["model.config={hidden_size: 8}"], "model.path and model.config are both set"),
-        (["hardware.num_gpus=2"], "hardware.num_gpus: 2 comes with a later version"),
+        (
+            ["hardware.num_gpus=2", "spill.path=."],
+            "spill.path goes with one GPU so far, and hardware.num_gpus is 2; leave one of the two out",
+        ),
         (["train.lr"], "override 'train.lr': expected key=value"),
     ],
 )

@@ -12,6 +12,7 @@ from megatrain_ray.config_values import WeightedPath
 from megatrain_ray.errors import ConfigError
 from tests.settings import MISSING, config, settings
 
+ALONE = "goes with one GPU so far, and hardware.num_gpus is 3; leave one of the two out"
 RANDOM_MODEL = {"model__path": MISSING, "model__config": {"hidden_size": 8}}
 
 
@@ -180,16 +181,33 @@ def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("changes", "message"),
     [
-        ("hardware__num_gpus", 2),
+        ({"train__optimizer": "muon"}, f"train.optimizer: muon {ALONE}"),
+        ({"hardware__cuda_graphs": True}, f"hardware.cuda_graphs: true {ALONE}"),
+        (
+            {"train__batch_size": 4},
+            "train.batch_size: 4 sequences cannot be divided among hardware.num_gpus: 3; set a multiple of 3",
+        ),
+        (
+            {"train__batch_size": 4, "train__micro_batch_size": 2},
+            "train.batch_size: 4 disagrees with micro_batch_size × accumulate × num_gpus = 2 × 1 × 3 = 6 "
+            "(each 1 when unset); set train.batch_size: 6",
+        ),
     ],
 )
-def test_what_a_later_version_brings_is_refused_in_one_line(key: str, value: Any) -> None:
-    message = refusal(**{key: value})
-    assert message.startswith(key.replace("__", ".") + ": ")
-    assert "later version" in message
-    assert "\n" not in message
+def test_what_several_gpus_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    assert refusal(hardware__num_gpus=3, **changes) == message
+
+
+def test_several_gpus_share_a_batch() -> None:
+    assert config(hardware__num_gpus=3).resolve().train.batch_size == 3, "one sequence each where nothing is said"
+    asked = config(train__batch_size=12, hardware__num_gpus=3)
+    earlier = asked.resolve().with_split(2, 2)
+    assert asked.resolve(earlier).split() == (2, 2)
+    of_two = config(train__batch_size=12, hardware__num_gpus=2).resolve(earlier)
+    assert of_two.train.split_is_free, "the plan chooses again"
+    assert of_two.train.batch_size == 12
 
 
 def test_an_evaluation_needs_held_out_data_and_may_be_switched_off_with_them() -> None:

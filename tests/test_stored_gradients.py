@@ -167,8 +167,8 @@ async def test_a_lease_ends_when_every_shard_has_the_gradient(
     host = SharedHost(plan, layout, torch.empty(layout.size), slab, words, Momenta([], []))
     try:
         layer = 2 if signal is HostWords.store_gradient else 3
-        await host.land(await host.lease(layer), 1, 0.0)
-        again = asyncio.create_task(host.lease(layer))
+        await host.land(await host.lease(layer, 1), 1, 0.0)
+        again = asyncio.create_task(host.lease(layer, 1))
         signal(words, 0, layer, 1)
         await asyncio.sleep(0.05)  # nothing wakes what must go on waiting
         assert not again.done()
