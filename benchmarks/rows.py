@@ -32,6 +32,10 @@ ALIASED = "--alias-host-memory=32GiB"
 ROWS = {
     "14.8b": ("qwen2.5_14.8b.yaml",),
     "7.6b": ("qwen2.5_7.6b.yaml",),
+    **{
+        f"7.6b_{number}gpus": ("qwen2.5_7.6b.yaml", f"hardware.num_gpus={number}", f"train.batch_size={64 * number}")
+        for number in (2, 4)
+    },
     "7.6b_16x4096": ("qwen2.5_7.6b.yaml", "data.seq_len=4096", "train.batch_size=16"),
     "7.6b_16x1024": ("qwen2.5_7.6b.yaml", "train.batch_size=16"),
     # Long sequences: 65,536 tokens a step, or one sequence where that is more.

@@ -23,6 +23,7 @@ from megatrain_ray.units import format_bytes
 # A CUDA context and its libraries: on an H200 NVML had 0.95 GB more than all tensors at their most (7.6b_16x4096 in
 # benchmarks/README.md). hardware.hbm_limit leaves as much for them.
 CONTEXT_BYTES = 1 << 30
+EXCHANGE_BYTES = 1 << 30  # a guess: NCCL's buffers for one communicator
 # What a compiled layer's backward holds at most, what was kept and its own boundary included, as a multiple of what the
 # layer keeps with an activation budget of 1: up to 1.64 in a layer alone, 1.51 in a step (benchmarks/README.md).
 COMPILED_BACKWARD = 1.6
@@ -108,6 +109,8 @@ def activation_rows(
         ),
         "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
     }
+    if plan.num_gpus > 1 and plan.device == "cuda":
+        rows |= {"exchange": (EXCHANGE_BYTES, "what NCCL takes")}
     if plan.captured:
         rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
     return ActivationRows(rows, held)

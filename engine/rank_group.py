@@ -20,6 +20,11 @@ LOOPBACK = "127.0.0.1"
 SURROUNDINGS = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
 
 
+# By the names of newer versions of torch, which warn of the others.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Meeting:
     """Where the ranks of one host find each other: a port that this process listens at, on loopback alone, as long as
     this object is kept."""
@@ -55,7 +60,7 @@ class RankGroup:
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:
         if part.size * self.size == flat.numel():
             own = flat[part.start : part.stop]
-            self._exchange(lambda: dist.reduce_scatter_tensor(own, flat))
+            self._exchange(lambda: _reduce_scatter(own, flat))
         else:  # the whole is asked for, or parts are not equally large
             self.sum(flat)
 
@@ -64,7 +69,7 @@ class RankGroup:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         found = values.new_empty(self.size * values.numel())
-        self._exchange(lambda: dist.all_gather_into_tensor(found, values))
+        self._exchange(lambda: _all_gather(found, values))
         return found
 
     def _exchange(self, call: Callable[[], object]) -> None:
