@@ -84,8 +84,8 @@ class Case:
             return Outcome.SILENT
         if self.starting:
             return Outcome.EITHER
-        if any(blow.phase.name in BEFORE_STEPS for blow in self.blows) and self.roles & {Role.GPU, Role.DATA}:
-            return Outcome.ENDED
+        if any(blow.phase.name in BEFORE_STEPS for blow in self.blows) and Role.GPU in self.roles:
+            return Outcome.ENDED  # a data process is missed when the first batch is wanted
         return Outcome.REPLACED if self.roles <= {Role.SHARD, Role.OWNER, Role.GPU, Role.DATA} else Outcome.ENDED
 
 

@@ -192,9 +192,9 @@ class Chain:
     def _became(self, live: LiveRun, num_replaced: int) -> Outcome:
         """Which of the two it was: the run says that it replaced, or ends."""
         deadline_s = time.monotonic() + END_S
-        while not live.over and time.monotonic() < deadline_s and live.text().count("was replaced") < num_replaced:
+        while not live.over and time.monotonic() < deadline_s and _num_replaced(live) < num_replaced:
             time.sleep(0.02)
-        return Outcome.REPLACED if live.text().count("was replaced") >= num_replaced else Outcome.ENDED
+        return Outcome.REPLACED if _num_replaced(live) >= num_replaced else Outcome.ENDED
 
     def _goes_on(self, live: LiveRun, num_replaced: int) -> str:
         """Waits for updates after a replacement."""
@@ -202,7 +202,7 @@ class Chain:
         first = None
         while not live.over and time.monotonic() < deadline_s:
             moment = live.moment()
-            replaced = live.text().count("was replaced") >= num_replaced
+            replaced = _num_replaced(live) >= num_replaced
             if moment is not None and replaced:
                 first = moment.committed if first is None else first
                 if moment.committed >= first + 3:
@@ -211,3 +211,9 @@ class Chain:
         if live.process.poll() == 0:
             return OK
         return f"it does not go on: exit {live.process.poll()}, {live.moment()}: {live.last_words()}"
+
+
+def _num_replaced(live: LiveRun) -> int:
+    """How often the run has said that somebody was, or that all were, from the last save."""
+    text = live.text()
+    return text.count("was replaced") + text.count("; going on from the save of step ")
