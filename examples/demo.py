@@ -38,8 +38,11 @@ def rows() -> list[dict[str, float]]:
 def train_and_stop() -> None:
     """Starts training and sends it a Ctrl-C after some steps: it saves and exits 130."""
     process = subprocess.Popen(megatrain("train", CONFIG))
-    while process.poll() is None and len(rows()) < STOP_AFTER:
-        time.sleep(0.2)
+    try:
+        while process.poll() is None and len(rows()) < STOP_AFTER:
+            time.sleep(0.2)
+    except KeyboardInterrupt:  # of the user: the run hears it as well, and saves
+        sys.exit(process.wait())
     if process.poll() is None:
         os.kill(process.pid, signal.SIGINT)
     code = process.wait()
