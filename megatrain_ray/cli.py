@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(bench)
     for command in (train, plan, bench):
         command.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.lr=1e-4")
+        # A default of its own: argparse would call them required where CONFIG is missing.
+        command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as in train.lr=1e-4")
     export = commands.add_parser(
         "export", help="write the newest save as a Hugging Face folder, adapters as one of peft's"
     )
@@ -152,7 +153,9 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="FILE", help="YAML file of theirs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of ours, as in train.steps=300")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings of ours, as in train.steps=300"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="new file to write; default: standard output")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="that the file was meant for (1)")
     parser.add_argument(

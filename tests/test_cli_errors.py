@@ -82,6 +82,12 @@ def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     assert caught.value.code == 2
 
 
+def test_what_is_missing_is_the_configuration_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")
+
+
 @pytest.mark.parametrize("command", ["train", "bench"])
 def test_a_wrong_key_is_reported_without_torch_or_ray(command: str, file: str) -> None:
     code = (
