@@ -75,4 +75,4 @@ def waits(exposed_s: Mapping[str, float], total_s: float) -> str:
     """Exposed time by cause as shares of the whole, the largest first."""
     largest = sorted(exposed_s.items(), key=lambda item: -item[1])[:SHOWN_WAITS]
     shares = [f"{cause} {share:.1%}" for cause, waited_s in largest if (share := waited_s / total_s) >= 0.001]
-    return f"{', '.join(shares) or 'for nothing'} of the time"
+    return f"{', '.join(shares)} of the time" if shares else "for nothing"

@@ -191,6 +191,8 @@ def test_what_is_said_at_the_end() -> None:
         "next      megatrain inspect runs/x, megatrain export runs/x OUT_DIR",
     ]
     assert list(summarize([], Path("runs/x"))) == []
+    idle = [row | {"exposed_s": {"h2d": 0.0}} for row in rows]
+    assert "waited    for nothing" in list(summarize(idle, Path("runs/x")))
 
 
 def test_what_the_disk_moved_is_said_at_the_end(tmp_path: Path) -> None:
