@@ -22,6 +22,7 @@ from megatrain_ray.units import format_bytes
 
 SLOW_DISK_BYTES_PER_S = 0.5e9
 PROBE_BYTES = 256 << 20
+NO_HUGE_PAGES = ("never", "deny")  # of shmem_enabled: whatever arenas ask for
 FEW_FILES = 4096  # every process of a run holds all arenas, and Ray keeps a socket for each other process
 ROOM_BYTES = 2 << 30  # of Ray's session folder: logs, and 128 MiB of object store where /dev/shm is small
 
@@ -153,6 +154,9 @@ def _huge_pages(root: Path) -> Finding:
     folder = root / "sys/kernel/mm/transparent_hugepage"
     chosen = {name: _chosen(read_text(folder / name)) for name in ("enabled", "shmem_enabled")}
     text = f"private memory: {chosen['enabled']}, shared memory: {chosen['shmem_enabled']}"
+    if chosen["shmem_enabled"] in NO_HUGE_PAGES:
+        advice = "arenas ask for them: echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        return Finding("huge pages", State.NOTE, text, advice)
     return Finding("huge pages", State.NOTE if chosen["enabled"] == "never" else State.GOOD, text)
 
 

@@ -20,7 +20,7 @@ HEALTHY = {
     "proc/meminfo": "MemTotal: 1024 kB\nMemAvailable: 512 kB\nSwapTotal: 0 kB\n",
     "proc/sys/vm/overcommit_memory": "0",
     "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
-    "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force",
+    "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never deny force",
 }
 
 
@@ -81,6 +81,7 @@ def test_a_disk_that_cannot_be_written_to_stops(tmp_path: Path, monkeypatch: pyt
         ("cores", "sys/fs/cgroup/cpu.max", "50000 100000", State.SLOW, "the time of 0.5"),
         ("RAM", "sys/fs/cgroup/memory.max", "524288", State.NOTE, "a cgroup allows 512.00 KiB"),
         ("huge pages", "sys/kernel/mm/transparent_hugepage/enabled", "always [never]", State.NOTE, "never"),
+        ("huge pages", "sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise [never]", State.NOTE, "echo advise"),
     ],
 )
 def test_what_hurts_is_named(tmp_path: Path, topic: str, file: str, text: str, state: State, says: str) -> None:
