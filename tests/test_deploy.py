@@ -244,7 +244,8 @@ with hold_lock(Path(sys.argv[1])):
 
 def test_the_hook_asks_the_run_that_holds_the_lock_and_waits_for_it(tmp_path: Path) -> None:
     hook = ["bash", SCRIPTS[0], tmp_path / "run", "30"]
-    assert subprocess.run(hook).returncode == 0  # nothing there
+    done = subprocess.run(hook, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, f"{tmp_path / 'run'} holds no run: nothing to stop\n")
     command = [sys.executable, "-c", HOLDER, tmp_path / "run"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout
@@ -260,9 +261,15 @@ def test_the_hook_says_when_its_time_was_too_short(tmp_path: Path) -> None:
     with subprocess.Popen(deaf, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == "held\n"
-        done = subprocess.run(["bash", SCRIPTS[0], tmp_path / "run", "0"])
+        done = subprocess.run(["bash", SCRIPTS[0], tmp_path / "run", "0"], capture_output=True, text=True)
         holder.kill()
-    assert done.returncode != 0
+    assert done.returncode == 1
+    assert "still in use after 0 s" in done.stderr
+
+
+def test_the_hook_says_how_it_is_called() -> None:
+    done = subprocess.run(["bash", SCRIPTS[0]], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "usage: stop_run.sh RUN_DIR [SECONDS]\n")
 
 
 BEFORE_A_COMMAND = {"&&", "||", "|", "nohup", "--", "sudo", "time"}
