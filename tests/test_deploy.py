@@ -136,6 +136,9 @@ def test_the_cluster_file_is_what_ray_up_takes() -> None:
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
     jsonschema.validate(read("ray-up/cluster.yaml"), schema)
     assert read("ray-up/cluster.yaml")["docker"]["image"] == IMAGE
+    make_token, start = read("ray-up/cluster.yaml")["head_start_ray_commands"]  # it listens on all addresses
+    assert "ray get-auth-token --generate" in make_token
+    assert start.startswith("RAY_AUTH_MODE=token ")
 
 
 def test_the_image_is_pinned_and_not_roots() -> None:
