@@ -59,7 +59,7 @@ class WordsView(HostWords):
         load, layers, shards = self._words.load, range(self._num_layers), range(self._num_shards)
         return Moment(
             load(_Word.COMMITTED),
-            tuple(load(self._landed(layer)) for layer in layers),
+            tuple(self._last_landed(layer) for layer in layers),
             tuple(tuple(load(self._begun(shard, layer)) for layer in layers) for shard in shards),
             tuple(tuple(load(self._generation(shard, layer)) for layer in layers) for shard in shards),
         )

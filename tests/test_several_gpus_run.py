@@ -1,0 +1,119 @@
+"""Several GPU workers on one host, through the CLI and real Ray: the losses of one, saves that go from any number to
+any other, and one that dies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.kill_campaign.cases import GPU
+from tests.runs import cli_here, config, exported_masters, losses, plan_of, rows, write_config
+from tests.test_kills import END_S, SECOND_SAVE, kill, training
+from tests.tiny import TEXT
+
+pytestmark = pytest.mark.ray
+
+SHAPE = {
+    "model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.1,
+}  # fmt: skip
+# Of FP32: sums over GPUs are taken in another order than over micro-batches, and norms from the parts that each has.
+CLOSE = 1e-6
+
+
+def settings(run_dir: Path, num_gpus: int, **changes: Any) -> dict[str, Any]:
+    """Twelve sequences an update, on any number of GPUs."""
+    split = {"train__batch_size": 12, "train__micro_batch_size": 2, "train__accumulate": 6 // num_gpus}
+    return config(run_dir, SHAPE, **split | {"hardware__num_gpus": num_gpus} | changes)
+
+
+def trained(run_dir: Path, num_gpus: int, **changes: Any) -> Path:
+    done = cli_here("train", str(write_config(run_dir.with_suffix(".yaml"), settings(run_dir, num_gpus, **changes))))
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def held_out(run_dir: Path) -> list[float]:
+    path = run_dir / "evaluations.jsonl"
+    return [json.loads(line)["eval_loss"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def worst(ours: Path, theirs: Path, key: str = "loss") -> float:
+    """The largest difference of a step, as a share."""
+    pairs = list(zip(rows(ours), rows(theirs), strict=True))
+    assert pairs
+    return max(abs(a[key] / b[key] - 1) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "changes"),
+    [
+        (2, {"eval_every": 5}),
+        (3, {"hardware__hbm_layers": 2, "hardware__num_shards": 2}),
+    ],
+    ids=["two, with held-out data", "three with parts of two sizes, layers on the device"],
+)
+def test_several_gpus_compute_what_one_does(
+    tmp_path: Path, ray_address: str, num_gpus: int, changes: dict[str, Any]
+) -> None:
+    if "eval_every" in changes:  # five windows of 32: fewer than an update has, and more than one GPU's share of it
+        (tmp_path / "held_out.txt").write_text(TEXT.read_text()[:170])
+        changes = {**changes, "data__eval_path": str(tmp_path / "held_out.txt")}
+    one = trained(tmp_path / "one", 1, **changes)
+    several = trained(tmp_path / "several", num_gpus, **changes)
+    plan = plan_of(several)
+    assert (plan.num_gpus, plan.batch_size, plan.num_micro_batches) == (num_gpus, 12, 6 // num_gpus)
+    assert losses(several)[0] == losses(one)[0], "dropout is that of the micro-batch, whoever computes it"
+    assert worst(several, one) < CLOSE
+    assert worst(several, one, "grad_norm") < CLOSE
+    assert [(row["tokens"], row["lr"]) for row in rows(several)] == [(row["tokens"], row["lr"]) for row in rows(one)]
+    theirs = exported_masters(one, tmp_path / "out_one")
+    for name, ours in exported_masters(several, tmp_path / "out_several").items():
+        torch.testing.assert_close(ours, theirs[name], rtol=1e-4, atol=1e-5)
+    assert held_out(several) == pytest.approx(held_out(one), rel=CLOSE)
+    assert len(held_out(several)) == (3 if "eval_every" in changes else 0)
+
+
+def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(tmp_path: Path, ray_address: str) -> None:
+    """Two numbers have one sum, whoever takes it, and nothing depends on norms."""
+    changes = {"train__clip": None, "train__precision": "bf16", "train__grad_dtype": "bf16"}
+    run_dir = trained(tmp_path / "run", 2, train__micro_batch_size=6, train__accumulate=1, **changes)
+    one = trained(tmp_path / "one", 1, train__micro_batch_size=6, train__accumulate=2, **changes)
+    assert losses(run_dir) == losses(one)
+    assert plan_of(run_dir).sum_dtype == "float32", "the sum over GPUs is one over micro-batches"
+
+
+def test_a_save_goes_on_with_another_number_of_gpus(tmp_path: Path, ray_address: str) -> None:
+    """From two to one to three. The plan chooses the split of a batch anew."""
+    shape = {**SHAPE, "attention_dropout": 0.0}  # which would be another one with other micro-batches
+    constant = {"train__schedule": "constant", "model__config": shape}
+    whole = trained(tmp_path / "whole", 1, train__steps=9, **constant)
+    run_dir, split = tmp_path / "run", {"train__batch_size": 12, **constant}
+    for num_gpus, steps in ((2, 3), (1, 6), (3, 9)):
+        tree = config(run_dir, SHAPE, hardware__num_gpus=num_gpus, train__steps=steps, **split)
+        done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
+        assert done.returncode == 0, done.stderr
+        assert plan_of(run_dir).num_gpus == num_gpus
+    assert worst(run_dir, whole) < CLOSE
+
+
+@pytest.mark.parametrize("hbm_layers", [0, 2])
+def test_one_of_two_gpu_workers_dies(tmp_path: Path, hbm_layers: int) -> None:
+    """All are replaced, or with what lives on the devices start again from the last save: the bits of an undisturbed
+    run."""
+    changes = {"train__steps": 14, "save_every": 2, "hardware__hbm_layers": hbm_layers}
+    tree = settings(tmp_path / "run", 2, **changes)
+    with training(tmp_path, write_config(tmp_path / "config.yaml", tree)) as run:
+        kill(run, SECOND_SAVE, GPU)
+        assert run.process.wait(END_S) == 0, run.text()
+        expected = "; going on from the save of step " if hbm_layers else "GPU worker died and was replaced in "
+        assert expected in run.text()
+        assert run.processes.await_end(5.0) == []
+    undisturbed = settings(tmp_path / "undisturbed", 2, **changes)
+    with training(tmp_path, write_config(tmp_path / "config.yaml", undisturbed)) as run:
+        assert run.process.wait(END_S) == 0, run.text()
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
