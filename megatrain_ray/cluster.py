@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ EMBEDDED_ENVIRONMENT = {
 }
 
 LOCK_NAME = ".lock"  # in the session folder, held by the driver
+UNLOCKED_S = 60.0  # a folder of that age without a lock is nobody's: its driver takes the lock as soon as it is made
 DAEMONS = ("gcs_server", "raylet")
 
 
@@ -157,10 +159,13 @@ def _remove_stale_folders() -> None:
     """Session folders of drivers that were killed, of this container or another one; another user's stay."""
     for path in Path("/tmp").glob("megatrain-*-*"):
         with suppress(OSError):
-            if (path / LOCK_NAME).exists():  # else its driver is just making it
+            if (path / LOCK_NAME).exists():
                 lock = take_lock(path / LOCK_NAME)
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
+            # Its driver is just making it, or is dead, and Ray's processes made it again when it was removed.
+            elif abs(time.time() - path.stat().st_mtime) > UNLOCKED_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _init(problem: str, advice: str, **options: Any) -> None:

@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatrain_ray.cluster import LOCK_NAME, Daemons, _remove_stale_folders
+from megatrain_ray.cluster import LOCK_NAME, UNLOCKED_S, Daemons, _remove_stale_folders
 from megatrain_ray.io.durable import take_lock
 
 HOLDER = """
@@ -51,6 +52,13 @@ def test_a_killed_driver_leaves_nothing_whatever_its_pid(folder: Path) -> None:
 def test_one_that_is_being_made_stays(folder: Path) -> None:
     _remove_stale_folders()
     assert folder.exists()
+
+
+def test_what_processes_of_a_dead_driver_made_again_goes_after_a_while(folder: Path) -> None:
+    (folder / "session_of_ray").mkdir()
+    os.utime(folder, (0, time.time() - UNLOCKED_S - 1))
+    _remove_stale_folders()
+    assert not folder.exists()
 
 
 def test_one_of_this_process_stays(folder: Path) -> None:
