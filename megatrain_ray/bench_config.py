@@ -61,7 +61,13 @@ def bench_config(path: Path, overrides: Sequence[str], options: BenchOptions, ru
     for key in map(_key, overrides):
         if key in keys or key.startswith("log."):
             raise ConfigError(f"{key}: a benchmark sets it itself; leave it out (--warmup and --steps say how long)")
-    return load_config(path, [f"run_dir={json.dumps(str(run_dir))}", *overrides, *own])
+    config = load_config(path, [f"run_dir={json.dumps(str(run_dir))}", *overrides, *own])
+    if options.compare_in_process and config.hardware.num_gpus > 1:
+        raise ConfigError(
+            f"hardware.num_gpus: {config.hardware.num_gpus}, and one process works on one GPU; leave "
+            "--compare-in-process out"
+        )
+    return config
 
 
 def _key(override: str) -> str:

@@ -97,10 +97,11 @@ def _ceiling(measured: Measured, tflops: float) -> dict[str, Any] | None:
     if ceiling is None:
         return None
     best = ceiling.best.model_tflops if ceiling.best else None
+    own = tflops / measured.config.hardware.num_gpus  # the ceiling is one GPU's
     return {
         "model_tflops": best,
         "micro_batch_size": ceiling.best.micro_batch_size if ceiling.best else None,
-        "ratio": tflops / best if best else None,
+        "ratio": own / best if best else None,
         "hbm_peak_bytes": ceiling.hbm_peak_bytes,
         "trials": [asdict(trial) for trial in ceiling.trials],
     }

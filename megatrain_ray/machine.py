@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatrain_ray.config import NodeConfig
 from megatrain_ray.engine.cuda_device import pci_address, total_memory_bytes
+from megatrain_ray.engine.cuda_device import num_gpus as gpus_here
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine_files import cgroup_folders, read_text
@@ -20,14 +21,14 @@ UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 def probe_machine(
     device: str, hbm_limit: int | None, ram_limit: int | None, *, nodes: Sequence[NodeConfig] = (),
-    imagined: bool = False, root: Path = Path("/"),
+    num_gpus: int = 1, imagined: bool = False, root: Path = Path("/"),
 ) -> Machine:  # fmt: skip
     """The machine as the plan sees it. `device`: auto, cpu or cuda. Limits only lower what is there, but
     `ram_limit` replaces it: on some virtual machines MemTotal starts small and grows as memory is touched. `nodes`
     replace those that the kernel shows.
 
     `imagined`: for a plan alone; a GPU that is not here has the memory of `hbm_limit`. Raises ConfigError when cuda is
-    asked for and there is none, and for nodes that are not here.
+    asked for and there is none, or fewer than `num_gpus`, and for nodes that are not here.
     """
     hbm = total_memory_bytes() if device in ("auto", "cuda") else None
     if device == "cuda" and hbm is None:
@@ -37,6 +38,10 @@ def probe_machine(
                 "needs only hardware.hbm_limit)"
             )
         hbm = hbm_limit
+    if hbm is not None and not imagined and gpus_here() < num_gpus:
+        raise ConfigError(
+            f"hardware.num_gpus: {num_gpus}, and torch sees {gpus_here()} on this machine; set it to at most that"
+        )
     if hbm is not None or hbm_limit is not None:
         hbm_bytes = min(value for value in (hbm, hbm_limit) if value is not None)
     else:

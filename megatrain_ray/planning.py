@@ -133,7 +133,12 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
 def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
     hardware = config.hardware
     machine = probe_machine(
-        hardware.device, hardware.hbm_limit, hardware.ram_limit, nodes=hardware.nodes, imagined=imagined
+        hardware.device,
+        hardware.hbm_limit,
+        hardware.ram_limit,
+        nodes=hardware.nodes,
+        num_gpus=hardware.num_gpus,
+        imagined=imagined,
     )
     return with_spill(with_profile(machine, hardware.profile), config.spill, imagined=imagined)
 

@@ -171,7 +171,9 @@ def _check_absolute(config: TrainConfig) -> None:
 def _machine(config: TrainConfig, startup: Startup) -> Machine:
     """Measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
-    machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit, nodes=hardware.nodes)
+    machine = probe_machine(
+        hardware.device, hardware.hbm_limit, hardware.ram_limit, nodes=hardware.nodes, num_gpus=hardware.num_gpus
+    )
     return with_spill(measured(machine, hardware.profile, startup), config.spill)
 
 

@@ -152,6 +152,11 @@ def test_the_table(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
         (["log.wandb=mine"], OPTIONS, "log.wandb: a benchmark sets it itself"),
         ([], BenchOptions(-1, 3), "--warmup -1"),
         ([], BenchOptions(2, 0), "--steps 0"),
+        (
+            ["hardware.num_gpus=2", "train.accumulate=2"],
+            BenchOptions(1, 1, compare_in_process=True),
+            "hardware.num_gpus: 2, and one process works on one GPU; leave --compare-in-process out",
+        ),
     ],
 )
 def test_what_a_benchmark_sets_itself(
