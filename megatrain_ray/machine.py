@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain_ray.config import NodeConfig
-from megatrain_ray.engine.cuda_device import pci_address, total_memory_bytes
 from megatrain_ray.engine.cuda_device import num_gpus as gpus_here
+from megatrain_ray.engine.cuda_device import pci_address, total_memory_bytes
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine_files import cgroup_folders, read_text
