@@ -28,7 +28,7 @@ def predict(
     """`activations`: of a micro-batch of the plan. `shared`: of other plans of the same request."""
     prices = Prices(plan, basis, activations, shared)
     step = _with_disk(_steady(plan, basis, prices), basis)
-    tokens = plan.num_micro_batches * prices.num_tokens
+    tokens = plan.batch_size * plan.seq_len
     flops = sum(layer.flops(tokens, tokens * plan.seq_len) for layer in basis.work)
     busy_s = {stage.value: seconds for stage, seconds in step.busy_s.items()}
     together_s = {**busy_s, Stage.DISK.value: _disk_s(step, basis)}

@@ -129,8 +129,10 @@ def _changes(machine: Machine, request: Request) -> Iterator[tuple[str, Machine,
             yield f"{name} the GPU's memory, {format_bytes(hbm)}", replace(machine, hbm_bytes=hbm), request
         count = int(factor * request.num_micro_batches)
         if count == factor * request.num_micro_batches:  # an odd number has no half
-            tokens = count * request.micro_batch_size * request.seq_len
+            tokens = count * request.micro_batch_size * request.num_gpus * request.seq_len
             yield f"{name} the tokens a step, {tokens}", machine, replace(request, num_micro_batches=count)
+    if request.num_gpus > 1:  # which have no disk so far
+        return
     disk = _faster_disk(machine.spill)
     name = "a disk for spill.path" if machine.spill is None else "twice the disk's rate"
     yield f"{name}, {disk.bytes_per_s / 1e9:.2g} GB/s", replace(machine, spill=disk), request
@@ -176,4 +178,4 @@ def _beside(gain: float) -> str:
 
 def _tokens(plan: Plan) -> int:
     """Of a step."""
-    return plan.num_micro_batches * plan.micro_batch_size * plan.seq_len
+    return plan.batch_size * plan.seq_len

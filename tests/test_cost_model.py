@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
+from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile, RatePoint, interpolate
@@ -223,3 +224,35 @@ def test_rates_between_the_measured_sizes() -> None:
 
 def test_a_profile_survives_json() -> None:
     assert HardwareProfile.from_json(TYPICAL_GPU.to_json()) == TYPICAL_GPU
+
+
+def test_several_gpus_share_what_leaves_and_updates_and_compute_more_at_a_time() -> None:
+    candidate = Candidate(LAYERS, RECOMPUTE, 3, 2)
+    one, four = (predicted(replace(REQUEST, num_gpus=number), candidate) for number in (1, 4))
+    assert four.d2h_bytes == one.d2h_bytes // 4
+    assert four.h2d_bytes == one.h2d_bytes, "each uploads whole layers"
+    assert four.busy_s["optimizer"] == one.busy_s["optimizer"]
+    sums_s = four.compute_s["sum over GPUs"]
+    assert 0 < sums_s < 0.05 * four.step_s
+    assert sum(four.compute_s.values()) == pytest.approx(sum(one.compute_s.values()) + sums_s)
+    assert four.model_tflops == pytest.approx(4 * one.model_tflops, rel=0.05), "of all of them"
+    twice = predicted(replace(REQUEST, num_gpus=2), candidate).compute_s["sum over GPUs"]
+    assert sums_s == pytest.approx(1.5 * twice), "each sends what it has of the others' parts: three quarters, a half"
+
+
+def test_one_micro_batch_on_each_of_several_gpus_is_summed_in_fp32() -> None:
+    structure, activations = shape()
+    request = replace(REQUEST, num_micro_batches=1, micro_batch_size=1)
+    plans = (
+        build_plan(structure, activations, MACHINE, replace(request, num_gpus=number), Candidate(OUTER, KEEP, 3, 2))
+        for number in (1, 2)
+    )
+    assert [(plan.sum_dtype, plan.gradient_dtype) for plan in plans] == [("bfloat16",) * 2, ("float32",) * 2]
+
+
+def test_no_plan_of_several_gpus_has_sums_that_wait_on_the_host() -> None:
+    """The slab has room for one sum of a layer."""
+    structure, _ = shape()
+    of = {number: list(candidates(structure, replace(REQUEST, num_gpus=number))) for number in (1, 2)}
+    assert {candidate.sums for candidate in of[1]} == {Tier.HBM, Tier.HOST}
+    assert {candidate.sums for candidate in of[2]} == {Tier.HBM}
