@@ -67,7 +67,7 @@ def losses_of(crew: Crew, steps: range) -> list[float]:
     """Runs them, one after the other, replacing whoever dies."""
     losses = []
     for step in steps:
-        call = crew.gpu.step.remote(step, save=False)
+        call = crew.step(step, save=False)
         deadline_s = time.monotonic() + 120
         while not crew.wait([call], 1.0):
             assert time.monotonic() < deadline_s
@@ -94,7 +94,7 @@ def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ra
         total = sum(layer.num_parameters for layer in ready.plan.layers)
         assert total == pytest.approx(num_parameters, rel=0.15)
         with started(ready) as crew:
-            results = [crew.gpu.step.remote(step, save=False) for step in (1, 2)]
+            results = [crew.step(step, save=False) for step in (1, 2)]
             losses = [result.row["loss"] for result in ray.get(results, timeout=120)]
             batch = crew.data.batch.remote(4)  # the worker has asked for 3 already
             sizes[num_parameters] = (size_of(batch), *(size_of(result) for result in results))

@@ -31,13 +31,12 @@ def test_a_loss_is_the_mean_over_tokens_and_of_weighted_sources_the_mean_of_thei
 
 
 class FakeGpu:
-    """Its calls are numbers, in the order they are made; `evaluate.remote` as an actor's handle has it."""
+    """Its calls are numbers, in the order they are made."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, int]] = []
-        self.evaluate = self
 
-    def remote(self, step: int, index: int) -> int:
+    def evaluate(self, step: int, index: int) -> int:
         self.made.append((step, index))
         return len(self.made) - 1
 
@@ -55,7 +54,7 @@ def held_out(tmp_path: Path) -> HeldOutData:
 
 def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: HeldOutData) -> None:
     gpu = FakeGpu()
-    running = RunningEvaluation(gpu, held_out.open(), held_out.weights, 4)
+    running = RunningEvaluation(gpu.evaluate, held_out.open(), held_out.weights, 4)
     assert (running.calls, gpu.made) == ([0, 1], [(4, 0), (4, 1)])
     for call, under_way in ((1, [0, 2]), (2, [0, 3]), (0, [3, 4]), (4, [3])):
         running.take(call, HeldOutLoss(float(call), 1))
@@ -70,7 +69,7 @@ def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: 
 
 
 def test_one_that_is_given_up_begins_nothing_more_and_has_no_row(held_out: HeldOutData) -> None:
-    running = RunningEvaluation(FakeGpu(), held_out.open(), held_out.weights, 4)
+    running = RunningEvaluation(FakeGpu().evaluate, held_out.open(), held_out.weights, 4)
     running.take(0, HeldOutLoss(1.0, 1))
     running.give_up()
     assert running.calls == [1, 2]
