@@ -116,7 +116,7 @@ class GpuSide:
 
     def stop_watching(self) -> None:
         """Before the end: who dies now is not missed."""
-        self._watching = []
+        self._watching, self._asked = [], []
 
     def is_data(self, died: str | None) -> bool:
         """Whether that id is of the present data process."""
