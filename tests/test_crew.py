@@ -71,7 +71,11 @@ def losses_of(crew: Crew, steps: range) -> list[float]:
         deadline_s = time.monotonic() + 120
         while not crew.wait([call], 1.0):
             assert time.monotonic() < deadline_s
-        losses.append(ray.get(call).row["loss"])
+        try:
+            losses.append(ray.get(call).row["loss"])
+        except RayActorError as error:  # it has ended before the call by which the crew watches who made it
+            crew.replace(error)
+            raise
     return losses
 
 
