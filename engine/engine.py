@@ -230,7 +230,7 @@ class Engine:
             self._choose_attention(micro_batches)
             own = self._evaluator.run(micro_batches, order)
             found = torch.tensor([own], dtype=torch.float64, device=self.device.torch_device)
-            return sum(self._ranks.gather(found).tolist()) if self._ranks.size > 1 else own
+            return float(sum(self._ranks.gather(found).tolist()))
 
         computing = self.on_compute_thread(run)
         total = await self._stream(self._residency_of(order), generation, computing)

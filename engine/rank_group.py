@@ -19,7 +19,6 @@ LOOPBACK = "127.0.0.1"
 # several tenants share its switches; settings of the user come before these.
 SURROUNDINGS = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
 
-
 # By the names of newer versions of torch, which warn of the others.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,6 +75,8 @@ class RankGroup:
         try:
             with torch.no_grad():
                 call()
+        except torch.OutOfMemoryError:  # a RuntimeError, too
+            raise
         except RuntimeError as error:
             raise LostPeerError(f"rank {self.rank} of {self.size} lost the others: {error}") from error
 

@@ -101,10 +101,11 @@ def config_to_dict(config: TrainConfig) -> dict[str, Any]:
 
 def resume_diff(old: TrainConfig, new: TrainConfig) -> list[str]:
     """Keys that differ and may not on a resume: `train.lr: 0.001 -> 0.002`. A split that `new` leaves to the plan is
-    no difference."""
+    no difference, nor is another one of the same batch on another number of GPUs."""
     before, after = dict(leaves(old.resolve().model_dump())), dict(leaves(new.resolve(old).model_dump()))
-    if new.train.split_is_free:
-        after |= {key: before.get(key) for key in SPLIT_KEYS if after[key] is None}
+    others = old.hardware.num_gpus != new.hardware.num_gpus
+    if others or new.train.split_is_free:
+        after |= {key: before.get(key) for key in SPLIT_KEYS if others or after[key] is None}
     return [
         f"{key}: {_shown(before.get(key))} -> {_shown(after.get(key))}"
         for key in dict.fromkeys([*before, *after])

@@ -129,7 +129,9 @@ class DataWorker:
         self._spans.on = step in self._traced or step - 1 in self._traced  # it is made in the step before
         with self._spans.span(Row.BATCHES, f"batch {step}"):
             batch = replace(self._draw(), position=self._positions[step])
-        self._newest = dict([*self._newest.items(), (step, batch)][-self._num_kept :]) if self._num_kept else {}
+        if self._num_kept:
+            self._newest[step] = batch
+            self._newest.pop(step - self._num_kept, None)
         return batch
 
     def _draw(self) -> Batch:

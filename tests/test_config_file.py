@@ -190,3 +190,11 @@ def test_a_resume_compares_what_was_filled_in() -> None:
         "train.micro_batch_size: 2 -> 3",
         "train.accumulate: 3 -> 2",
     ]
+
+
+def test_a_resume_on_another_number_of_gpus_may_split_the_same_batch_otherwise() -> None:
+    earlier = config(train__micro_batch_size=2, train__accumulate=2, hardware__num_gpus=3).resolve()
+    assert resume_diff(earlier, config(train__micro_batch_size=4, train__accumulate=3)) == []
+    assert resume_diff(earlier, config(train__batch_size=12, hardware__num_gpus=2)) == []
+    with_another_batch = config(train__micro_batch_size=2, train__accumulate=2, hardware__num_gpus=2)
+    assert resume_diff(earlier, with_another_batch) == ["train.batch_size: 12 -> 8"]

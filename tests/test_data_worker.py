@@ -45,6 +45,18 @@ def test_a_step_has_the_same_batch_whatever_was_asked_before(tokens: tuple[Path,
     assert torch.equal(ours.batch(asked[-1] + 1).input_ids, right[asked[-1]].input_ids)
 
 
+def test_several_readers_a_step_apart_get_the_same_batches_and_each_is_drawn_once(tokens: tuple[Path, ...]) -> None:
+    ours = DataWorker(DATA, tokens, VOCAB_SIZE, 4, 0, None, num_readers=2)
+    right = worker(tokens)
+    asked = [1, 2, 1, 3, 2, 3]
+    batches = [ours.batch(step) for step in asked]
+    for step, batch in zip(asked, batches, strict=True):
+        assert torch.equal(batch.input_ids, right.batch(step).input_ids)
+    for first, second in ((0, 2), (1, 4), (3, 5)):
+        assert batches[first] is batches[second], "or every reader seeks the stream to and fro"
+    assert torch.equal(ours.batch(1).input_ids, batches[0].input_ids), "one that makes a step once more"
+
+
 def test_steps_too_far_away_are_refused_and_draw_nothing(tokens: tuple[Path, ...]) -> None:
     ours = worker(tokens)
     for step in range(1, REMEMBERED_STEPS + 3):

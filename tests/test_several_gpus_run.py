@@ -88,13 +88,14 @@ def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(tmp_
 
 
 def test_a_save_goes_on_with_another_number_of_gpus(tmp_path: Path, ray_address: str) -> None:
-    """From two to one to three. The plan chooses the split of a batch anew."""
+    """From two to one to three: with a split that is given for each, or with one that the plan chooses anew."""
     shape = {**SHAPE, "attention_dropout": 0.0}  # which would be another one with other micro-batches
     constant = {"train__schedule": "constant", "model__config": shape}
     whole = trained(tmp_path / "whole", 1, train__steps=9, **constant)
-    run_dir, split = tmp_path / "run", {"train__batch_size": 12, **constant}
+    run_dir = tmp_path / "run"
     for num_gpus, steps in ((2, 3), (1, 6), (3, 9)):
-        tree = config(run_dir, SHAPE, hardware__num_gpus=num_gpus, train__steps=steps, **split)
+        free = {"train__micro_batch_size": None, "train__accumulate": None} if num_gpus == 1 else {}
+        tree = settings(run_dir, num_gpus, train__steps=steps, **constant | free)
         done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
         assert done.returncode == 0, done.stderr
         assert plan_of(run_dir).num_gpus == num_gpus
