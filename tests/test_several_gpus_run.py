@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kill_campaign.cases import GPU
+from benchmarks.kill_campaign.cases import BACKWARD, GPU
+from benchmarks.kill_campaign.phases import Phase
 from tests.runs import cli_here, config, exported_masters, losses, plan_of, rows, write_config
 from tests.test_kills import END_S, SECOND_SAVE, kill, training
 from tests.tiny import TEXT
@@ -102,16 +103,22 @@ def test_a_save_goes_on_with_another_number_of_gpus(tmp_path: Path, ray_address:
     assert worst(run_dir, whole) < CLOSE
 
 
-@pytest.mark.parametrize("hbm_layers", [0, 2])
-def test_one_of_two_gpu_workers_dies(tmp_path: Path, hbm_layers: int) -> None:
+@pytest.mark.parametrize(
+    ("hbm_layers", "phase", "expected"),
+    [
+        (0, BACKWARD, "GPU worker died and was replaced in "),
+        (2, SECOND_SAVE, "; going on from the save of step "),
+    ],
+    ids=["repeated", "from the save"],
+)
+def test_one_of_two_gpu_workers_dies(tmp_path: Path, hbm_layers: int, phase: Phase, expected: str) -> None:
     """All are replaced, or with what lives on the devices start again from the last save: the bits of an undisturbed
     run."""
-    changes = {"train__steps": 14, "save_every": 2, "hardware__hbm_layers": hbm_layers}
+    changes = {"train__steps": 20, "save_every": 2, "hardware__hbm_layers": hbm_layers}
     tree = settings(tmp_path / "run", 2, **changes)
     with training(tmp_path, write_config(tmp_path / "config.yaml", tree)) as run:
-        kill(run, SECOND_SAVE, GPU)
+        kill(run, phase, GPU)
         assert run.process.wait(END_S) == 0, run.text()
-        expected = "; going on from the save of step " if hbm_layers else "GPU worker died and was replaced in "
         assert expected in run.text()
         assert run.processes.await_end(5.0) == []
     undisturbed = settings(tmp_path / "undisturbed", 2, **changes)

@@ -152,8 +152,9 @@ class LiveRun:
                 continue
             with suppress(MegatrainError, OSError):
                 plan = plan_of(self.run_dir)
-                nbytes = 8 * HostWords.num_words(len(plan.layers), plan.num_shards)
+                sizes = (len(plan.layers), plan.num_shards, plan.num_gpus)
+                nbytes = 8 * HostWords.num_words(*sizes)
                 name = Path(f"/proc/{pid}/fd/{fd}").readlink().as_posix().removeprefix("/memfd:").split(" ")[0]
                 with closing(ArenaHolder.adopt([{WORDS: ArenaHandle(pid, fd, nbytes, name)}])) as holder:
-                    return WordsView(holder.map(WORDS).buffer, len(plan.layers), plan.num_shards)
+                    return WordsView(holder.map(WORDS).buffer, *sizes)
         return None
