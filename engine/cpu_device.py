@@ -1,4 +1,4 @@
-"""The CPU as a device: the compute thread plus one real thread for each transfer direction.
+"""The CPU as a device: the compute thread plus one real thread for each stage that moves something.
 
 Device memory is ordinary memory, separate from the host arenas, so that every copy and every wait of the CUDA device
 happens here too.
@@ -25,16 +25,20 @@ from megatrain_ray.errors import DeadlineError
 from megatrain_ray.spans import Row
 from megatrain_ray.trace import Op, Stage, Timeline
 
+TRANSFERS = (Stage.H2D, Stage.D2H, Stage.COMPLETION)
+
 
 class CpuEvent:
-    """Done when its future is."""
+    """Done when its future is. `more_s`: that it may take beyond what whoever waits allows."""
 
-    def __init__(self, at_s: float, name: str) -> None:
+    def __init__(self, at_s: float, name: str, more_s: float = 0.0) -> None:
         self.at_s = at_s
         self._name = name
+        self._more_s = more_s
         self._future: Future[None] = Future()
 
     def synchronize(self, timeout_s: float = DEADLINE_S) -> None:
+        timeout_s += self._more_s
         try:
             self._future.result(timeout_s)
         except FutureTimeout:
@@ -93,7 +97,7 @@ class CpuDevice(Device):
         super().__init__(timeline)
         self.torch_device = torch.device("cpu")
         self._num_threads = num_threads or torch.get_num_threads()
-        self._threads = {stage: _TransferThread(stage.value) for stage in (Stage.H2D, Stage.D2H)}
+        self._threads = {stage: _TransferThread(stage.value) for stage in TRANSFERS}
 
     def _copy(
         self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event], end_s: float
@@ -110,6 +114,17 @@ class CpuDevice(Device):
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
         self._threads[stage].submit(event, work)
+        return event
+
+    def _complete(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
+        event = CpuEvent(end_s, str(op), timeout_s)
+
+        def run() -> None:
+            after.synchronize()
+            with self.spans.span(Row.COMPLETION, op.name, op.layer, num_bytes=op.num_bytes):
+                work()
+
+        self._threads[Stage.COMPLETION].submit(event, run)
         return event
 
     def _wait(self, event: Event, cause: str) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA device: three streams. The only file that touches `torch.cuda`."""
+"""The CUDA device: a stream for each stage. The only file that touches `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -92,6 +92,7 @@ class CudaDevice(Device):
         # kernel, and so is a sum.
         self._streams = {stage: torch.cuda.Stream(priority=-1) for stage in (Stage.H2D, Stage.D2H)}
         self._streams[Stage.COMPUTE] = torch.cuda.Stream()
+        self._streams[Stage.COMPLETION] = torch.cuda.Stream(priority=-1)
         self._summing = torch.cuda.Stream(priority=-1)
         self._generator = torch.cuda.default_generators[self.torch_device.index]
         self._pinned: list[int] = []
@@ -112,6 +113,14 @@ class CudaDevice(Device):
             with self._traced_on(stage, op):
                 for part in self._registered_parts(source if source.device.type == "cpu" else target):
                     target.data[part].copy_(source[part], non_blocking=True)
+        return CudaEvent(stream, end_s)
+
+    def _complete(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
+        stream = self._streams[Stage.COMPLETION]
+        with torch.cuda.stream(stream), torch.no_grad():
+            stream.wait_event(_cuda(after))
+            with self._traced_on(Stage.COMPLETION, op):
+                work()
         return CudaEvent(stream, end_s)
 
     def block(self, memory: torch.Tensor) -> Block:

@@ -1,4 +1,5 @@
-"""The device seam: three stages that run concurrently (compute, h2d, d2h), events that order them, and memory.
+"""The device seam: stages that run concurrently (compute, h2d, d2h, and what completes slots where there are several
+devices), events that order them, and memory.
 
 Order between stages is by events, on the device; the host never waits for a transfer to let another begin. One thread
 (the compute thread) runs everything that builds or walks autograd graphs; copies may be submitted from any thread.
@@ -52,7 +53,7 @@ class Capture(Protocol):
 
 
 class Device(ABC):
-    """A place that computes. Implementations: CpuDevice (three threads), CudaDevice (three streams)."""
+    """A place that computes. Implementations: CpuDevice (a thread for each stage), CudaDevice (a stream)."""
 
     kind: str
     torch_device: torch.device
@@ -92,6 +93,12 @@ class Device(ABC):
         for target, source in pairs:
             after = [self._copy(stage, target, source, replace(op, num_bytes=source.nbytes), after, end_s)]
         return after[-1]
+
+    def complete(self, work: Callable[[], None], op: Op, after: Event, timeout_s: float) -> Event:
+        """Submits to its own stage what fetches from other devices, after the event. `work`: submits it, on a thread
+        of any kind. `timeout_s`: that those may take, for whoever waits on the host."""
+        end_s = self.timeline.account(Stage.COMPLETION, op, [after.at_s])
+        return self._complete(work, op, after, end_s, timeout_s)
 
     def block(self, memory: torch.Tensor) -> Block:
         """1-D uint8 memory, of the host or of the device, as a BlobStore is given it."""
@@ -185,6 +192,9 @@ class Device(ABC):
     def _copy(
         self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event], end_s: float
     ) -> Event: ...
+
+    @abstractmethod
+    def _complete(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event: ...
 
     @abstractmethod
     def _wait(self, event: Event, cause: str) -> None: ...

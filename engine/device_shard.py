@@ -43,7 +43,8 @@ class DeviceShard(ShardState):
     """In device memory, updated by the device. Updates come from the compute thread, everything else from any other."""
 
     def __init__(self, plan: Plan, layout: ModelLayout, device: Device, hyper: Hyper) -> None:
-        of_device = ShardLayout(replace(layout, aliased_size=None), 0, 1, layers=plan.hbm_layers)
+        whole = replace(layout.on_host(0, 1), aliased_size=None)  # each device has all of them
+        of_device = ShardLayout(whole, 0, 1, layers=plan.hbm_layers)
         kinds = {"working": plan.precision.working_dtype, **dict(plan.precision.state_kinds)}
         sizes = {kind: of_device.size_of(kind) for kind in kinds} | {"working": of_device.working_size}
         tensors = {kind: device.allocate(sizes[kind] * dtype.itemsize).view(dtype) for kind, dtype in kinds.items()}

@@ -42,6 +42,7 @@ from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.seams import Host
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
+from megatrain_ray.engine.slot_completion import SlotCompletion
 from megatrain_ray.engine.slots import SlotRing
 from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner, Submitted
 from megatrain_ray.engine.step_gradients import StepGradients
@@ -101,12 +102,15 @@ class Engine:
         self._host = host
         self._ranks = ranks or OneRank()
         self._structure = structure
-        self._layout: ModelLayout = structure.layout(plan.num_fragments)
+        whole = structure.layout(plan.num_fragments)
+        self._layout: ModelLayout = whole.on_host(self._ranks.rank // plan.host_gpus, plan.num_hosts)
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         memory = device.allocate(sum(slot.num_bytes for slot in plan.slots))
         ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
-        self.streamer = LayerStreamer(device, ring, self._layout, host, plan.update_deadline_s + DEADLINE_S)
+        completes = SlotCompletion(plan, self._layout, device, self._ranks) if plan.completes_slots else None
+        deadline_s = plan.update_deadline_s + DEADLINE_S
+        self.streamer = LayerStreamer(device, ring, self._layout, host, deadline_s, completes)
         self._gradients = StepGradients(GradientOffloader(device, host))
         self._visits = plan.visits(self._layout.lowest_trained)
         self._residency = self._residency_of(self._visits)

@@ -137,6 +137,11 @@ class FlatLayout:
         """Padded elements."""
         return self.fragments[-1].stop
 
+    @property
+    def parts(self) -> tuple[Span, Span]:
+        """What is trained, and what is frozen."""
+        return self.trained, self.frozen
+
     @cached_property
     def logical_size(self) -> int:
         return sum(s.numel for s in self.segments)

@@ -100,7 +100,7 @@ class Journal:
         size = self.num_bytes(layout, precision, made_for)
         if buffer.nbytes < size or made_for < num_threads:
             raise MegatrainError(
-                f"optimizer shard {layout.index}: a journal of {buffer.nbytes} bytes made for {made_for} threads, "
+                f"optimizer shard {layout.number}: a journal of {buffer.nbytes} bytes made for {made_for} threads, "
                 f"expected {size} bytes and {num_threads} threads or more"
             )
         self._first_mark = RECORD_WORDS * (1 + made_for)

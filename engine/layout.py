@@ -4,23 +4,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
-from megatrain_ray.engine.flat_layout import FlatLayout, starts_of
+from megatrain_ray.engine.flat_layout import FlatLayout, Span, starts_of
 
 DIRECTION_BYTES = 2  # of an element of what Muon orthogonalised
+PART_ELEMENTS = 64  # of what a host's or a rank's part is a multiple: of a flat that 64 × ranks divides all are equal
+
+
+class HostShare(NamedTuple):
+    """What one host has of a layer, in padded coordinates of the layer: of what is trained, and of what is frozen. In
+    its arena the one lies behind the other."""
+
+    trained: Span
+    frozen: Span
+
+    @property
+    def size(self) -> int:
+        return self.trained.size + self.frozen.size
+
+    def position(self, padded: int) -> int:
+        """Where an element of the share is from its beginning on."""
+        in_trained = padded - self.trained.start
+        return in_trained if padded < self.frozen.start else self.trained.size + padded - self.frozen.start
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """All layers in the order of a forward, and where each starts in an arena that holds them one after the other."""
+    """All layers in the order of a forward, and where each starts in an arena that holds them one after the other. Of
+    several hosts each has a share of every layer, and arenas for that."""
 
     layers: tuple[FlatLayout, ...]
     parameter_order: tuple[str, ...]  # of `model.parameters()`, tied ones once: the order of the norm of norms
     # Elements of memory that all layers on the host take in turn (megatrain_ray/aliasing.py); None: each has its own.
     aliased_size: int | None = None
+    host: int = 0
+    num_hosts: int = 1
+
+    def on_host(self, host: int, num_hosts: int) -> ModelLayout:
+        """As one of so many hosts has it."""
+        return replace(self, host=host, num_hosts=num_hosts)
+
+    @cached_property
+    def shares(self) -> tuple[HostShare, ...]:
+        """What this host has of each layer."""
+        return tuple(
+            HostShare(*(layer.cuts(part, self.num_hosts, PART_ELEMENTS)[self.host] for part in layer.parts))
+            for layer in self.layers
+        )
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -32,8 +66,8 @@ class ModelLayout:
         return sum(layer.size for layer in self.layers)
 
     def starts_among(self, layers: Set[int] | None) -> tuple[int, ...]:
-        """First element of each layer in an arena that holds the whole flats of these alone (None: of all), one after
-        the other."""
+        """First element of each layer in an arena that holds what this host has of these alone (None: of all), one
+        after the other."""
         return starts_of(self._sizes_among(layers), self.aliased_size)
 
     def size_among(self, layers: Set[int] | None) -> int:
@@ -47,7 +81,7 @@ class ModelLayout:
         return frozenset(i for i, end in enumerate(ends) if self.aliased_size is None or end <= self.aliased_size)
 
     def _sizes_among(self, layers: Set[int] | None) -> list[int]:
-        return [layer.size if layers is None or i in layers else 0 for i, layer in enumerate(self.layers)]
+        return [share.size if layers is None or i in layers else 0 for i, share in enumerate(self.shares)]
 
     @cached_property
     def trained_sizes(self) -> tuple[int, ...]:
@@ -70,9 +104,10 @@ class ModelLayout:
         return tuple(i for i, size in enumerate(self.trained_sizes) if not size)
 
     def gradient_bytes(self, itemsize: int, staying: Set[int] = frozenset()) -> tuple[int, ...]:
-        """Of each layer's gradient, padded; 0 where nothing is trained, or it stays where it was made. `itemsize`:
-        bytes of an element."""
-        return tuple(size * itemsize if i not in staying else 0 for i, size in enumerate(self.trained_sizes))
+        """Of what this host has of each layer's gradient, padded; 0 where nothing is trained, or it stays where it was
+        made. `itemsize`: bytes of an element."""
+        sizes = (share.trained.size for share in self.shares)
+        return tuple(size * itemsize if i not in staying else 0 for i, size in enumerate(sizes))
 
     @property
     def direction_bytes(self) -> tuple[int, ...]:

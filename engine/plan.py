@@ -152,6 +152,7 @@ class Plan:
     shard_homes: tuple[Home, ...] = ()  # CPUs and memory of each shard; empty: one node, nothing is put on any
     gpu_home: Home | None = None  # of the GPU worker, and memory of the slab; None: nobody knows the GPU's node
     num_gpus: int = 1  # each computes so many micro-batches of a step, and has what is said of the device to itself
+    num_hosts: int = 1  # among which these are divided; each has a share of every layer, and such shards of its own
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -160,6 +161,21 @@ class Plan:
     @cached_property
     def accumulation_dtype(self) -> torch.dtype:
         return _dtype(self.sum_dtype)
+
+    @property
+    def host_gpus(self) -> int:
+        """GPUs of each host."""
+        return self.num_gpus // self.num_hosts
+
+    @property
+    def num_parts(self) -> int:
+        """Of a save: one of each shard of each host, and one of the layers on the device."""
+        return self.num_hosts * self.num_shards + 1
+
+    @property
+    def completes_slots(self) -> bool:
+        """Whether each GPU uploads its part of a layer alone, and has the rest from the others."""
+        return self.num_hosts > 1
 
     @property
     def slab_itemsize(self) -> int:

@@ -50,7 +50,7 @@ def frame_of(
         chunks_add_to_sums=r.sums_several and bool(structure.loss_parameters),
         num_shards=num_shards,
         shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
-        num_compute_threads=max(1, m.num_cpus // r.num_gpus),
+        num_compute_threads=max(1, m.num_cpus * r.num_hosts // r.num_gpus),
         num_shard_threads=fewest_cpus(homes) if homes else max(1, m.num_cpus // num_shards),
         recovery=Recovery.IN_PLACE,  # all state is updated in host memory, and updates are logged there
         uploads_per_step=0,
@@ -72,6 +72,7 @@ def frame_of(
         shard_homes=homes,
         gpu_home=gpu_home(m.nodes, m.gpu_node),
         num_gpus=r.num_gpus,
+        num_hosts=r.num_hosts,
     )
 
 

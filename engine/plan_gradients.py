@@ -75,10 +75,10 @@ class GradientPlaces:
     def slab_bytes(self) -> int:
         """On the host."""
         if self.candidate.sums is Tier.HOST:
-            return sum(self._sizes(self.layout.updated, self.sums))
+            return sum(self._shares(self.layout.updated, self.sums))
         on_host = (i for i in self.layout.updated if i not in self.candidate.hbm_layers)
-        late = self._sizes([i for i in on_host if self.wait_on_device(i)], self.wire)
-        sizes = self._sizes(self._leaving, self.wire)
+        late = self._shares([i for i in on_host if self.wait_on_device(i)], self.wire)
+        sizes = self._shares(self._leaving, self.wire)
         return (sum(sizes) if self.request.clip else in_flight(sizes)) + in_flight(late)
 
     @cached_property
@@ -88,6 +88,10 @@ class GradientPlaces:
 
     def _sizes(self, layers: Sequence[int], dtype: torch.dtype) -> list[int]:
         return [self.layout.layers[i].trained.size * dtype.itemsize for i in layers]
+
+    def _shares(self, layers: Sequence[int], dtype: torch.dtype) -> list[int]:
+        """Of these sizes what a host has."""
+        return [self.layout.shares[i].trained.size * dtype.itemsize for i in layers]
 
     def _ring(self, layers: Sequence[int], dtype: torch.dtype, count: int) -> tuple[int, ...]:
         """`count` regions that blocks take in turn, and one for embedding and head, between whose gradients there is

@@ -90,7 +90,8 @@ class Request:
     compiled: bool = False  # layers that can be are compiled
     mlp_chunk_tokens: int = 0  # that an MLP computes at a time; 0: a whole micro-batch (make_plan alone chooses)
     captured: bool | None = None  # a step is a graph of the device; None: where that is faster (make_plan alone)
-    num_gpus: int = 1
+    num_gpus: int = 1  # of all hosts
+    num_hosts: int = 1
 
     @property
     def sums_several(self) -> bool:

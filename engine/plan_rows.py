@@ -54,14 +54,14 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     if plan.weights_on_disk:
         formula = f"{plan.weight_windows} working copies of layers on their way from disk to the device"
         rows["weight windows"] = windows_bytes(plan, layout), formula
-    of_each = f", of each of {plan.num_gpus} GPUs" if plan.num_gpus > 1 else ""
+    of_each = f", of each of {plan.host_gpus} GPUs" if plan.host_gpus > 1 else ""
     if plan.boundary_bytes:
         rows["boundary activations"] = (
-            plan.num_gpus * plan.boundary_bytes,
+            plan.host_gpus * plan.boundary_bytes,
             f"what enters layers, until their backward{of_each}",
         )
     if plan.kept_bytes:
-        rows["kept activations"] = plan.num_gpus * plan.kept_bytes, f"what layers keep, until their backward{of_each}"
+        rows["kept activations"] = plan.host_gpus * plan.kept_bytes, f"what layers keep, until their backward{of_each}"
     if plan.disk_activations:
         rows["activation windows"] = _of_windows(plan)
     if plan.num_muon:
@@ -78,9 +78,9 @@ def _of_windows(plan: Plan) -> tuple[int, str]:
 
 
 def _of_processes(plan: Plan) -> tuple[int, str]:
-    count = OTHER_PROCESSES - 1 + plan.num_gpus + plan.num_shards
-    of_gpus = plan.num_gpus * BESIDE_GPU_BYTES if plan.device == "cuda" else 0
-    gpus = "a GPU" if plan.num_gpus == 1 else f"{plan.num_gpus} GPUs"
+    count = OTHER_PROCESSES - 1 + plan.host_gpus + plan.num_shards
+    of_gpus = plan.host_gpus * BESIDE_GPU_BYTES if plan.device == "cuda" else 0
+    gpus = "a GPU" if plan.host_gpus == 1 else f"{plan.host_gpus} GPUs"
     more = f" + {format_bytes(of_gpus)} for {gpus}" if of_gpus else ""
     return count * PROCESS_BYTES + of_gpus, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
 
@@ -104,8 +104,9 @@ def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
 
 
 def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
-    on_host = [layout.layers[i] for i in plan.host_layers - plan.spilled_layers]
-    per_element, size = plan.precision.state_bytes, sum(layer.trained.size for layer in on_host)
-    without_v = size - sum(layer.adamw.size for layer in on_host)
+    in_memory = plan.host_layers - plan.spilled_layers
+    on_host = [layout.layers[i] for i in in_memory]
+    per_element, size = plan.precision.state_bytes, sum(layout.shares[i].trained.size for i in in_memory)
+    without_v = sum(layer.trained.size - layer.adamw.size for layer in on_host)  # one host alone trains by Muon
     less = f" - {SECOND_MOMENT_BYTES} × {without_v}" if without_v else ""
     return size * per_element - without_v * SECOND_MOMENT_BYTES, f"{per_element} bytes × {size}{less}"

@@ -18,7 +18,7 @@ from megatrain_ray.engine.split_search import Found, SplitSearch
 
 def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
     """What predictions of all plans for it share."""
-    layout = structure.layout(request.num_fragments)
+    layout = structure.layout(request.num_fragments).on_host(0, request.num_hosts)
     work = work_of(structure, request.active_experts, request.windows)
     spill = machine.spill
     disk = (spill.bytes_per_s, spill.plain_bytes_per_s, spill.direct_bytes_per_s) if spill else ()

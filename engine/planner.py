@@ -24,7 +24,7 @@ def build_plan(
     candidate: Candidate,
 ) -> Plan:
     """The plan of one candidate, whether it fits or not."""
-    layout = structure.layout(request.num_fragments)
+    layout = structure.layout(request.num_fragments).on_host(0, request.num_hosts)
     draft = Drafts(structure, layout, activations, machine, request).plan(candidate)
     return with_uploads(draft, structure, layout)
 

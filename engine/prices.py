@@ -45,6 +45,7 @@ UPDATE_LAUNCHES = 40
 # bandwidth. Without NVLink it is less, which a plan does not know.
 GPU_LINK_BYTES_PER_S = 330e9
 CPU_LINK_BYTES_PER_S = 1e9  # a guess: gloo over the loopback
+HOST_LINK_BYTES_PER_S = 25e9  # a guess: 200 Gb/s between hosts, in each direction
 UPDATE_BYTES = 26  # of a parameter by which an update's rate is measured: bf16 gradient, split master, two moments
 NS_STEPS = 5  # of Muon's directions, as it does by itself
 ACTIVATIONS = frozenset(kind.value for kind in Activations)  # names of operations
@@ -81,8 +82,8 @@ class Prices:
                 return self._profile.copy_s + 2 * op.num_bytes / self._profile.device_bytes_per_s
             # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
-        if op.name == "sum over GPUs":
-            return self._sum_over_gpus(op)
+        if stage is Stage.COMPLETION or op.name == "sum over GPUs":
+            return self._exchange_s(op)
         if stage is Stage.DISK:
             basis, of_activations = self._basis, op.name in ACTIVATIONS
             rate = basis.activations_per_s(self._plan.windows) if of_activations else basis.disk_bytes_per_s
@@ -91,11 +92,13 @@ class Prices:
             return op.num_bytes / (WEIGHTS_SHARE * self._basis.disk_bytes_per_s)
         return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
 
-    def _sum_over_gpus(self, op: Op) -> float:
-        """Each GPU sends what it has of the others' parts; of a layer that lives on all of them it sends its part of
-        the sum, too."""
+    def _exchange_s(self, op: Op) -> float:
+        """Each GPU sends what it has of the others' parts, or has from them what it lacks; of a sum of a layer that
+        lives on all of them both."""
         times = 2 if op.layer in self._plan.hbm_layers else 1
         rate = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
+        if self._plan.num_hosts > 1:  # all of it but a GPU's part enters each host once, and leaves it once
+            rate = min(rate, HOST_LINK_BYTES_PER_S)
         return times * (1 - 1 / self._plan.num_gpus) * op.num_bytes / rate
 
     def _stays_on_device(self, op: Op) -> bool:
@@ -129,6 +132,7 @@ class Prices:
 
     def _update_bytes(self, layer: int) -> int:
         plan = self._plan.layers[layer]
+        """Of all of it, in one place."""
         moments = 2 * self._plan.precision.element_bytes * plan.num_trained
         of_muon = (DIRECTION_BYTES - 2 * SECOND_MOMENT_BYTES) * plan.num_muon
         return moments + of_muon + self._plan.wire_dtype.itemsize * plan.num_trained
@@ -145,7 +149,7 @@ class Prices:
                 launches_s = UPDATE_LAUNCHES * self._profile.launch_s
                 return max(self._update_bytes(layer) / self._profile.device_bytes_per_s, launches_s)
             case "shards":
-                return self._update_bytes(layer) / (UPDATE_BYTES * self._update_rate)
+                return self._update_bytes(layer) / self._plan.num_hosts / (UPDATE_BYTES * self._update_rate)
             case "orthogonalize":
                 return self._orthogonalize(self._basis.layout.layers[layer])
         raise ValueError(f"no price for {name}")

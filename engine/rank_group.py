@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,33 +20,59 @@ from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.errors import LostPeerError
 
 LOOPBACK = "127.0.0.1"
-# What NCCL and gloo connect by, and whether NCCL uses multicast, which can put all GPUs of a host out of service where
-# several tenants share its switches; settings of the user come before these.
-SURROUNDINGS = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+# NCCL's multicast can put all GPUs of a host out of service where several tenants share its switches; settings of the
+# user come before this.
+SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0"}
+CONNECTIONS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # what NCCL and gloo connect by
+
+SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 # By the names of newer versions of torch, which warn of the others.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Meeting:
-    """Where the ranks of one host find each other: a port that this process listens at, on loopback alone, as long as
-    this object is kept."""
+class Place(NamedTuple):
+    """Where ranks find each other."""
 
-    def __init__(self) -> None:
-        listening = socket.create_server((LOOPBACK, 0))
-        self.port: int = listening.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+    address: str
+    port: int
+
+
+class Meeting:
+    """A port that this process listens at, at one address alone, as long as this object is kept."""
+
+    def __init__(self, address: str = LOOPBACK) -> None:
+        """`address`: of this host, at which the others reach it. Raises OSError where it is none of this host's."""
+        listening = socket.create_server((address, 0))
+        self.place = Place(address, listening.getsockname()[1])
+        self._store = TCPStore(*self.place, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface with this IPv4 address; None where there is none."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # it has no such address
+                found = fcntl.ioctl(asking, SIOCGIFADDR, request)[20:24]
+                if socket.inet_ntoa(found) == address:
+                    return name
+    return None
 
 
 class RankGroup:
     """One of several processes, each with a device of its own. One to a process."""
 
-    def __init__(self, device: torch.device, port: int, rank: int, size: int, timeout_s: float) -> None:
-        """Waits for the others. `port`: of the meeting. `timeout_s`: that the ranks may be apart in a call."""
-        for name, value in SURROUNDINGS.items():
+    def __init__(
+        self, device: torch.device, place: Place, rank: int, size: int, timeout_s: float, address: str = LOOPBACK
+    ) -> None:
+        """Waits for the others. `place`: of the meeting. `timeout_s`: that the ranks may be apart in a call. `address`:
+        of this host, by whose interface it is connected."""
+        interface = interface_of(address)
+        for name, value in SURROUNDINGS.items() | ((name, interface) for name in CONNECTIONS if interface):
             os.environ.setdefault(name, value)
         self.rank = rank
         self.size = size
@@ -49,12 +80,14 @@ class RankGroup:
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=TCPStore(LOOPBACK, port, is_master=False, timeout=bound),
+            store=TCPStore(*place, is_master=False, timeout=bound),
             rank=rank,
             world_size=size,
             timeout=bound,
             device_id=device if on_gpu else None,
         )
+        # What completes slots runs beside what sums gradients: each has an order of its own.
+        self._completing = dist.new_group(timeout=bound)
 
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:
         if part.size * self.size == flat.numel():
@@ -65,6 +98,17 @@ class RankGroup:
 
     def sum(self, values: torch.Tensor) -> None:
         self._exchange(lambda: dist.all_reduce(values))
+
+    def complete(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+        own = flat[slice(*parts[self.rank])]
+        first, last = parts[0], parts[-1]
+        if all(part.size == own.numel() for part in parts):
+            self._exchange(lambda: _all_gather(flat[first.start : last.stop], own, group=self._completing))
+            return
+        for rank, part in enumerate(parts):
+            if part.size:
+                values = flat[slice(*part)]
+                self._exchange(partial(dist.broadcast, values, rank, group=self._completing))
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         found = values.new_empty(self.size * values.numel())

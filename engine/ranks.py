@@ -6,15 +6,13 @@ Each rank completes a part of every layer's gradient, its own, and hands that on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.layout import ModelLayout
-
-PART_ELEMENTS = 64  # of what a rank's part is a multiple: parts of a flat that 64 × ranks divides are equally large
+from megatrain_ray.engine.layout import PART_ELEMENTS, ModelLayout
 
 
 class Ranks(Protocol):
@@ -29,6 +27,10 @@ class Ranks(Protocol):
 
     def sum(self, values: torch.Tensor) -> None:
         """Becomes the sum over all ranks, the same bits on each."""
+
+    def complete(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+        """Fills the parts of a 1-D tensor that the other ranks have. `parts`: by rank. Of all calls this one alone may
+        come from another thread; by order these are one line, and all others another one."""
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """1-D: those of all ranks, one after the other."""
@@ -45,25 +47,46 @@ class OneRank:
     def sum(self, values: torch.Tensor) -> None:
         pass
 
+    def complete(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+        pass
+
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
 
 class RankParts:
-    """Which part of a layer's gradient a rank completes. Spans in padded coordinates of the layer."""
+    """Which part of a layer a rank has: of its gradient, which it completes, and, where ranks upload parts, of its
+    working copy. The ranks of a host divide the host's share. Spans in padded coordinates of the layer."""
 
     def __init__(self, layout: ModelLayout, rank: int = 0, size: int = 1) -> None:
+        """`layout`: of any host. `rank`, `size`: among all hosts."""
         self._layout = layout
         self._rank = rank
         self._size = size
-        self._spans: dict[int, Span] = {}
+        self._parts: dict[int, tuple[tuple[Span, ...], tuple[Span, ...]]] = {}
 
     def span(self, layer: int) -> Span:
         """Of what is trained of the layer; the parts of all ranks cover it."""
-        if layer not in self._spans:
-            flat = self._layout.layers[layer]
-            self._spans[layer] = flat.cuts(flat.trained, self._size, PART_ELEMENTS)[self._rank]
-        return self._spans[layer]
+        return self.of_all(layer)[0][self._rank]
+
+    def own(self, layer: int) -> tuple[Span, ...]:
+        """Of all of the layer: of what is trained, and of what is frozen, where it has some of it."""
+        return tuple(of_ranks[self._rank] for of_ranks in self.of_all(layer) if of_ranks[self._rank].size)
+
+    def of_all(self, layer: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """The parts of every rank, one behind the other: of what is trained, and of what is frozen."""
+        if layer not in self._parts:
+            flat, num_hosts = self._layout.layers[layer], self._layout.num_hosts
+            trained, frozen = (
+                tuple(
+                    part
+                    for share in flat.cuts(whole, num_hosts, PART_ELEMENTS)
+                    for part in flat.cuts(share, self._size // num_hosts, PART_ELEMENTS)
+                )
+                for whole in flat.parts
+            )
+            self._parts[layer] = trained, frozen
+        return self._parts[layer]
 
     def views(self, layer: int, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Of the part, by parameter: whole parameters where there is one rank, else those elements, 1-D, that the part

@@ -8,6 +8,7 @@ is written: the writer goes on with the copy.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -55,6 +56,7 @@ class SaveAttempt(NamedTuple):
 
 
 NO_ATTEMPT = SaveAttempt(-1, -1)
+EVERY_ATTEMPT = SaveAttempt(sys.maxsize, sys.maxsize)
 
 
 @dataclass

@@ -29,8 +29,8 @@ class WeightPart(NamedTuple):
 
 
 class HostWeights(NamedTuple):
-    """A fragment of a layer's working copy in host memory, part after part, and when it became ready on the virtual
-    clock."""
+    """A fragment of a layer's working copy in host memory, part after part, or this rank's part of it; and when it
+    became ready on the virtual clock."""
 
     parts: Sequence[WeightPart]
     ready_at_s: float

@@ -42,9 +42,9 @@ class UpdateHeader:
 
 
 class Gradient(NamedTuple):
-    """Of all that is trained of a layer, or of a part that begins at element `start` of it. `values`: 1-D, padded, bf16
-    or fp32; None where it was stored. `directions`: bf16, at the same coordinates, where Muon trains something of the
-    layer. Both are only read."""
+    """Of what a host has of all that is trained of a layer, or of a part that begins at element `start` of it.
+    `values`: 1-D, padded, bf16 or fp32; None where it was stored. `directions`: bf16, at the same coordinates, where
+    Muon trains something of the layer. Both are only read."""
 
     values: Tensor | None
     directions: Tensor | None = None
@@ -79,10 +79,10 @@ class AdamShard(ShardState):
         own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
         super().__init__(layout, precision, working=working, own=own, saves_frozen=saves_frozen)
         if layout.model.with_muon and hyper.muon is None:
-            raise MegatrainError(f"optimizer shard {layout.index}: Muon trains some of the model and has no constants")
+            raise MegatrainError(f"optimizer shard {layout.number}: Muon trains some of the model and has no constants")
         if (precision.moment_dtype is torch.bfloat16) != (hyper.moments_seed is not None):
             raise MegatrainError(
-                f"optimizer shard {layout.index}: moments are {precision.moments} and the seed of their rounding is "
+                f"optimizer shard {layout.number}: moments are {precision.moments} and the seed of their rounding is "
                 f"{hyper.moments_seed}"
             )
         self.hyper = hyper
@@ -106,7 +106,7 @@ class AdamShard(ShardState):
     def store(self, layer: int, gradient: Tensor) -> None:
         """Takes the gradient of all that is trained of a layer (1-D, padded) until its update, which has none then. It
         may be called again with the same one, by a shard that follows one that died."""
-        raise MegatrainError(f"optimizer shard {self.layout.index} has no disk for the gradient of layer {layer}")
+        raise MegatrainError(f"optimizer shard {self.layout.number} has no disk for the gradient of layer {layer}")
 
     def settle(self, layer: int) -> None:
         """Returns when all that updates made of a layer is where it stays. Any thread."""
@@ -116,17 +116,18 @@ class AdamShard(ShardState):
     ) -> None:
         """One update of this shard's part of a layer: what of transaction `serial` is not done yet.
 
-        `gradient`: of all that is trained of the layer, 1-D, padded, bf16 or fp32. It is only read. None: the one that
-        was stored. `serial`: positive, larger than that of every update before; that of a torn one to finish it, with
-        the same gradient and header. `directions`: bf16, at the same coordinates, where Muon trains something of the
-        layer; only read.
+        `gradient`: of all that the host has of what is trained of the layer, 1-D, padded, bf16 or fp32. It is only
+        read. None: the one that was stored. `serial`: positive, larger than that of every update before; that of a
+        torn one to finish it, with the same gradient and header. `directions`: bf16, at the same coordinates, where
+        Muon trains something of the layer; only read.
         Raises MegatrainError for a gradient or directions of another size or type.
         """
         self._check_gradient(layer, gradient)
         if self.layout.model.layers[layer].num_muon:
             self._check_incoming(layer, "directions", directions, (torch.bfloat16,))
         if not header.skip:
-            self._update(layer, Gradient(gradient, directions), header, serial)
+            start = self.layout.model.shares[layer].trained.start
+            self._update(layer, Gradient(gradient, directions, start), header, serial)
 
     def _update(
         self, layer: int, gradient: Gradient, header: UpdateHeader, serial: int, within: Span | None = None
@@ -144,12 +145,12 @@ class AdamShard(ShardState):
         self._check_incoming(layer, "gradient", gradient, (torch.bfloat16, torch.float32))
 
     def _check_incoming(self, layer: int, name: str, got: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
-        size = self.layout.model.layers[layer].trained.size
+        size = self.layout.model.shares[layer].trained.size
         if got is None or got.numel() != size or got.dtype not in dtypes:
             found = "none" if got is None else f"{got.numel()} of {got.dtype}"
             expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise MegatrainError(
-                f"optimizer shard {self.layout.index}: the {name} of layer {layer} must be {size} elements of "
+                f"optimizer shard {self.layout.number}: the {name} of layer {layer} must be {size} elements of "
                 f"{expected}, got {found}"
             )
 

@@ -14,10 +14,11 @@ from megatrain_ray.engine.layout import ModelLayout
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What one shard owns: a contiguous span of every layer's trained part, stored one after the other in its state
-    arenas; and of every frozen part. `layers`: those that are cut among these shards; of others they own nothing.
-    `spilled`: of these the ones whose state is on disk, and takes no part of the arenas (spill_layout.py); `on_disk`:
-    of those the ones whose working copy is there, too."""
+    """What one shard of a host owns: a contiguous span of what the host has of every layer's trained part, stored
+    one after the other in its state arenas; and of every frozen part. `index`, `num_shards`: of this host's.
+    `layers`: those that are cut among these shards; of others they own nothing. `spilled`: of these the ones whose
+    state is on disk, and takes no part of the arenas (spill_layout.py); `on_disk`: of those the ones whose working
+    copy is there, too."""
 
     model: ModelLayout
     index: int
@@ -27,15 +28,20 @@ class ShardLayout:
     spilled: Set[int] = frozenset()
     on_disk: Set[int] = frozenset()
 
+    @property
+    def number(self) -> int:
+        """Among the shards of all hosts."""
+        return self.model.host * self.num_shards + self.index
+
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Per layer, of what is trained, in padded coordinates of that layer."""
-        return tuple(self._cut(i, layer.trained) for i, layer in enumerate(self.model.layers))
+        return tuple(self._cut(i, share.trained) for i, share in enumerate(self.model.shares))
 
     @cached_property
     def frozen_spans(self) -> tuple[Span, ...]:
         """Per layer, of what is frozen: the shard loads and saves it, and has no state for it."""
-        return tuple(self._cut(i, layer.frozen) for i, layer in enumerate(self.model.layers))
+        return tuple(self._cut(i, share.frozen) for i, share in enumerate(self.model.shares))
 
     def _cut(self, layer: int, part: Span) -> Span:
         if self.layers is not None and layer not in self.layers:

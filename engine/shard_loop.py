@@ -137,5 +137,5 @@ class ShardLoop:
         return self._landed(layer, self._words.direction_start(layer), torch.bfloat16)
 
     def _landed(self, layer: int, start: int, dtype: torch.dtype) -> Tensor:
-        num_bytes = self._shard.layout.model.layers[layer].trained.size * dtype.itemsize
+        num_bytes = self._shard.layout.model.shares[layer].trained.size * dtype.itemsize
         return self._slab[start : start + num_bytes].view(dtype)

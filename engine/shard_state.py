@@ -174,7 +174,7 @@ class ShardState(ABC):
         return self.layout.model.layers[layer].runs(self.layout.frozen_spans[layer])
 
     def _working_of(self, layer: int, run: Run) -> Tensor:
-        start = self.layout.working_starts[layer] + run.padded
+        start = self.layout.working_starts[layer] + self.layout.model.shares[layer].position(run.padded)
         return self._working[start : start + run.length]
 
     def _state(self, layer: int, run: Run) -> AdamState:
@@ -220,7 +220,7 @@ def _check(precision: Precision, layout: ShardLayout, tensors: Mapping[str, Tens
         got = (tensors[name].dtype, tensors[name].numel()) if name in tensors else None
         if got != expected.get(name):
             raise MegatrainError(
-                f"optimizer shard {layout.index}: {name} must be {expected.get(name)} for precision "
+                f"optimizer shard {layout.number}: {name} must be {expected.get(name)} for precision "
                 f"{precision.value}, got {got} (type, elements)"
             )
 

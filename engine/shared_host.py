@@ -1,6 +1,6 @@
 """Host side across processes: working copies and gradients in shared arenas, shards behind signal words.
 
-Of several ranks, which share all of it, the first one decides for all where gradients lie, and commits.
+Of several ranks on a host, which share all of it, the first one decides for all where gradients lie, and commits.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class SharedHost:
         disk: DiskWeights | None = None,
         rank: int = 0,
     ) -> None:
-        """`working`: 1-D, the working copies in host memory, one after the other. `slab`: 1-D uint8, gradients and then
-        Muon's directions. `disk`: the other working copies, where there are any."""
-        self._rank = rank
-        self._num_ranks = plan.num_gpus
+        """`layout`: of this host. `working`: 1-D, the working copies in host memory, one after the other. `slab`: 1-D
+        uint8, gradients and then Muon's directions. `disk`: the other working copies, where there are any. `rank`:
+        among those of all hosts."""
+        self._rank = rank % plan.host_gpus
+        self._num_ranks = plan.host_gpus
+        self._uploads_parts = plan.completes_slots
         self._parts = RankParts(layout, rank, plan.num_gpus)
         self._itemsize = plan.slab_itemsize
         self._layout = layout
@@ -81,6 +83,9 @@ class SharedHost:
         if disk := self._disk_of(fragment.layer):
             return HostWeights(await disk.take(fragment), 0.0)
         await self._reached(fragment.layer, generation)
+        if self._uploads_parts:
+            own = self._parts.own(fragment.layer)
+            return HostWeights([self._arena.of_span(fragment.layer, span) for span in own], 0.0)
         return HostWeights([self._arena.part(fragment)], 0.0)
 
     def release(self, fragment: FragmentId, uploaded: Event) -> None:
@@ -103,7 +108,8 @@ class SharedHost:
             return lease
         if self._rank == 0:
             self._words.place(layer, update, lease.start_bytes)
-        start, stop = (self._itemsize * edge for edge in self._parts.span(layer))
+        first = self._layout.shares[layer].trained.start
+        start, stop = (self._itemsize * (edge - first) for edge in self._parts.span(layer))
         return replace(lease, region=lease.region[start:stop])
 
     async def lease_direction(self, layer: int) -> Lease:

@@ -11,7 +11,7 @@ for, and a step takes as long.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatrain_ray.engine.activation_moves import RETURNING
@@ -100,9 +100,17 @@ class Simulation:
             op = Op("load", layer, fragment=load.fragment.index, num_bytes=num_bytes)
             free_s = self._released_s[load.after_visit] if load.after_visit >= 0 else self._start_s
             generation_s = self._windows.fill(load.fragment, self._generation_s[layer], self._start_s)
-            end_s = self._clocks.run(Stage.H2D, op, self._start_s, free_s, generation_s)
+            end_s = self._fill(op, self._start_s, free_s, generation_s)
             self._windows.leave(load.fragment, end_s)
             self._arrivals[load.fragment] = _Arrival(generation_s, end_s)
+
+    def _fill(self, op: Op, *after_s: float) -> float:
+        """A slot: by an upload of all, or of a part, which others complete."""
+        if not self._plan.completes_slots:
+            return self._clocks.run(Stage.H2D, op, *after_s)
+        own = replace(op, num_bytes=op.num_bytes // self._plan.num_gpus)
+        loaded_s = self._clocks.run(Stage.H2D, own, *after_s)
+        return self._clocks.run(Stage.COMPLETION, Op("complete", op.layer, num_bytes=op.num_bytes), loaded_s)
 
     def _visit(self, visit: Visit) -> None:
         if visit.index + 1 < len(self._visits):

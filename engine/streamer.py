@@ -8,7 +8,7 @@ on the device, by events.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +20,7 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Device, Event
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.residency import FragmentId, Load, Residency
-from megatrain_ray.engine.seams import ParamSource
+from megatrain_ray.engine.seams import HostWeights, ParamSource
 from megatrain_ray.engine.slots import SlotRing, SlotState
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.spans import Row
@@ -33,6 +33,9 @@ class Arrival(NamedTuple):
     fragment: FragmentId
     region: torch.Tensor
     event: Event
+
+
+Completes = Callable[[int, torch.Tensor, Event], Event]  # of a layer's flat (1-D uint8), after the own part is there
 
 
 class NoStreamer:
@@ -52,7 +55,10 @@ class LayerStreamer:
         layout: ModelLayout,
         source: ParamSource,
         deadline_s: float = DEADLINE_S,
+        completes: Completes | None = None,
     ) -> None:
+        """`completes`: where the source has a part of what is loaded, and other devices the rest."""
+        self._completes = completes
         self._device = device
         self._ring = ring
         self._layout = layout
@@ -151,18 +157,26 @@ class LayerStreamer:
         with self._waiting("generation", load):
             weights = await self._source.fetch(load.fragment, generation)
         start = self._layout.layers[load.fragment.layer].fragments[load.fragment.index].start
-        region = self._ring[load.slot].region[: sum(values.nbytes for _, values in weights.parts)]
+        region = self._ring[load.slot].region[: self._num_bytes(load.fragment, weights)]
         pairs = [
             (region[(first - start) * values.itemsize :][: values.nbytes], values.view(torch.uint8))
             for first, values in weights.parts
         ]
         self._ring.to(load.slot, SlotState.FILLING, self._name(load.fragment))
-        op = Op("load", load.fragment.layer, fragment=load.fragment.index, num_bytes=region.nbytes)
+        num_bytes = sum(source.nbytes for _, source in pairs)
+        op = Op("load", load.fragment.layer, fragment=load.fragment.index, num_bytes=num_bytes)
         self._device.timeline.host_waits(weights.ready_at_s)
         event = self._device.copy_all(Stage.H2D, pairs, op, after)
         self._source.release(load.fragment, event)
+        if self._completes is not None:
+            event = self._completes(load.fragment.layer, region, event)
         self._ring.to(load.slot, SlotState.READY, self._name(load.fragment))
         self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
+
+    def _num_bytes(self, fragment: FragmentId, weights: HostWeights) -> int:
+        """Of all of it."""
+        itemsize = weights.parts[0].values.itemsize
+        return self._layout.layers[fragment.layer].fragments[fragment.index].size * itemsize
 
     def _waiting(self, what: str, load: Load) -> AbstractContextManager[None]:
         return self._device.spans.span(Row.UPLOADS, f"wait {what}", load.fragment.layer, waits=True)

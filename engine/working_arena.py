@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.residency import FragmentId
@@ -11,7 +12,7 @@ from megatrain_ray.engine.seams import WeightPart
 
 
 class WorkingArena:
-    """Of the layers that stream and are not on disk."""
+    """Of the layers that stream and are not on disk: what this host has of them."""
 
     def __init__(self, plan: Plan, layout: ModelLayout, working: Tensor) -> None:
         """`working`: 1-D, of ModelLayout.size_among these layers."""
@@ -20,10 +21,14 @@ class WorkingArena:
         self._working = working
 
     def of_layer(self, layer: int) -> Tensor:
-        """1-D, padded."""
-        return self._working[self._starts[layer] :][: self._layout.layers[layer].size]
+        """1-D, padded: all that the host has of it."""
+        return self._working[self._starts[layer] :][: self._layout.shares[layer].size]
 
     def part(self, fragment: FragmentId) -> WeightPart:
-        """The fragment, which is all of one part."""
-        span = self._layout.layers[fragment.layer].fragments[fragment.index]
-        return WeightPart(span.start, self.of_layer(fragment.layer)[span.start : span.stop])
+        """The fragment, which is all of one part, where there is one host."""
+        return self.of_span(fragment.layer, self._layout.layers[fragment.layer].fragments[fragment.index])
+
+    def of_span(self, layer: int, span: Span) -> WeightPart:
+        """Of what the host has of the layer; trained or frozen where that is not all."""
+        start = self._layout.shares[layer].position(span.start)
+        return WeightPart(span.start, self.of_layer(layer)[start : start + span.size])

@@ -5,8 +5,10 @@ All other processes of a run wait for it, so it imports no PyTorch, which takes 
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
@@ -26,6 +28,13 @@ class ArenaOwner:
     def handles(self) -> dict[str, ArenaHandle]:
         """For `ArenaHolder.adopt` in any process of this machine."""
         return self._holder.handles
+
+    def digest_of(self, path: str) -> str | None:
+        """SHA-256 of a file as this host sees it; None where it sees none."""
+        try:
+            return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        except OSError:
+            return None
 
     def run(self) -> None:
         """Holds until `stop`."""

@@ -40,8 +40,8 @@ ACTIVATIONS = "spill-activations"  # the file of those that wait on disk; the GP
 
 
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
-    """Bytes of every arena of a run: three that all map, and two for each shard that only this one does, but for its
-    momenta, which the GPU worker reads where Muon trains."""
+    """Bytes of every arena that a host has: three that all its processes map, and two for each of its shards that only
+    this one does, but for its momenta, which the GPU worker reads where Muon trains. `layout`: of that host."""
     slab_bytes = held_slab_bytes(plan, layout) + plan.direction_slab_bytes
     sizes = {
         WORKING: max(1, layout.size_among(plan.weights_on_host)) * plan.precision.working_dtype.itemsize,
@@ -57,12 +57,12 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
 
 
 def words_bytes(plan: Plan) -> int:
-    return WORD_BYTES * HostWords.num_words(len(plan.layers), len(plan.updated_layers), plan.num_gpus)
+    return WORD_BYTES * HostWords.num_words(len(plan.layers), len(plan.updated_layers), plan.host_gpus)
 
 
 def words_in(buffer: memoryview, plan: Plan) -> HostWords:
     """The signal words of a run, `words_bytes` of them."""
-    return HostWords(buffer, len(plan.layers), len(plan.updated_layers), plan.num_gpus)
+    return HostWords(buffer, len(plan.layers), len(plan.updated_layers), plan.host_gpus)
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:

@@ -71,6 +71,11 @@ def in_ray_job() -> bool:
     return JOB_MARKER in os.environ
 
 
+def joins_cluster() -> bool:
+    """Whether `cluster` finds one that is there already."""
+    return ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS")) or in_ray_job()
+
+
 @contextmanager
 def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     """Connects this process to Ray for the block. `num_cpus`: of an embedded cluster, which begins with as many

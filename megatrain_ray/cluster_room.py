@@ -45,6 +45,18 @@ def check_node(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]], no
             )
 
 
+def check_hosts(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raises CapacityError where fewer living nodes than `bundles`, which are alike, have what one asks for."""
+    able = [node for node in nodes if node["Alive"] and not lacking(bundles[:1], node["Resources"])]
+    if len(able) < len(bundles):
+        asked = ", ".join(f"{name}: {amount:g}" for name, amount in bundles[0].items())
+        have = ", ".join(sorted(node["NodeManagerAddress"] for node in able)) or "none"
+        raise CapacityError(
+            f"hardware.num_hosts: {len(bundles)}, and {len(able)} of the Ray cluster's nodes have what a host needs "
+            f"({asked}): {have}; start Ray on more machines, or set hardware.num_hosts to at most {max(1, len(able))}"
+        )
+
+
 def check_device(asked: str, found: str, nodes: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError where `auto` means the CPU because the driver is not where the cluster's GPUs are. `asked`,
     `found`: of hardware.device."""

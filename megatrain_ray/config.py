@@ -218,8 +218,11 @@ class HardwareConfig(Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where layers run; auto: a GPU where there is one."""
     num_gpus: Count = 1
-    """GPUs of this machine that train together, each on its share of every batch; on the CPU device as many processes
+    """GPUs that train together, on all hosts, each on its share of every batch; on the CPU device as many processes
     that stand for them."""
+    num_hosts: Count = 1
+    """Machines of a Ray cluster that these GPUs are on, as many on each; each has its share of the optimizer state, and
+    of the working copies in host memory."""
     hbm_limit: Size | None = None
     """Bytes of GPU memory that the plan may use, and that the run takes at most; null: what is there."""
     ram_limit: Size | None = None

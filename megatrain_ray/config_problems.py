@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -84,7 +85,19 @@ def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
 
 def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
     """What one GPU alone can do so far."""
-    train, num_gpus = config.train, config.hardware.num_gpus
+    train, num_gpus, num_hosts = config.train, config.hardware.num_gpus, config.hardware.num_hosts
+    if num_gpus % num_hosts:
+        yield (
+            f"hardware.num_gpus: {num_gpus} GPUs of all hosts cannot be divided among hardware.num_hosts: {num_hosts}; "
+            f"set a multiple of {num_hosts}"
+        )
+    if num_hosts > 1 and config.lora is not None:
+        yield f"lora goes with one host so far, and hardware.num_hosts is {num_hosts}; leave one of the two out"
+    if num_hosts > 1 and not Path(config.run_dir).is_absolute():
+        yield (
+            f"run_dir: {config.run_dir} is relative, and other hosts have other working directories; give an absolute "
+            "path"
+        )
     if num_gpus == 1:
         return
     if train.split_is_free and (train.batch_size or num_gpus) % num_gpus:

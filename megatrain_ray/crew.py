@@ -24,7 +24,7 @@ from megatrain_ray.engine.base_checksum import source_checksums
 from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.restoring import names_of
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
-from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.failure_budget import FailureBudget
 from megatrain_ray.faults import FaultWatch, Unwatched
 from megatrain_ray.gpu_side import GpuSide
@@ -34,7 +34,8 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
 from megatrain_ray.post import AGAIN, Post, Task, actor_id, answer, await_begin, could_not_start, held
-from megatrain_ray.roles import DATA, GPU, OWNER, gpu_name, shard_name
+from megatrain_ray.roles import DATA, GPU, gpu_name, owner_name, shard_name
+from megatrain_ray.run_dir import RunFiles
 
 log = logging.getLogger(__name__)
 
@@ -86,26 +87,25 @@ class Crew:
     def start(self, data_arguments: Callable[[], Mapping[str, Any]]) -> None:
         """Places and starts all actors; weights are not loaded yet. `data_arguments`: of a data process that goes on
         from where training stands when it is called."""
-        place = self._placement = self._placement or Placement(crew_spec(self._prepared))
+        place = self._placement = self._placement or Placement(crew_spec(self._prepared), awaits_nodes=True)
         place.wait()
         side = self._side = GpuSide(self._prepared, place, data_arguments)
-        owner = Post(OWNER, partial(place.take, OWNER), partial(owner_arguments, self._prepared))
-        self._posts = [owner]
-        self._fill(owner, None)
-        self._assign(owner, lambda actor: actor.run.remote(), serves=True)
-        with held(owner.handles) as self._own_handles:  # nobody but their owner holds them yet
+        self._posts = [self._owner(place, host) for host in range(self._prepared.plan.num_hosts)]
+        for owner in self._posts:
+            self._fill(owner, None)
+            self._assign(owner, lambda actor: actor.run.remote(), serves=True)
+        self._check_run_dir()
+        with held(self._posts[0].handles) as self._own_handles:  # nobody but their owner holds them yet
             self._start_others(place, side)
         self._own_handles = {}
         self._record(self.pids)
 
     def _start_others(self, place: Placement, side: GpuSide) -> None:
         """Shards and GPU worker, which attach the owner's arenas."""
-        for k, name in enumerate(map(shard_name, range(self._prepared.plan.num_shards))):
-            self._shards.append(Post(name, partial(place.take, name), partial(shard_arguments, self._prepared, k)))
-        holders = self._holders()
+        self._shards = [self._shard(place, number) for number in range(self._prepared.plan.num_parts - 1)]
         for post in self._shards:  # all attach at the same time
-            post.fill(holders, None)
-        attaching = side.take_gpus(holders)
+            post.fill(self._holders(post.host), None)
+        attaching = side.take_gpus(self._holders)
         self._posts += self._shards
         for post in self._shards:
             self._introduce(post)
@@ -113,6 +113,27 @@ class Crew:
         log.info("updates run as %s", ", ".join(self.kernel_names))
         side.introduce(attaching)
         self._tell_of_homes()
+
+    def _check_run_dir(self) -> None:
+        """Raises ConfigError where another host does not see the run directory, into which all of them save."""
+        path = RunFiles(Path(self._prepared.config.run_dir).absolute()).plan_file
+        seen = [answer(f"{post.name} did not answer", post.actor.digest_of.remote(str(path))) for post in self._posts]
+        if others := [host for host, digest in enumerate(seen) if digest != seen[0]]:
+            assert self._placement is not None  # they are placed
+            there = self._placement.addresses[others[0]]
+            raise ConfigError(
+                f"run_dir: {path.parent} on {there} (host {others[0]}) is not the folder that it is here, and every "
+                "host saves into it; give an absolute path on a file system that all share"
+            )
+
+    def _owner(self, place: Placement, host: int) -> Post:
+        name = owner_name(host)
+        return Post(name, host, partial(place.take, name), partial(owner_arguments, self._prepared, host))
+
+    def _shard(self, place: Placement, number: int) -> Post:
+        """`number`: among those of all hosts."""
+        name, host = shard_name(number), number // self._prepared.plan.num_shards
+        return Post(name, host, partial(place.take, name), partial(shard_arguments, self._prepared, number))
 
     def _tell_of_homes(self) -> None:
         """Once, of all: training goes on wherever threads run and pages are."""
@@ -125,9 +146,9 @@ class Crew:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the processes of the run, by name."""
-        of_side = self._side.pids if self._side else {}
-        return of_side | {post.name: post.pid for post in self._posts if post.pid is not None}
+        """Of the processes of the run on the first host, which is this one, by name."""
+        posts = {post.name: post.pid for post in self._posts if post.pid is not None and not post.host}
+        return (self._side.pids_here if self._side else {}) | posts
 
     def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         """Fills all state: from a save, or from the model's source. Raises what its holders raised, and ConfigError
@@ -260,7 +281,7 @@ class Crew:
         side = self._side
         start_s = self._lose(GPU, side.gpu_ids, reason)
         try:
-            side.replace_gpus(self._holders(), self._progress, self._until)
+            side.replace_gpus(self._holders, self._progress, self._until)
         except RayActorError as error:
             self.replace(error)
             return
@@ -283,6 +304,7 @@ class Crew:
         self._gone |= ids
         self._watch.died(name)
         self._failures.spend(name)
+        self._check_hosts()
         log.warning("%s died: %s", name, reason)
         return time.monotonic()
 
@@ -393,14 +415,20 @@ class Crew:
                 self._replace_data(self._side, "the GPU worker asked it for a batch")
 
     def _fill(self, post: Post, after_pid: int | None) -> bool:
-        post.fill(self._holders(but=post), after_pid)
+        post.fill(self._holders(post.host, but=post), after_pid)
         return self._introduce(post)
 
-    def _holders(self, but: Post | None = None) -> list[Handles]:
-        """Whoever holds the arenas."""
-        posts = [post.handles for post in self._posts if post is not but]
-        of_gpu = self._side.handles if self._side else {}
-        return [handles for handles in (*posts, of_gpu, self._own_handles) if handles]
+    def _holders(self, host: int, but: Post | None = None) -> list[Handles]:
+        """Whoever holds the arenas of a host."""
+        posts = [post.handles for post in self._posts if post is not but and post.host == host]
+        of_gpu = self._side.handles.get(host, {}) if self._side else {}
+        own = self._own_handles if host == 0 else {}  # the driver's
+        return [handles for handles in (*posts, of_gpu, own) if handles]
+
+    def _check_hosts(self) -> None:
+        """Raises LostProcessError where one is gone."""
+        if self._placement is not None:
+            self._placement.check_hosts()
 
     def _ask_shards(self, question: str) -> list[Any]:
         """Their answers. One that dies gives none, and another takes its place."""
@@ -415,7 +443,7 @@ class Crew:
     def _introduce(self, post: Post) -> bool:
         """Waits until the actor has started; False where it died doing so and another one has taken its place."""
         try:
-            await_begin(post.name, post.begun)
+            await_begin(post.name, post.begun, self._check_hosts)
             post.handles = answer(f"{post.name} did not start", post.actor.handles.remote())
         except RayActorError as error:
             self.replace(error)

@@ -25,6 +25,7 @@ class DeviceLayers:
         plan = prepared.plan
         self._prepared = prepared
         self._index = plan.num_shards
+        self._part = plan.num_parts - 1
         self.shard = DeviceShard(plan, layout, device, hyper_of(prepared.config.train))
         copies = [self.shard.copy_bytes(layer) for layer in self.shard.updated]
         self._spare = SpareMemory(copies, plan.device_copy_bytes)
@@ -44,7 +45,7 @@ class DeviceLayers:
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """As a shard's."""
-        return write_gated_part(self._gate, self._index, save_folder, attempt, compression, self.shard.spans)
+        return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self.shard.spans)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
         """Updates do not wait for this save any more."""

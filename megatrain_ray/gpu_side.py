@@ -15,11 +15,12 @@ from megatrain_ray.errors import LostProcessError
 from megatrain_ray.gpu_worker import Progress, Seat
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.planning import Prepared
-from megatrain_ray.post import actor_id, answer, await_begin
+from megatrain_ray.post import actor_id, answer, await_answer, await_begin
 from megatrain_ray.roles import DATA, gpu_name
 
 log = logging.getLogger(__name__)
 
+Holders = Callable[[int], Sequence[Handles]]  # of the arenas of a host
 Until = Callable[[Any, str, float], Any]  # the answer of a call, how it is called when late, its bound in seconds
 
 
@@ -36,7 +37,7 @@ class GpuSide:
         self._place = place
         self._data_arguments = data_arguments
         self._gpus: list[Any] = []
-        self.handles: Handles = {}  # of the arenas, which the first GPU worker keeps alive, too
+        self.handles: dict[int, Handles] = {}  # of each host's arenas, which its first GPU worker keeps alive, too
         self.pids: dict[str, int] = {}
         self._watching: list[Any] = []
         self._asked: list[Any] = []  # of the others, while the first one's answer is waited for
@@ -51,6 +52,12 @@ class GpuSide:
     def actors(self) -> dict[str, Any]:
         """All of them, by name."""
         return {gpu_name(rank): gpu for rank, gpu in enumerate(self._gpus)} | {DATA: self.data}
+
+    @property
+    def pids_here(self) -> dict[str, int]:
+        """Of those on the first host."""
+        names = (DATA, *map(gpu_name, range(self._prepared.plan.host_gpus)))
+        return {name: self.pids[name] for name in names if name in self.pids}
 
     @property
     def gpu_ids(self) -> set[str]:
@@ -80,16 +87,20 @@ class GpuSide:
         self._asked.remove(call)
         return True
 
-    def take_gpus(self, holders: Sequence[Handles], after_pids: Mapping[str, int] | None = None) -> list[Any]:
+    def take_gpus(self, holders: Holders, after_pids: Mapping[str, int] | None = None) -> list[Any]:
         """Has GPU workers attach; what it returns ends when that is done. `after_pids`: of those before, by name."""
-        num_gpus, pids = self._prepared.plan.num_gpus, after_pids or {}
-        self._gpus = [self._place.take(gpu_name(rank)) for rank in range(num_gpus)]
+        plan, pids = self._prepared.plan, after_pids or {}
+        self._gpus = [self._place.take(gpu_name(rank)) for rank in range(plan.num_gpus)]
         seats: list[Seat | None] = [None]
-        if num_gpus > 1:
-            port = answer("the GPU workers found no place to meet", self.gpu.open_meeting.remote())
-            seats = [Seat(rank, port) for rank in range(num_gpus)]
+        if plan.num_gpus > 1:
+            addresses = self._place.addresses
+            meeting = self.gpu.open_meeting.remote(addresses[0])
+            place = await_answer("the GPU workers found no place to meet", meeting, self._place.check_hosts)
+            seats = [Seat(rank, place, addresses[rank // plan.host_gpus]) for rank in range(plan.num_gpus)]
         return [
-            gpu.take_up.remote(self._prepared, holders, self.data, pids.get(gpu_name(rank)), seats[rank])
+            gpu.take_up.remote(
+                self._prepared, holders(rank // plan.host_gpus), self.data, pids.get(gpu_name(rank)), seats[rank]
+            )
             for rank, gpu in enumerate(self._gpus)
         ]
 
@@ -99,16 +110,15 @@ class GpuSide:
         self._introduce_gpus(attaching)
 
     def _introduce_data(self) -> None:
-        await_begin("the data process", self._drawing)
+        await_begin("the data process", self._drawing, self._place.check_hosts)
         self.pids[DATA] = answer("the data process did not start", self.data.pid.remote())
 
     def _introduce_gpus(self, attaching: Sequence[Any]) -> None:
         for rank, (call, gpu) in enumerate(zip(attaching, self._gpus, strict=True)):
-            await_begin(f"the {gpu_name(rank)}", call)
+            await_begin(f"the {gpu_name(rank)}", call, self._place.check_hosts)
             handles = answer(f"the {gpu_name(rank)} did not start", gpu.handles.remote())
             self.pids[gpu_name(rank)] = next(iter(handles.values())).pid
-            if rank == 0:
-                self.handles = handles
+            self.handles.setdefault(rank // self._prepared.plan.host_gpus, handles)
 
     def watch(self) -> None:
         """From the first step on."""
@@ -132,8 +142,8 @@ class GpuSide:
             answer("a GPU worker did not take the data process", call)
         self.watch()
 
-    def replace_gpus(self, holders: Sequence[Handles], progress: Callable[[], Progress], until: Until) -> None:
-        """Others build their engines and stand where training does. `holders`: of the arenas, others than they.
+    def replace_gpus(self, holders: Holders, progress: Callable[[], Progress], until: Until) -> None:
+        """Others build their engines and stand where training does. `holders`: others than they.
         Raises LostProcessError where the step cannot be made once more, and RayActorError where one dies as well."""
         for gpu in self._gpus:
             ray.kill(gpu)

@@ -23,9 +23,9 @@ from megatrain_ray.engine.engine import Engine, UpdateSettings
 from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.momenta import Momenta
-from megatrain_ray.engine.rank_group import RankGroup
+from megatrain_ray.engine.rank_group import Place, RankGroup
 from megatrain_ray.engine.rehearsal import Coming
-from megatrain_ray.engine.save_gate import SaveAttempt
+from megatrain_ray.engine.save_gate import EVERY_ATTEMPT, SaveAttempt
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.slab import held_slab_bytes
 from megatrain_ray.engine.step import StepInput, World
@@ -62,10 +62,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Seat:
-    """Of one of several GPU workers. `port`: where the first one is met."""
+    """Of one of several GPU workers. `place`: where the first one is met. `address`: of the worker's own host."""
 
     rank: int
-    port: int
+    place: Place
+    address: str
 
 
 @dataclass(frozen=True)
@@ -93,24 +94,25 @@ class GpuWorker:
         self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
         pinned: bool = False, seat: Seat | None = None,
     ) -> None:  # fmt: skip
-        """`holders`: of the run's arenas, one of them alive. `pinned`: this process is its own, and stays on the CPUs
+        """`holders`: of its host's arenas, one of them alive. `pinned`: this process is its own, and stays on the CPUs
         of its home, if it has one. `seat`: None: this is the only one."""
         self._prepared = prepared
-        self._layout = prepared.structure.layout(prepared.plan.num_fragments)
+        plan = prepared.plan
+        self._seat = seat
+        self._rank = seat.rank if seat else 0
+        host, self._of_host = divmod(self._rank, plan.host_gpus)
+        self._layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
         self._fetch_batch = fetch_batch
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
-        plan = prepared.plan
-        self._seat = seat
-        self._rank = seat.rank if seat else 0
         # Before there are threads, and before the slab is registered, which touches it. The plan knows of the first
         # GPU's node alone.
-        self.home_problems = settle_gpu_worker(plan, self._arenas, pinned=pinned) if self._rank == 0 else ()
+        self.home_problems = settle_gpu_worker(plan, self._arenas, pinned=pinned) if self._of_host == 0 else ()
         self._words = words_in(self._arenas[WORDS].buffer, plan)
-        # What lives on the device is signalled, and saved, by the first one; the others tell nobody.
+        # What lives on the device is signalled by the first one of each host; the others tell nobody.
         self._device_words = self._words
-        if self._rank:
+        if self._of_host:
             self._device_words = words_in(memoryview(mmap.mmap(-1, words_bytes(plan))), plan)
         self._device_layers: DeviceLayers | None = None
         with memory_explained(plan, "opening the device"):
@@ -118,6 +120,8 @@ class GpuWorker:
             check_free(plan, self._device)
             if plan.hbm_layers:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._device_words)
+                if self._rank:  # the first one of all saves them: updates of the others wait for nobody
+                    self._device_layers.abandon_save(EVERY_ATTEMPT)
         file = self._holder.handles.get(ACTIVATIONS)
         self._moved = GpuDisk(file.fd if file else None)
         arenas = (handle for handle in self._holder.handles.values() if not handle.path)  # not on disk
@@ -199,11 +203,12 @@ class GpuWorker:
         """Bounded, since one of them may wait for the disk of a save while the others wait for it."""
         plan = self._prepared.plan
         timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
-        return RankGroup(self._device.torch_device, seat.port, seat.rank, plan.num_gpus, timeout_s)
+        return RankGroup(self._device.torch_device, seat.place, seat.rank, plan.num_gpus, timeout_s, seat.address)
 
     async def start(self, progress: Progress) -> None:
-        """After `build`; `progress`: where the weights in the arenas stand. Of several the first one begins."""
-        if self._rank == 0:
+        """After `build`; `progress`: where the weights in the arenas stand. Of several the first one of each host
+        begins."""
+        if self._of_host == 0:
             self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._begin(progress)
 
@@ -219,7 +224,7 @@ class GpuWorker:
                 f"update {words.committed} had begun when the GPU worker died, and step {step} was the last that ended"
             )
         await self._engine.drain(step)
-        if self._rank == 0:
+        if self._of_host == 0:
             words.withdraw(step)
         self._begin(progress)
 

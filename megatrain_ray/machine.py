@@ -21,14 +21,14 @@ UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 def probe_machine(
     device: str, hbm_limit: int | None, ram_limit: int | None, *, nodes: Sequence[NodeConfig] = (),
-    num_gpus: int = 1, imagined: bool = False, root: Path = Path("/"),
+    num_gpus: int = 1, num_hosts: int = 1, imagined: bool = False, root: Path = Path("/"),
 ) -> Machine:  # fmt: skip
     """The machine as the plan sees it. `device`: auto, cpu or cuda. Limits only lower what is there, but
     `ram_limit` replaces it: on some virtual machines MemTotal starts small and grows as memory is touched. `nodes`
     replace those that the kernel shows.
 
     `imagined`: for a plan alone; a GPU that is not here has the memory of `hbm_limit`. Raises ConfigError when cuda is
-    asked for and there is none, or fewer than `num_gpus`, and for nodes that are not here.
+    asked for and there is none, or fewer than this one's of `num_gpus`, and for nodes that are not here.
     """
     hbm = total_memory_bytes() if device in ("auto", "cuda") else None
     if device == "cuda" and hbm is None:
@@ -38,9 +38,11 @@ def probe_machine(
                 "needs only hardware.hbm_limit)"
             )
         hbm = hbm_limit
-    if hbm is not None and not imagined and gpus_here() < num_gpus:
+    if hbm is not None and not imagined and gpus_here() < num_gpus // num_hosts:
+        of_hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
         raise ConfigError(
-            f"hardware.num_gpus: {num_gpus}, and torch sees {gpus_here()} on this machine; set it to at most that"
+            f"hardware.num_gpus: {num_gpus}{of_hosts}, and torch sees {gpus_here()} on this machine; set it to at most "
+            f"{max(1, gpus_here()) * num_hosts}"
         )
     if hbm is not None or hbm_limit is not None:
         hbm_bytes = min(value for value in (hbm, hbm_limit) if value is not None)

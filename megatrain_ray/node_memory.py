@@ -36,9 +36,10 @@ def shard_stretches(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> 
         yield Stretch(name, 0, mapped_bytes(sizes[name]))
     item = plan.precision.working_dtype.itemsize
     for layer in sorted(plan.weights_on_host):
-        first = part.working_starts[layer]
+        share = part.model.shares[layer]
         for span in (part.spans[layer], part.frozen_spans[layer]):
-            start, stop = (round_up((first + edge) * item, HUGE_PAGE) for edge in span)
+            first = part.working_starts[layer] + share.position(span.start)
+            start, stop = (round_up(edge * item, HUGE_PAGE) for edge in (first, first + span.size))
             if start < stop:
                 yield Stretch(WORKING, start, stop)
 

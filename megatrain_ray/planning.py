@@ -138,6 +138,7 @@ def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
         hardware.ram_limit,
         nodes=hardware.nodes,
         num_gpus=hardware.num_gpus,
+        num_hosts=hardware.num_hosts,
         imagined=imagined,
     )
     return with_spill(with_profile(machine, hardware.profile), config.spill, imagined=imagined)
@@ -238,6 +239,7 @@ def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_
         compiled=compiled,
         captured=_captured(config),
         num_gpus=hardware.num_gpus,
+        num_hosts=hardware.num_hosts,
     )
     return Question(source, structure, activations, machine, request)
 

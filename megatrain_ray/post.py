@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 
+CHECK_S = 1.0  # how often somebody who waits for an actor asks whether it can still begin
 AGAIN = "the same command starts again from the last save"
 
 Task = Callable[[Any], Any]  # from an actor to its answer to come
@@ -21,9 +23,11 @@ Task = Callable[[Any], Any]  # from an actor to its answer to come
 
 @dataclass
 class Post:
-    """What one replaceable actor after the other fills. `task`: what the present one is doing, `call` its answer."""
+    """What one replaceable actor of a host after the other fills. `task`: what the present one is doing, `call` its
+    answer."""
 
     name: str
+    host: int
     take: Callable[[], Any]  # an actor that waits for `take_up`
     arguments: Callable[[Sequence[Handles], int | None], tuple[Any, ...]]  # from holders and the pid of whom it follows
     actor: Any = None
@@ -53,13 +57,28 @@ def answer(late: str, call: Any, timeout_s: float = DEADLINE_S) -> Any:
     try:
         return ray.get(call, timeout=timeout_s)
     except GetTimeoutError:
-        raise DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}") from None
+        raise _late(late, timeout_s) from None
 
 
-def await_begin(name: str, begun: Any) -> None:
-    """Until an actor has taken up. Raises RayActorError where it died, MegatrainError where it cannot."""
+def _late(late: str, timeout_s: float) -> DeadlineError:
+    return DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}")
+
+
+def await_answer(late: str, call: Any, check: Callable[[], None]) -> Any:
+    """As `answer`, of one that may never begin: `check` raises where it cannot any more."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not ray.wait([call], timeout=CHECK_S)[0]:
+        check()
+        if time.monotonic() > deadline_s:
+            raise _late(late, DEADLINE_S)
+    return ray.get(call)
+
+
+def await_begin(name: str, begun: Any, check: Callable[[], None]) -> None:
+    """Until an actor has taken up. Raises RayActorError where it died, MegatrainError where it cannot, and what `check`
+    does, which is asked meanwhile."""
     try:
-        answer(f"{name} did not start", begun)
+        await_answer(f"{name} did not start", begun, check)
     except RayTaskError as error:
         if isinstance(error.cause, MegatrainError):
             raise

@@ -10,5 +10,10 @@ def gpu_name(rank: int) -> str:
     return f"{GPU} {rank}" if rank else GPU
 
 
+def owner_name(host: int) -> str:
+    """The first host's is as that of a run on one host."""
+    return f"{OWNER} of host {host}" if host else OWNER
+
+
 def shard_name(index: int) -> str:
     return f"optimizer shard {index}"

@@ -54,7 +54,7 @@ def check_save_room(prepared: Prepared, saves: Path, step: int) -> None:
 
 def room_of_one(plan: Plan) -> int:
     """Bytes that a save takes on disk at most."""
-    return save_room(plan.save_bytes, len(plan.layers), plan.num_shards + 1)
+    return save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
 
 
 def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:

@@ -72,16 +72,19 @@ class ShardWorker:
         self, prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None = None,
         pinned: bool = False,
     ) -> None:  # fmt: skip
-        """`holders`: of the run's arenas, one of them alive; the state in them is kept. `after_pid`: the process that
-        this one follows, which must be gone before anything here writes. `pinned`: the process is the shard's own, and
-        stays on the CPUs of its home, if it has one."""
+        """`index`: among the shards of all hosts. `holders`: of its host's arenas, one of them alive; the state in
+        them is kept. `after_pid`: the process that this one follows, which must be gone before anything here writes.
+        `pinned`: the process is the shard's own, and stays on the CPUs of its home, if it has one."""
         if after_pid is not None:
             wait_gone(after_pid, DEADLINE_S)
         plan = prepared.plan
         torch.set_num_threads(1)  # the shard has threads of its own, one block each
         self._prepared = prepared
-        self._index = index
-        self._layout = shard_layout(plan, prepared.structure.layout(plan.num_fragments), index)
+        self._part = index
+        host, index = divmod(index, plan.num_shards)
+        self._index = index  # of its host
+        layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
+        self._layout = shard_layout(plan, layout, index)
         self._holder = ArenaHolder.adopt(holders)
         names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
         self._arenas = {name: self._holder.map(name) for name in names}
@@ -231,7 +234,7 @@ class ShardWorker:
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """Writes this shard's part of the save of a step, each layer when it has had that step's update."""
-        return write_gated_part(self._gate, self._index, save_folder, attempt, compression, self._shard.spans)
+        return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self._shard.spans)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
         """Updates do not wait for this save any more."""

@@ -36,6 +36,7 @@ class Row(Enum):
     SUBMIT = "compute thread"
     H2D = "h2d"
     D2H = "d2h"
+    COMPLETION = "completion"
     UPLOADS = "event loop: uploads"
     GRADIENTS = "event loop: gradients"
     LANDINGS = "event loop: landings"

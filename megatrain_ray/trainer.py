@@ -14,7 +14,7 @@ from typing import Any, Literal
 import ray
 
 from megatrain_ray.actors import CrewSpec, Placement
-from megatrain_ray.cluster import Daemons, cluster, in_ray_job
+from megatrain_ray.cluster import Daemons, cluster, in_ray_job, joins_cluster
 from megatrain_ray.cluster_room import check_device
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.controller import Observation, RunPolicy
@@ -172,7 +172,12 @@ def _machine(config: TrainConfig, startup: Startup) -> Machine:
     """Measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
     machine = probe_machine(
-        hardware.device, hardware.hbm_limit, hardware.ram_limit, nodes=hardware.nodes, num_gpus=hardware.num_gpus
+        hardware.device,
+        hardware.hbm_limit,
+        hardware.ram_limit,
+        nodes=hardware.nodes,
+        num_gpus=hardware.num_gpus,
+        num_hosts=hardware.num_hosts,
     )
     return with_spill(measured(machine, hardware.profile, startup), config.spill)
 
@@ -185,9 +190,15 @@ def _processes(config: TrainConfig, machine: Machine, startup: Startup) -> Itera
         num_shards=machine.shards(hardware.num_shards),
         device=machine.device,
         num_workers=hardware.num_gpus,
+        num_hosts=hardware.num_hosts,
         draws=config.model.path is None,
         compiles=compiles(config, machine.device),
     )
+    if hardware.num_hosts > 1 and not joins_cluster():
+        raise ConfigError(
+            f"hardware.num_hosts: {hardware.num_hosts}, and there is no Ray cluster: start Ray on every host and set "
+            "RAY_ADDRESS to the head's address, or submit a job (docs/several_hosts.md)"
+        )
     with ExitStack() as stack:
         with startup.phase("starting Ray and importing Transformers"), importing(TRANSFORMERS):
             daemons = stack.enter_context(cluster(spec.num_processes, spec.num_gpus))

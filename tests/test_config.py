@@ -72,6 +72,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "hardware": {
             "device": "auto",
             "num_gpus": 1,
+            "num_hosts": 1,
             "hbm_limit": None,
             "ram_limit": None,
             "hbm_layers": None,
@@ -171,6 +172,7 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"trian": {}}, "trian: unknown key; did you mean train?"),
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
+                                "hardware.num_hosts, "
                                 "hardware.hbm_limit, hardware.ram_limit, hardware.hbm_layers, hardware.num_shards, "
                                     "hardware.nodes, hardware.profile, hardware.compile, hardware.block_parts, "
                                     "hardware.cuda_graphs"),

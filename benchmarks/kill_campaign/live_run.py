@@ -152,7 +152,7 @@ class LiveRun:
                 continue
             with suppress(MegatrainError, OSError):
                 plan = plan_of(self.run_dir)
-                sizes = (len(plan.layers), plan.num_shards, plan.num_gpus)
+                sizes = (len(plan.layers), plan.num_shards, plan.host_gpus)
                 nbytes = 8 * HostWords.num_words(*sizes)
                 name = Path(f"/proc/{pid}/fd/{fd}").readlink().as_posix().removeprefix("/memfd:").split(" ")[0]
                 with closing(ArenaHolder.adopt([{WORDS: ArenaHandle(pid, fd, nbytes, name)}])) as holder:

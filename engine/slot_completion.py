@@ -1,0 +1,40 @@
+"""Where each rank uploads its part of a layer alone: the rest of a slot comes from the other ranks' devices."""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
+from megatrain_ray.engine.device import Device, Event
+from megatrain_ray.engine.flat_layout import Span
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.ranks import RankParts, Ranks
+from megatrain_ray.trace import Op
+
+
+class SlotCompletion:
+    """An all-gather of what is trained of a layer, and one of what is frozen. Every rank loads the same layers in the
+    same order, since all have one plan."""
+
+    def __init__(self, plan: Plan, layout: ModelLayout, device: Device, ranks: Ranks) -> None:
+        self._parts = RankParts(layout, ranks.rank, ranks.size)
+        self._itemsize = plan.precision.working_dtype.itemsize
+        self._device = device
+        self._ranks = ranks
+        # Others may wait meanwhile for a generation of theirs, or for the disk of a save.
+        self._timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
+
+    def __call__(self, layer: int, flat: torch.Tensor, loaded: Event) -> Event:
+        """`flat`: of the layer, 1-D uint8, this rank's part in it after the event. Returns the event of all of it."""
+
+        def work() -> None:
+            for parts in self._parts.of_all(layer):
+                if parts[-1].stop > parts[0].start:
+                    self._ranks.complete(flat, [self._in_bytes(part) for part in parts])
+
+        op = Op("complete", layer, num_bytes=flat.nbytes)
+        return self._device.complete(work, op, loaded, self._timeout_s)
+
+    def _in_bytes(self, part: Span) -> Span:
+        return Span(part.start * self._itemsize, part.stop * self._itemsize)
