@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from megatrain_ray.engine.flat_layout import FlatLayout
+from megatrain_ray.engine.flat_layout import FlatLayout, Segment
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.saved_values import READ_ELEMENTS, bytes_of
@@ -40,19 +40,32 @@ def frozen_checksums(
 
 def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]:
     """The same of what `base` would load in the place of what a save leaves out; None where it leaves out nothing."""
-    as_streamed = to_working if "residual" in manifest.itemsize else Tensor.contiguous
 
     def of(layer: LayerEntry) -> int | None:
         if layer.base_crc32 is None:
             return None
-        crc32 = 0
-        for parameter in layer.parameters:
-            if parameter.start >= layer.num_trained and parameter.tied_to is None:
-                for values in _read(base, parameter):
-                    crc32 = zlib.crc32(bytes_of(as_streamed(values)), crc32)
-        return crc32
+        parameters = [p for p in layer.parameters if p.start >= layer.num_trained and p.tied_to is None]
+        return _crc32_of_source(base, parameters, is_split="residual" in manifest.itemsize)
 
     return [of(layer) for layer in manifest.layers]
+
+
+def unread_checksums(base: WeightSource, layout: ModelLayout, *, is_split: bool) -> list[int | None]:
+    """As `frozen_checksums` of what `base` loads, where nobody has all of a layer. `is_split`: whether masters are."""
+
+    def of(layer: FlatLayout) -> int | None:
+        frozen = [segment for segment in layer.owned if not segment.group.trained]
+        return _crc32_of_source(base, frozen, is_split=is_split) if frozen else None
+
+    return [of(layer) for layer in layout.layers]
+
+
+def _crc32_of_source(base: WeightSource, parameters: Sequence[ParameterEntry | Segment], *, is_split: bool) -> int:
+    as_streamed, crc32 = to_working if is_split else Tensor.contiguous, 0
+    for parameter in parameters:
+        for values in _read(base, parameter):
+            crc32 = zlib.crc32(bytes_of(as_streamed(values)), crc32)
+    return crc32
 
 
 def _crc32(layer: FlatLayout, flat: Tensor) -> int:
@@ -65,7 +78,7 @@ def _crc32(layer: FlatLayout, flat: Tensor) -> int:
     return crc32
 
 
-def _read(base: WeightSource, parameter: ParameterEntry) -> Iterator[Tensor]:
+def _read(base: WeightSource, parameter: ParameterEntry | Segment) -> Iterator[Tensor]:
     name, first = place_in_whole(parameter.name, parameter.shape)
     stop = first + math.prod(parameter.shape)
     for start in range(first, stop, READ_ELEMENTS):

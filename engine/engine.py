@@ -108,7 +108,7 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         memory = device.allocate(sum(slot.num_bytes for slot in plan.slots))
         ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
-        completes = SlotCompletion(plan, self._layout, device, self._ranks) if plan.completes_slots else None
+        completes = self._slot_completion() if plan.completes_slots else None
         deadline_s = plan.update_deadline_s + DEADLINE_S
         self.streamer = LayerStreamer(device, ring, self._layout, host, deadline_s, completes)
         self._gradients = StepGradients(GradientOffloader(device, host))
@@ -160,6 +160,10 @@ class Engine:
         self._captured_step = CapturedStep(plan, device, self.runner, self._submit, store) if plan.captured else None
         self._device_shard = device_shard
         self._gate = gate
+
+    def _slot_completion(self) -> SlotCompletion:
+        itemsize, deadline_s = self._plan.precision.working_dtype.itemsize, self._plan.update_deadline_s
+        return SlotCompletion(self._layout, itemsize, self.device, self._ranks, deadline_s)
 
     def _activation_store(self, spill: tuple[BlobStore, str] | None, *, poison: bool) -> ActivationStore:
         plan, device = self._plan, self.device

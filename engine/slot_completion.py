@@ -8,7 +8,6 @@ from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.device import Device, Event
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.ranks import RankParts, Ranks
 from megatrain_ray.trace import Op
 
@@ -17,13 +16,16 @@ class SlotCompletion:
     """An all-gather of what is trained of a layer, and one of what is frozen. Every rank loads the same layers in the
     same order, since all have one plan."""
 
-    def __init__(self, plan: Plan, layout: ModelLayout, device: Device, ranks: Ranks) -> None:
+    def __init__(
+        self, layout: ModelLayout, itemsize: int, device: Device, ranks: Ranks, update_deadline_s: float
+    ) -> None:
+        """`itemsize`: bytes of an element of a working copy. `update_deadline_s`: of a plan."""
         self._parts = RankParts(layout, ranks.rank, ranks.size)
-        self._itemsize = plan.precision.working_dtype.itemsize
+        self._itemsize = itemsize
         self._device = device
         self._ranks = ranks
         # Others may wait meanwhile for a generation of theirs, or for the disk of a save.
-        self._timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
+        self._timeout_s = STEP_DEADLINE_S + update_deadline_s
 
     def __call__(self, layer: int, flat: torch.Tensor, loaded: Event) -> Event:
         """`flat`: of the layer, 1-D uint8, this rank's part in it after the event. Returns the event of all of it."""

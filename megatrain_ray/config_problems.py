@@ -88,11 +88,9 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
     train, num_gpus, num_hosts = config.train, config.hardware.num_gpus, config.hardware.num_hosts
     if num_gpus % num_hosts:
         yield (
-            f"hardware.num_gpus: {num_gpus} GPUs of all hosts cannot be divided among hardware.num_hosts: {num_hosts}; "
-            f"set a multiple of {num_hosts}"
+            f"hardware.num_gpus: {num_gpus}, of all hosts together, cannot be divided among hardware.num_hosts: "
+            f"{num_hosts}; set a multiple of {num_hosts}"
         )
-    if num_hosts > 1 and config.lora is not None:
-        yield f"lora goes with one host so far, and hardware.num_hosts is {num_hosts}; leave one of the two out"
     if num_hosts > 1 and not Path(config.run_dir).is_absolute():
         yield (
             f"run_dir: {config.run_dir} is relative, and other hosts have other working directories; give an absolute "

@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatrain_ray.actors import Placement, crew_spec, owner_arguments, shard_arguments
 from megatrain_ray.config import SaveCompression
-from megatrain_ray.engine.base_checksum import source_checksums
+from megatrain_ray.engine.base_checksum import source_checksums, unread_checksums
 from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.restoring import names_of
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
@@ -175,9 +175,19 @@ class Crew:
         for call in filling:
             self._until(call, "the layers on the device were not filled", limit_s)
         if not plan.saves_frozen:
-            self.base_checksums = self._until(self.gpu.base_checksums.remote(), "the base was not read", limit_s)
+            self.base_checksums = self._checksums_of_base(limit_s)
             if manifest is not None:
                 manifest.check_base(self._checksums_of_layers_in(manifest))
+
+    def _checksums_of_base(self, limit_s: float) -> Sequence[int | None]:
+        """Of what is frozen of each layer, which one process has in memory where there is one host."""
+        plan = self._prepared.plan
+        if plan.num_hosts == 1:
+            call = self.gpu.base_checksums.remote()
+            found: Sequence[int | None] = self._until(call, "the base was not read", limit_s)
+            return found
+        base, layout = self._prepared.source.base_weights(), self._prepared.structure.layout()
+        return unread_checksums(base, layout, is_split=plan.precision.is_split)
 
     def _checksums_of_layers_in(self, manifest: Manifest) -> Sequence[int | None]:
         """Read again where blocks were divided otherwise when the save was made."""

@@ -25,6 +25,7 @@ MORE = {
     "eval_every": "metrics.md#evaluationsjsonl", "log.wandb": "metrics.md", "log.mlflow": "metrics.md",
     "log.trace": "trace.md", "save_compress": "save_format.md", "hardware.profile": "hardware_profile.md",
     "hardware.nodes": "numa.md", "hardware.num_gpus": "several_gpus.md",
+    "hardware.num_hosts": "several_hosts.md",
     "spill.path": "hardware_profile.md#the-disk-of-spillpath",
 }  # fmt: skip
 NAMES = {"integer": "whole number", "number": "number", "string": "text", "array": "list", "object": "mapping"}

@@ -202,6 +202,29 @@ def test_what_several_gpus_cannot_do_is_refused(changes: dict[str, Any], message
     assert refusal(hardware__num_gpus=3, **changes) == message
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hardware__num_gpus": 3},
+            "hardware.num_gpus: 3, of all hosts together, cannot be divided among hardware.num_hosts: 2; set a "
+            "multiple of 2",
+        ),
+        (
+            {"hardware__num_gpus": 1},
+            "hardware.num_gpus: 1, of all hosts together, cannot be divided among hardware.num_hosts: 2; set a "
+            "multiple of 2",
+        ),
+        (
+            {"hardware__num_gpus": 2, "run_dir": "runs/a"},
+            "run_dir: runs/a is relative, and other hosts have other working directories; give an absolute path",
+        ),
+    ],
+)
+def test_what_several_hosts_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**{"hardware__num_hosts": 2, "run_dir": "/runs/a"} | changes) == message
+
+
 def test_several_gpus_share_a_batch() -> None:
     assert config(hardware__num_gpus=3).resolve().train.batch_size == 3, "one sequence each where nothing is said"
     asked = config(train__batch_size=12, hardware__num_gpus=3)

@@ -22,7 +22,7 @@ from megatrain_ray.engine.plan_search import make_plan
 from megatrain_ray.engine.planner import build_plan, residency_of
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.engine.prices import Prices
+from megatrain_ray.engine.prices import HOST_LINK_BYTES_PER_S, Prices
 from megatrain_ray.engine.simulation import Simulation
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder, visits
@@ -34,6 +34,7 @@ REQUEST = Request(Precision.BF16, False, True, 16, 4, 1024)
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
 OUTER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER
 COMPILED_BYTES = 159_000  # that a compiled layer of 7B keeps of a token; 225_000 where it is not
+SHARED = ("working copy", "optimizer state", "gradients in waiting")  # of a host
 
 
 @cache
@@ -238,6 +239,27 @@ def test_several_gpus_share_what_leaves_and_updates_and_compute_more_at_a_time()
     assert four.model_tflops == pytest.approx(4 * one.model_tflops, rel=0.05), "of all of them"
     twice = predicted(replace(REQUEST, num_gpus=2), candidate).compute_s["sum over GPUs"]
     assert sums_s == pytest.approx(1.5 * twice), "each sends what it has of the others' parts: three quarters, a half"
+
+
+def test_several_hosts_share_memory_updates_and_what_is_uploaded() -> None:
+    candidate = Candidate(LAYERS, RECOMPUTE, 3, 2)
+    structure, activations = shape()
+
+    def planned(num_hosts: int) -> Plan:
+        request = replace(REQUEST, num_gpus=4, num_hosts=num_hosts)
+        return build_plan(structure, activations, MACHINE, request, candidate)
+
+    one, two = planned(1), planned(2)
+    rows = {name: [row.num_bytes for plan in (one, two) for row in plan.rows if row.name == name] for name in SHARED}
+    assert all(of_two == of_one // 2 for of_one, of_two in rows.values()), rows
+    assert two.slots == one.slots, "a layer is whole on the device"
+    of_one, of_two = (predicted(replace(REQUEST, num_gpus=4, num_hosts=number), candidate) for number in (1, 2))
+    assert of_two.h2d_bytes == of_one.h2d_bytes // 4, "each GPU uploads its part"
+    assert of_two.d2h_bytes == of_one.d2h_bytes
+    assert of_two.busy_s["optimizer"] == pytest.approx(of_one.busy_s["optimizer"] / 2)
+    assert "completion" not in of_one.busy_s
+    assert of_two.busy_s["completion"] == pytest.approx(0.75 * of_one.h2d_bytes / HOST_LINK_BYTES_PER_S)
+    assert of_two.compute_s["sum over GPUs"] > 5 * of_one.compute_s["sum over GPUs"], "the slowest link counts"
 
 
 def test_one_micro_batch_on_each_of_several_gpus_is_summed_in_fp32() -> None:

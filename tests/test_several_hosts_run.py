@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.kill_campaign.live_run import LiveRun
-from megatrain_ray.io.save import list_saves
+from megatrain_ray.io.save import list_saves, load_manifest
 from tests.ray_head import end_family
 from tests.ray_nodes import Nodes, actors_of, ray_nodes
 from tests.runs import TIMEOUT_S, cli, command, exported_masters, losses, plan_of, rows, write_config
@@ -81,6 +81,19 @@ def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Clust
         free = {"train__micro_batch_size": None, "train__accumulate": None}
         run_dir = cluster.train(tmp_path / "run", num_gpus, num_hosts, train__steps=steps, **constant | free)
         assert (plan_of(run_dir).num_gpus, plan_of(run_dir).num_hosts) == (num_gpus, num_hosts)
+    assert worst(run_dir, whole) < CLOSE
+
+
+def test_an_adapter_of_several_hosts_goes_on_upon_the_same_base(tmp_path: Path, cluster: Cluster) -> None:
+    """A save leaves the base out; a host with all of it makes sure that it is the same."""
+    changes = {"lora": {"match": r"\.(q|down)_proj$", "rank": 4}, "model__config": STILL, "train__schedule": "constant"}
+    whole = cluster.train(tmp_path / "whole", 1, 1, train__steps=6, **changes)
+    for num_gpus, num_hosts, steps in ((2, 2, 3), (1, 1, 5), (2, 2, 6)):
+        run_dir = cluster.train(tmp_path / "run", num_gpus, num_hosts, train__steps=steps, **changes)
+    manifests = [load_manifest(run_dir / "saves", 6) for run_dir in (run_dir, whole)]
+    ours, theirs = ([layer.base_crc32 for layer in manifest.layers] for manifest in manifests)
+    assert any(ours)
+    assert ours == theirs
     assert worst(run_dir, whole) < CLOSE
 
 

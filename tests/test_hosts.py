@@ -1,0 +1,154 @@
+"""What each of several hosts has of every layer, what a plan counts of it, and where the hosts find each other."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain_ray.arena_owner import ArenaOwner
+from megatrain_ray.cluster_room import check_hosts
+from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan_shards import shard_layout
+from megatrain_ray.engine.rank_group import Meeting, interface_of
+from megatrain_ray.engine.ranks import RankParts
+from megatrain_ray.errors import CapacityError, LostPeerError
+from megatrain_ray.trace import Op, Stage, Timeline
+from tests.rank_process import two_layers
+from tests.reference import Recipe
+from tests.run_engine import Mode, folder_source, plan_for
+from tests.runs import ROOT
+from tests.tiny import build_tiny
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
+@pytest.mark.parametrize("frozen", [(), (5000, 70)], ids=["all trained", "some frozen"])
+def test_shares_cover_a_layer_and_lie_behind_each_other_in_the_arena(num_hosts: int, frozen: tuple[int, ...]) -> None:
+    whole = two_layers((5000, 64, 300), frozen)
+    layer = whole.layers[0]
+    of_hosts = [whole.on_host(host, num_hosts) for host in range(num_hosts)]
+    positions: list[int] = []
+    for of_host in of_hosts:
+        share = of_host.shares[0]
+        own = [*range(*share.trained), *range(*share.frozen)]
+        assert [share.position(padded) for padded in own] == list(range(share.size))
+        assert of_host.starts_among(None) == (0, share.size)
+        assert of_host.size_among(None) == 2 * share.size
+        assert of_host.gradient_bytes(4) == (4 * share.trained.size,) * 2
+        positions += own
+    assert sorted(positions) == list(range(layer.size)), "each element has one host"
+    assert max(of_host.shares[0].size for of_host in of_hosts) <= layer.size // num_hosts + 256
+
+
+@pytest.mark.parametrize(("num_hosts", "num_ranks"), [(1, 3), (2, 2), (2, 6), (3, 3)])
+def test_parts_of_the_ranks_of_a_host_cover_its_share(num_hosts: int, num_ranks: int) -> None:
+    whole = two_layers((5000, 64, 300), (4100,))
+    for rank in range(num_ranks):
+        parts = RankParts(whole.on_host(rank * num_hosts // num_ranks, num_hosts), rank, num_ranks)
+        for number, of_ranks in enumerate(parts.of_all(0)):
+            count = num_ranks // num_hosts
+            for host in range(num_hosts):
+                share = whole.on_host(host, num_hosts).shares[0][number]
+                mine = of_ranks[host * count : (host + 1) * count]
+                assert (mine[0].start, mine[-1].stop) == share
+                assert all(a.stop == b.start for a, b in itertools.pairwise(mine))
+        assert parts.span(0) == parts.of_all(0)[0][rank]
+
+
+def test_shards_of_all_hosts_have_each_element_once(tmp_path: Path) -> None:
+    plan, whole = planned(tmp_path, num_hosts=2, num_shards=3)
+    for i, layer in enumerate(whole.layers):
+        spans = [shard_layout(plan, whole.on_host(host, 2), k).spans[i] for host in (0, 1) for k in range(3)]
+        assert sorted(x for span in spans for x in range(*span)) == list(range(*layer.trained))
+    assert [shard_layout(plan, whole.on_host(1, 2), k).number for k in range(3)] == [3, 4, 5]
+
+
+def planned(folder: Path, **changes: Any) -> tuple[Plan, ModelLayout]:
+    source = folder_source(build_tiny(folder, num_layers=1))
+    structure, plan = plan_for(source.factory, Recipe(1, micro_batch_size=2), Mode(), (4, 32))
+    num_gpus = changes.get("num_hosts", 1)
+    return replace(plan, num_gpus=num_gpus, **changes), structure.layout()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_slot_has_the_parts_of_all_hosts(num_ranks: int) -> None:
+    """With two ranks by an all-gather; parts of three are not equally large, and each sends its own."""
+    meeting = Meeting()
+    arguments = [sys.executable, "-m", "tests.rank_process", *map(str, meeting.place), str(num_ranks)]
+    ranks = [subprocess.Popen([*arguments, str(rank)], cwd=ROOT, stderr=subprocess.PIPE) for rank in range(num_ranks)]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 0, errors.decode()
+
+
+def test_hosts_meet_at_an_address_of_theirs() -> None:
+    assert Meeting().place.address == "127.0.0.1"
+    elsewhere = Meeting("127.0.0.2")
+    socket.create_connection(elsewhere.place, 5).close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", elsewhere.place.port), 5).close()
+    with pytest.raises(OSError):
+        Meeting("192.0.2.77")  # of nobody (RFC 5737)
+
+
+def test_an_address_has_an_interface() -> None:
+    assert interface_of("127.0.0.1") == interface_of("127.0.0.3") == "lo"
+    assert interface_of("192.0.2.77") is None
+    for address in {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}:
+        assert interface_of(str(address)) in {name for _, name in socket.if_nameindex()}
+
+
+def node(address: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"Alive": alive, "NodeManagerAddress": address, "Resources": resources}
+
+
+def test_each_host_needs_a_node_that_has_what_it_asks_for() -> None:
+    bundles = [{"CPU": 0.9, "GPU": 8.0}] * 2
+    able, dead = node("10.0.0.1", CPU=64.0, GPU=8.0), node("10.0.0.2", alive=False, CPU=64.0, GPU=8.0)
+    check_hosts(bundles, [able, node("10.0.0.3", CPU=1.0, GPU=8.0)])
+    with pytest.raises(CapacityError) as refused:
+        check_hosts(bundles, [able, dead, node("10.0.0.4", CPU=64.0, GPU=4.0)])
+    assert str(refused.value) == (
+        "hardware.num_hosts: 2, and 1 of the Ray cluster's nodes have what a host needs (CPU: 0.9, GPU: 8): 10.0.0.1; "
+        "start Ray on more machines, or set hardware.num_hosts to at most 1"
+    )
+
+
+def test_an_owner_tells_what_its_host_sees_of_a_file(tmp_path: Path) -> None:
+    owner = ArenaOwner({})
+    (tmp_path / "plan.json").write_text("{}")
+    assert owner.digest_of(str(tmp_path / "plan.json")) == hashlib.sha256(b"{}").hexdigest()
+    assert owner.digest_of(str(tmp_path / "none.json")) is None
+
+
+def test_what_completes_slots_is_a_stage_of_its_own() -> None:
+    """It begins after the upload, beside what computes; whoever waits for it has its error."""
+    device = CpuDevice(Timeline(lambda stage, op: 2.0 if stage is Stage.COMPLETION else 1.0))
+    done: list[str] = []
+
+    def fail() -> None:
+        raise LostPeerError("gone")
+
+    try:
+        with device.compute(Op("forward", 0)):
+            pass
+        loaded = device.copy(Stage.H2D, torch.zeros(4), torch.ones(4), Op("load", 1), [])
+        completed = device.complete(lambda: done.append("completed"), Op("complete", 1), loaded, 5.0)
+        completed.synchronize()
+        assert done == ["completed"]
+        assert (loaded.at_s, completed.at_s) == (2.0, 4.0), "the host had seen the forward end"
+        lost = device.complete(fail, Op("complete", 2), completed, 5.0)
+        with pytest.raises(LostPeerError):
+            device.wait(lost, "h2d")
+    finally:
+        device.close()
