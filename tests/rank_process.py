@@ -29,7 +29,7 @@ def two_layers(trained: Sequence[int], frozen: Sequence[int] = ()) -> ModelLayou
 
 
 def check(ranks: RankGroup, frozen: Sequence[int]) -> None:
-    layout = two_layers((5000, 64), frozen).on_host(ranks.rank, ranks.size)
+    layout = two_layers((1500, 64), frozen).on_host(ranks.rank, ranks.size)
     expected = torch.arange(layout.layers[1].size, dtype=torch.float32)
     slot = torch.full_like(expected, torch.nan)
     for span in RankParts(layout, ranks.rank, ranks.size).own(1):
@@ -46,7 +46,7 @@ def check(ranks: RankGroup, frozen: Sequence[int]) -> None:
 def main(address: str, port: str, size: str, rank: str) -> None:
     ranks = RankGroup(torch.device("cpu"), Place(address, int(port)), int(rank), int(size), TIMEOUT_S)
     try:
-        for frozen in ((), (5000,)):
+        for frozen in ((), (1500,)):
             check(ranks, frozen)
     finally:
         ranks.close()
