@@ -25,7 +25,7 @@ from megatrain_ray.errors import DeadlineError
 from megatrain_ray.spans import Row
 from megatrain_ray.trace import Op, Stage, Timeline
 
-TRANSFERS = (Stage.H2D, Stage.D2H, Stage.COMPLETION)
+TRANSFERS = (Stage.H2D, Stage.D2H, Stage.ALL_GATHER)
 
 
 class CpuEvent:
@@ -116,15 +116,15 @@ class CpuDevice(Device):
         self._threads[stage].submit(event, work)
         return event
 
-    def _complete(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
+    def _all_gather(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
         event = CpuEvent(end_s, str(op), timeout_s)
 
         def run() -> None:
             after.synchronize()
-            with self.spans.span(Row.COMPLETION, op.name, op.layer, num_bytes=op.num_bytes):
+            with self.spans.span(Row.ALL_GATHER, op.name, op.layer, num_bytes=op.num_bytes):
                 work()
 
-        self._threads[Stage.COMPLETION].submit(event, run)
+        self._threads[Stage.ALL_GATHER].submit(event, run)
         return event
 
     def _wait(self, event: Event, cause: str) -> None:

@@ -92,7 +92,7 @@ class CudaDevice(Device):
         # kernel, and so is a sum.
         self._streams = {stage: torch.cuda.Stream(priority=-1) for stage in (Stage.H2D, Stage.D2H)}
         self._streams[Stage.COMPUTE] = torch.cuda.Stream()
-        self._streams[Stage.COMPLETION] = torch.cuda.Stream(priority=-1)
+        self._streams[Stage.ALL_GATHER] = torch.cuda.Stream(priority=-1)
         self._summing = torch.cuda.Stream(priority=-1)
         self._generator = torch.cuda.default_generators[self.torch_device.index]
         self._pinned: list[int] = []
@@ -115,11 +115,11 @@ class CudaDevice(Device):
                     target.data[part].copy_(source[part], non_blocking=True)
         return CudaEvent(stream, end_s)
 
-    def _complete(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
-        stream = self._streams[Stage.COMPLETION]
+    def _all_gather(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
+        stream = self._streams[Stage.ALL_GATHER]
         with torch.cuda.stream(stream), torch.no_grad():
             stream.wait_event(_cuda(after))
-            with self._traced_on(Stage.COMPLETION, op):
+            with self._traced_on(Stage.ALL_GATHER, op):
                 work()
         return CudaEvent(stream, end_s)
 

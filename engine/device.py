@@ -1,4 +1,4 @@
-"""The device seam: stages that run concurrently (compute, h2d, d2h, and what completes slots where there are several
+"""The device seam: stages that run concurrently (compute, h2d, d2h, and all-gathers where there are several
 devices), events that order them, and memory.
 
 Order between stages is by events, on the device; the host never waits for a transfer to let another begin. One thread
@@ -94,11 +94,11 @@ class Device(ABC):
             after = [self._copy(stage, target, source, replace(op, num_bytes=source.nbytes), after, end_s)]
         return after[-1]
 
-    def complete(self, work: Callable[[], None], op: Op, after: Event, timeout_s: float) -> Event:
+    def all_gather(self, work: Callable[[], None], op: Op, after: Event, timeout_s: float) -> Event:
         """Submits to its own stage what fetches from other devices, after the event. `work`: submits it, on a thread
         of any kind. `timeout_s`: that those may take, for whoever waits on the host."""
-        end_s = self.timeline.account(Stage.COMPLETION, op, [after.at_s])
-        return self._complete(work, op, after, end_s, timeout_s)
+        end_s = self.timeline.account(Stage.ALL_GATHER, op, [after.at_s])
+        return self._all_gather(work, op, after, end_s, timeout_s)
 
     def block(self, memory: torch.Tensor) -> Block:
         """1-D uint8 memory, of the host or of the device, as a BlobStore is given it."""
@@ -194,7 +194,7 @@ class Device(ABC):
     ) -> Event: ...
 
     @abstractmethod
-    def _complete(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event: ...
+    def _all_gather(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event: ...
 
     @abstractmethod
     def _wait(self, event: Event, cause: str) -> None: ...

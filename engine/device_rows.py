@@ -110,7 +110,8 @@ def activation_rows(
         "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
     }
     if plan.num_gpus > 1 and plan.device == "cuda":
-        rows |= {"exchange": (EXCHANGE_BYTES, "what NCCL takes")}
+        count = 2 if plan.gathers_slots else 1
+        rows |= {"exchange": (count * EXCHANGE_BYTES, "what NCCL takes, for sums and for all-gathers")}
     if plan.captured:
         rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
     return ActivationRows(rows, held)

@@ -281,7 +281,7 @@ class _Placement(NamedTuple):
 
 def _with_copies(plan: Plan) -> Plan:
     """Half of the RAM that the plan leaves may hold copies for saves."""
-    num_bytes = max(0, min(plan.updated_bytes, spare_ram(plan) // 2))
+    num_bytes = max(0, min(plan.updated_bytes // plan.num_hosts, spare_ram(plan) // 2))
     row = ByteCount(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
     on_device = sum(layer.num_trained for layer in plan.layers if layer.updated_by == "gpu")
     of_device = num_bytes * on_device // plan.num_trained

@@ -42,7 +42,7 @@ from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.seams import Host
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
-from megatrain_ray.engine.slot_completion import SlotCompletion
+from megatrain_ray.engine.slot_gather import SlotGather
 from megatrain_ray.engine.slots import SlotRing
 from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner, Submitted
 from megatrain_ray.engine.step_gradients import StepGradients
@@ -108,9 +108,9 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         memory = device.allocate(sum(slot.num_bytes for slot in plan.slots))
         ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
-        completes = self._slot_completion() if plan.completes_slots else None
+        gathers = self._slot_gather() if plan.gathers_slots else None
         deadline_s = plan.update_deadline_s + DEADLINE_S
-        self.streamer = LayerStreamer(device, ring, self._layout, host, deadline_s, completes)
+        self.streamer = LayerStreamer(device, ring, self._layout, host, deadline_s, gathers)
         self._gradients = StepGradients(GradientOffloader(device, host))
         self._visits = plan.visits(self._layout.lowest_trained)
         self._residency = self._residency_of(self._visits)
@@ -161,9 +161,9 @@ class Engine:
         self._device_shard = device_shard
         self._gate = gate
 
-    def _slot_completion(self) -> SlotCompletion:
+    def _slot_gather(self) -> SlotGather:
         itemsize, deadline_s = self._plan.precision.working_dtype.itemsize, self._plan.update_deadline_s
-        return SlotCompletion(self._layout, itemsize, self.device, self._ranks, deadline_s)
+        return SlotGather(self._layout, itemsize, self.device, self._ranks, deadline_s)
 
     def _activation_store(self, spill: tuple[BlobStore, str] | None, *, poison: bool) -> ActivationStore:
         plan, device = self._plan, self.device

@@ -64,8 +64,12 @@ class HostWords:
     """Per layer: its places in the slab; per rank and layer: landed; per shard and layer: begun, generation and stored.
     All zero to begin with."""
 
-    def __init__(self, buffer: memoryview, num_layers: int, num_shards: int, num_ranks: int = 1) -> None:
-        """`buffer`: shared memory of at least `num_words` 8-byte words, aligned to 8 bytes."""
+    def __init__(
+        self, buffer: memoryview, num_layers: int, num_shards: int, num_ranks: int = 1, first_shard: int = 0
+    ) -> None:
+        """`buffer`: shared memory of at least `num_words` 8-byte words, aligned to 8 bytes. `first_shard`: the number
+        of the first one in messages."""
+        self._first_shard = first_shard
         self._words = Words(buffer, self.num_words(num_layers, num_shards, num_ranks))
         self._num_layers = num_layers
         self._num_shards = num_shards
@@ -257,7 +261,7 @@ class HostWords:
         """Says who keeps a layer from its generation."""
         behind = [s for s in range(self._num_shards) if self.shard_generation(s, layer) < generation]
         landed, committed = self._last_landed(layer), self._words.load(_Word.COMMITTED)
-        cause = f"optimizer shard {', '.join(map(str, behind))} is stuck"
+        cause = f"optimizer shard {', '.join(str(self.number_of(shard)) for shard in behind)} is stuck"
         if min(landed, committed) < generation:
             cause = f"its gradient is that of update {landed}, the last committed update is {committed}"
         return DeadlineError(f"layer {layer} did not get generation {generation} within {timeout_s:.0f} s: {cause}")
@@ -266,9 +270,13 @@ class HostWords:
         """Raises MegatrainError when a shard failed or the shards were stopped."""
         failed = self._words.load(_Word.FAILED)
         if failed:
-            raise ShardFailedError(f"optimizer shard {failed - 1} failed; its own error says why")
+            raise ShardFailedError(f"optimizer shard {self.number_of(failed - 1)} failed; its own error says why")
         if self.stopped:
             raise MegatrainError("the optimizer shards were stopped")
+
+    def number_of(self, shard: int) -> int:
+        """What messages call it."""
+        return self._first_shard + shard
 
     def generation_bell(self) -> int:
         """Grows with every generation, stored gradient and `ring` of a shard, failure and stop. Read it before looking,

@@ -144,3 +144,8 @@ class ModelLayout:
     def owner(self) -> Mapping[str, int]:
         """Layer index that owns the elements of each parameter, by name."""
         return {s.name: i for i, layer in enumerate(self.layers) for s in layer.owned}
+
+
+def largest_share(layout: ModelLayout, num_hosts: int) -> ModelLayout:
+    """As that of the hosts has it which has the most of every layer: cuts round down, so the last one."""
+    return layout.on_host(num_hosts - 1, num_hosts)

@@ -173,7 +173,7 @@ class Plan:
         return self.num_hosts * self.num_shards + 1
 
     @property
-    def completes_slots(self) -> bool:
+    def gathers_slots(self) -> bool:
         """Whether each GPU uploads its part of a layer alone, and has the rest from the others."""
         return self.num_hosts > 1
 

@@ -177,6 +177,8 @@ class Bounds:
         edge = group_of(LayerKind.HEAD, 0)
         held = 2 * sum(slot.num_bytes for slot in plan.slots if slot.group != edge)
         num_bytes = self._num_sweeps * max(0, of_sweep - held)
+        if plan.gathers_slots:
+            num_bytes //= plan.num_gpus
         if plan.sums is Tier.HOST:
             summed = sum(layer.trained.size for layer in layers)
             num_bytes += (self._num_sweeps - 1) * summed * plan.accumulation_dtype.itemsize

@@ -30,7 +30,7 @@ def describe(plan: Plan) -> str:
         f"step      {plan.num_micro_batches} micro-batches of {plan.micro_batch_size} × {plan.seq_len} tokens, "
         f"{plan.order.value.replace('_', ' ')}{_gpus(plan)}",
         f"weights   stream from {_where_weights_are(plan)}, {plan.uploads_per_step} uploads a step through "
-        f"{len(plan.slots)} slots{_completed(plan)}",
+        f"{len(plan.slots)} slots{_gathered(plan)}",
         _keeping(plan),
         *_compiled_lines(plan),
         *_chunk_lines(plan),
@@ -61,8 +61,8 @@ def _gpus(plan: Plan) -> str:
     return f", on each of {plan.num_gpus} GPUs{hosts}, each of which offloads its part of sums"
 
 
-def _completed(plan: Plan) -> str:
-    return ", a part by each GPU, the rest from the others" if plan.completes_slots else ""
+def _gathered(plan: Plan) -> str:
+    return ", a part by each GPU, the rest from the others" if plan.gathers_slots else ""
 
 
 def _home_lines(plan: Plan) -> list[str]:

@@ -9,6 +9,7 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.candidates import splits
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.layer_work import work_of
+from megatrain_ray.engine.layout import largest_share
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan_chunks import may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.plan_floors import Floors
@@ -18,7 +19,7 @@ from megatrain_ray.engine.split_search import Found, SplitSearch
 
 def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
     """What predictions of all plans for it share."""
-    layout = structure.layout(request.num_fragments).on_host(0, request.num_hosts)
+    layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
     work = work_of(structure, request.active_experts, request.windows)
     spill = machine.spill
     disk = (spill.bytes_per_s, spill.plain_bytes_per_s, spill.direct_bytes_per_s) if spill else ()

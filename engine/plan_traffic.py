@@ -46,7 +46,8 @@ def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) 
     of_step = plan.visits(layout.lowest_trained)
     loads = residency_of(of_step, structure, layout, plan).loads
     elements = sum(layout.layers[load.fragment.layer].fragments[load.fragment.index].size for load in loads)
-    return elements * plan.precision.working_dtype.itemsize
+    num_bytes = elements * plan.precision.working_dtype.itemsize
+    return num_bytes // plan.num_gpus if plan.gathers_slots else num_bytes
 
 
 def _suspensions(plan: Plan) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.drafts import Drafts
-from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.layout import ModelLayout, largest_share
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
@@ -24,7 +24,7 @@ def build_plan(
     candidate: Candidate,
 ) -> Plan:
     """The plan of one candidate, whether it fits or not."""
-    layout = structure.layout(request.num_fragments).on_host(0, request.num_hosts)
+    layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
     draft = Drafts(structure, layout, activations, machine, request).plan(candidate)
     return with_uploads(draft, structure, layout)
 

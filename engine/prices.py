@@ -82,7 +82,7 @@ class Prices:
                 return self._profile.copy_s + 2 * op.num_bytes / self._profile.device_bytes_per_s
             # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
-        if stage is Stage.COMPLETION or op.name == "sum over GPUs":
+        if stage is Stage.ALL_GATHER or op.name == "sum over GPUs":
             return self._exchange_s(op)
         if stage is Stage.DISK:
             basis, of_activations = self._basis, op.name in ACTIVATIONS
@@ -97,7 +97,7 @@ class Prices:
         lives on all of them both."""
         times = 2 if op.layer in self._plan.hbm_layers else 1
         rate = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
-        if self._plan.num_hosts > 1:  # all of it but a GPU's part enters each host once, and leaves it once
+        if self._plan.num_hosts > 1:  # in a ring of all GPUs so much enters each host, and leaves it
             rate = min(rate, HOST_LINK_BYTES_PER_S)
         return times * (1 - 1 / self._plan.num_gpus) * op.num_bytes / rate
 
@@ -131,8 +131,8 @@ class Prices:
         return profile.adamw_per_s if forward else profile.adamw_busy_per_s
 
     def _update_bytes(self, layer: int) -> int:
+        """Of all hosts."""
         plan = self._plan.layers[layer]
-        """Of all of it, in one place."""
         moments = 2 * self._plan.precision.element_bytes * plan.num_trained
         of_muon = (DIRECTION_BYTES - 2 * SECOND_MOMENT_BYTES) * plan.num_muon
         return moments + of_muon + self._plan.wire_dtype.itemsize * plan.num_trained

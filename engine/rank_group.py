@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.errors import LostPeerError
+from megatrain_ray.errors import LostPeerError, MegatrainError
 
 LOOPBACK = "127.0.0.1"
 # NCCL's multicast can put all GPUs of a host out of service where several tenants share its switches; settings of the
@@ -25,6 +25,7 @@ LOOPBACK = "127.0.0.1"
 SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0"}
 CONNECTIONS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # what NCCL and gloo connect by
 
+REACH_S = 120.0  # in which a port that is open answers
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 # By the names of newer versions of torch, which warn of the others.
@@ -63,14 +64,28 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def _reach(place: Place) -> TCPStore:
+    try:
+        return TCPStore(*place, is_master=False, timeout=timedelta(seconds=REACH_S))
+    except RuntimeError as error:
+        raise MegatrainError(
+            f"GPU workers meet at {place.address}, port {place.port}, which this one did not reach within "
+            f"{REACH_S:.0f} s: let hosts reach each other at all ports, at the addresses of their Ray nodes ({error})"
+        ) from error
+
+
 class RankGroup:
     """One of several processes, each with a device of its own. One to a process."""
 
     def __init__(
-        self, device: torch.device, place: Place, rank: int, size: int, timeout_s: float, address: str = LOOPBACK
-    ) -> None:
+        self, device: torch.device, place: Place, rank: int, size: int, timeout_s: float, address: str = LOOPBACK,
+        *, gathers: bool = False,
+    ) -> None:  # fmt: skip
         """Waits for the others. `place`: of the meeting. `timeout_s`: that the ranks may be apart in a call. `address`:
-        of this host, by whose interface it is connected."""
+        of this host, by whose interface it is connected. `gathers`: whether `all_gather` will be called.
+
+        Raises MegatrainError where the place cannot be reached.
+        """
         interface = interface_of(address)
         for name, value in SURROUNDINGS.items() | ((name, interface) for name in CONNECTIONS if interface):
             os.environ.setdefault(name, value)
@@ -78,16 +93,18 @@ class RankGroup:
         self.size = size
         bound = timedelta(seconds=timeout_s)
         on_gpu = device.type == "cuda"
+        store = _reach(place)
+        store.set_timeout(bound)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=TCPStore(*place, is_master=False, timeout=bound),
+            store=store,
             rank=rank,
             world_size=size,
             timeout=bound,
             device_id=device if on_gpu else None,
         )
-        # What completes slots runs beside what sums gradients: each has an order of its own.
-        self._completing = dist.new_group(timeout=bound)
+        # What gathers slots runs beside what sums gradients: each has an order of its own.
+        self._gathering = dist.new_group(timeout=bound) if gathers else None
 
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:
         if part.size * self.size == flat.numel():
@@ -99,16 +116,17 @@ class RankGroup:
     def sum(self, values: torch.Tensor) -> None:
         self._exchange(lambda: dist.all_reduce(values))
 
-    def complete(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+    def all_gather(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+        flat = flat.data  # as copies into slots do: autograd is at work on others of the same memory
         own = flat[slice(*parts[self.rank])]
         first, last = parts[0], parts[-1]
         if all(part.size == own.numel() for part in parts):
-            self._exchange(lambda: _all_gather(flat[first.start : last.stop], own, group=self._completing))
+            self._exchange(lambda: _all_gather(flat[first.start : last.stop], own, group=self._gathering))
             return
         for rank, part in enumerate(parts):
             if part.size:
                 values = flat[slice(*part)]
-                self._exchange(partial(dist.broadcast, values, rank, group=self._completing))
+                self._exchange(partial(dist.broadcast, values, rank, group=self._gathering))
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         found = values.new_empty(self.size * values.numel())

@@ -1,7 +1,7 @@
 """Ranks: the GPU workers of a run, one for each GPU. Each computes its own micro-batches of a step, and all of them
 together make of it what one would have made: sums of gradients, norms, losses.
 
-Each rank completes a part of every layer's gradient, its own, and hands that on to the host: a reduce-scatter.
+Each rank gathers a part of every layer's gradient, its own, and hands that on to the host: a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Ranks(Protocol):
     def sum(self, values: torch.Tensor) -> None:
         """Becomes the sum over all ranks, the same bits on each."""
 
-    def complete(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+    def all_gather(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
         """Fills the parts of a 1-D tensor that the other ranks have. `parts`: by rank. Of all calls this one alone may
         come from another thread; by order these are one line, and all others another one."""
 
@@ -47,7 +47,7 @@ class OneRank:
     def sum(self, values: torch.Tensor) -> None:
         pass
 
-    def complete(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+    def all_gather(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
         pass
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class OneRank:
 
 
 class RankParts:
-    """Which part of a layer a rank has: of its gradient, which it completes, and, where ranks upload parts, of its
+    """Which part of a layer a rank has: of its gradient, which it gathers, and, where ranks upload parts, of its
     working copy. The ranks of a host divide the host's share. Spans in padded coordinates of the layer."""
 
     def __init__(self, layout: ModelLayout, rank: int = 0, size: int = 1) -> None:
@@ -70,8 +70,10 @@ class RankParts:
         return self.of_all(layer)[0][self._rank]
 
     def own(self, layer: int) -> tuple[Span, ...]:
-        """Of all of the layer: of what is trained, and of what is frozen, where it has some of it."""
-        return tuple(of_ranks[self._rank] for of_ranks in self.of_all(layer) if of_ranks[self._rank].size)
+        """Of all of the layer: of what is trained, and of what is frozen, where it has some of it; an empty one where
+        it has nothing, as of a layer that has fewer than 64 elements for each rank."""
+        spans = tuple(of_ranks[self._rank] for of_ranks in self.of_all(layer) if of_ranks[self._rank].size)
+        return spans or (self.span(layer),)
 
     def of_all(self, layer: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """The parts of every rank, one behind the other: of what is trained, and of what is frozen."""

@@ -13,13 +13,13 @@ from megatrain_ray.engine.spare_memory import SpareMemory
 
 
 def predict_stall_s(plan: Plan, step_s: float, write_bytes_per_s: float, copy_bytes_per_s: float) -> float:
-    """How long a save will hold updates up, in seconds.
+    """How long a save will hold updates up, in seconds. Rates: of all hosts.
 
     From a layer's update to its next one a step passes. What the disk has not taken by then is copied into spare RAM;
     updates wait for the disk only with what does not fit there.
     """
     late = max(0.0, plan.updated_bytes - write_bytes_per_s * step_s)
-    copied = min(late, plan.save_copy_bytes)
+    copied = min(late, plan.num_hosts * plan.save_copy_bytes)
     return copied / copy_bytes_per_s + (late - copied) / write_bytes_per_s
 
 

@@ -273,7 +273,9 @@ class SaveGate:
         while not self._changed.wait_for(ready, WATCH_S):
             self._words.check()
             if time.monotonic() > deadline_s:
-                raise DeadlineError(f"optimizer shard {self._index} waited {self._timeout_s:.0f} s for {what}")
+                raise DeadlineError(
+                    f"optimizer shard {self._words.number_of(self._index)} waited {self._timeout_s:.0f} s for {what}"
+                )
 
 
 def _cut(pieces: Iterable[Piece]) -> list[Piece]:

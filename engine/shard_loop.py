@@ -61,7 +61,9 @@ class ShardLoop:
         (None: waits for as long as the loop serves)."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise DeadlineError(f"optimizer shard {self._index} did not end within {timeout_s} s of being asked to")
+            raise DeadlineError(
+                f"optimizer shard {self._shard.layout.number} did not end within {timeout_s} s of being asked to"
+            )
         if self._error is not None:
             raise self._error
 

@@ -52,7 +52,7 @@ class SharedHost:
         among those of all hosts."""
         self._rank = rank % plan.host_gpus
         self._num_ranks = plan.host_gpus
-        self._uploads_parts = plan.completes_slots
+        self._uploads_parts = plan.gathers_slots
         self._parts = RankParts(layout, rank, plan.num_gpus)
         self._itemsize = plan.slab_itemsize
         self._layout = layout

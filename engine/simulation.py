@@ -1,4 +1,5 @@
-"""The schedule of a step on four clocks, as the engine runs it on the virtual clock (trace.py), without running it.
+"""The schedule of a step on a clock for each stage, as the engine runs it on the virtual clock (trace.py), and without
+running it.
 
 What the streamer, the gradient slots, the offloader and the shards wait for is said here once more, in a few lines
 each; tests/test_simulation.py holds the two together. Visits, loads and updates are here; gradients
@@ -106,11 +107,11 @@ class Simulation:
 
     def _fill(self, op: Op, *after_s: float) -> float:
         """A slot: by an upload of all, or of a part, which others complete."""
-        if not self._plan.completes_slots:
+        if not self._plan.gathers_slots:
             return self._clocks.run(Stage.H2D, op, *after_s)
         own = replace(op, num_bytes=op.num_bytes // self._plan.num_gpus)
         loaded_s = self._clocks.run(Stage.H2D, own, *after_s)
-        return self._clocks.run(Stage.COMPLETION, Op("complete", op.layer, num_bytes=op.num_bytes), loaded_s)
+        return self._clocks.run(Stage.ALL_GATHER, Op("all-gather", op.layer, num_bytes=op.num_bytes), loaded_s)
 
     def _visit(self, visit: Visit) -> None:
         if visit.index + 1 < len(self._visits):

@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
     event: Event
 
 
-Completes = Callable[[int, torch.Tensor, Event], Event]  # of a layer's flat (1-D uint8), after the own part is there
+Gathers = Callable[[int, torch.Tensor, Event], Event]  # of a layer's flat (1-D uint8), after the own part is there
 
 
 class NoStreamer:
@@ -55,10 +55,10 @@ class LayerStreamer:
         layout: ModelLayout,
         source: ParamSource,
         deadline_s: float = DEADLINE_S,
-        completes: Completes | None = None,
+        gathers: Gathers | None = None,
     ) -> None:
-        """`completes`: where the source has a part of what is loaded, and other devices the rest."""
-        self._completes = completes
+        """`gathers`: where the source has a part of what is loaded, and other devices the rest."""
+        self._gathers = gathers
         self._device = device
         self._ring = ring
         self._layout = layout
@@ -168,8 +168,8 @@ class LayerStreamer:
         self._device.timeline.host_waits(weights.ready_at_s)
         event = self._device.copy_all(Stage.H2D, pairs, op, after)
         self._source.release(load.fragment, event)
-        if self._completes is not None:
-            event = self._completes(load.fragment.layer, region, event)
+        if self._gathers is not None:
+            event = self._gathers(load.fragment.layer, region, event)
         self._ring.to(load.slot, SlotState.READY, self._name(load.fragment))
         self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
 

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatrain_ray.arena_owner import ArenaOwner
 from megatrain_ray.arenas import arena_sizes, spill_files
-from megatrain_ray.cluster_room import check_hosts, check_node, lacking, place_here, this_node
+from megatrain_ray.cluster_room import check_hosts, check_node, lacking, lacking_hosts, place_here, this_node
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.early_imports import COMPILER, TRANSFORMERS, import_first
@@ -32,14 +32,14 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.part_writer import WrittenPart
 from megatrain_ray.planning import Prepared
+from megatrain_ray.process_end import wait_gone
 from megatrain_ray.roles import DATA, GPU, OWNER, gpu_name, owner_name, shard_name
-from megatrain_ray.shard_worker import ShardWorker, wait_gone
+from megatrain_ray.shard_worker import ShardWorker
 from megatrain_ray.spans import RecordedSpans
 
 # Actors change state: a call that failed must not be repeated by Ray.
 ONCE: Mapping[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
 SOON_S = 10.0  # in which Ray places what it has room for
-NODE_S = 600.0  # in which another machine comes in the place of one that is gone
 
 
 def waiting(kind: type) -> type:
@@ -206,12 +206,13 @@ def crew_spec(prepared: Prepared) -> CrewSpec:
 
 
 def owner_arguments(
-    prepared: Prepared, host: int, holders: Sequence[Handles], after_pid: int | None
+    prepared: Prepared, host: int, left: Sequence[int], holders: Sequence[Handles], after_pid: int | None
 ) -> tuple[Any, ...]:
-    """Of new arenas and spill files of a host, or of those that `holders` still hold."""
+    """Of new arenas and spill files of a host, or of those that `holders` still hold. `left`: processes there that must
+    have ended before."""
     plan = prepared.plan
     layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
-    return arena_sizes(plan, layout), holders, spill_files(plan, layout, prepared.config.spill.path)
+    return arena_sizes(plan, layout), holders, spill_files(plan, layout, prepared.config.spill.path), left
 
 
 def shard_arguments(
@@ -231,7 +232,6 @@ class Placement:
         """`awaits_nodes`: other nodes than this one may still come. Raises CapacityError naming the resource that this
         machine's Ray node lacks, or how many nodes are missing."""
         self._spec = spec
-        self._awaits_nodes = awaits_nodes
         node, bundles = this_node(), spec.bundles
         several = spec.num_hosts > 1
         check_node(bundles[:1] if several else bundles, ray.nodes(), node)
@@ -243,14 +243,13 @@ class Placement:
         self._waiting = {name: self._begin(name) for name in self._bundle_of}
         self._nodes: list[str] = []  # of each host, by Ray's id
 
-    def wait(self, soon_s: float = SOON_S, timeout_s: float | None = None) -> None:
+    def wait(self, soon_s: float = SOON_S, timeout_s: float = DEADLINE_S) -> None:
         """Until there is room for them, for others may use it. Says so after `soon_s`; raises DeadlineError."""
         if not self._group.wait(soon_s):
-            timeout_s = timeout_s or (NODE_S if self._awaits_nodes else DEADLINE_S)
             say(f"waiting for room in the Ray cluster: {self._lacking}")
             if not self._group.wait(timeout_s):
                 raise DeadlineError(
-                    f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; end what uses it"
+                    f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; {self._remedy}"
                 )
         by_bundle = placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = [by_bundle[bundle] for bundle in range(self._spec.num_hosts)]
@@ -262,6 +261,15 @@ class Placement:
             return [LOOPBACK]
         known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         return [known[node] for node in self._nodes]
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether `wait` has returned."""
+        return bool(self._nodes)
+
+    def node_of(self, host: int) -> str:
+        """By Ray's id, after `wait`."""
+        return self._nodes[host]
 
     def check_hosts(self) -> None:
         """Raises LostProcessError where the Ray node of a host is gone, with the state that it had. Of a run on one
@@ -275,7 +283,13 @@ class Placement:
 
     @property
     def _lacking(self) -> str:
+        if self._spec.num_hosts > 1:
+            return lacking_hosts(self._spec.bundles, ray.nodes()) or "others use what it asks for"
         return lacking(self._bundles, ray.available_resources()) or "another machine than this one has it"
+
+    @property
+    def _remedy(self) -> str:
+        return "end what uses it" if self._spec.num_hosts == 1 else "start Ray on another machine, or end what uses it"
 
     def take(self, name: str) -> Any:
         """An actor that waits for `take_up`: the first one of that name, then others."""

@@ -10,18 +10,27 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.spill_file import SpillFile
+from megatrain_ray.process_end import wait_gone
 
 
 class ArenaOwner:
     """Holds file descriptors; maps nothing."""
 
     def __init__(
-        self, sizes: Mapping[str, int], holders: Sequence[Handles] = (), files: Mapping[str, SpillFile] = {}
+        self,
+        sizes: Mapping[str, int],
+        holders: Sequence[Handles] = (),
+        files: Mapping[str, SpillFile] = {},
+        left: Sequence[int] = (),
     ) -> None:
-        """Creates arenas of `sizes` and spill `files`; where an owner died, holds what other `holders` hold instead."""
+        """Creates arenas of `sizes` and spill `files`; where an owner died, holds what other `holders` hold instead.
+        `left`: processes of an earlier attempt, whose memory must be free before."""
+        for pid in left:
+            wait_gone(pid, DEADLINE_S)
         self._holder = ArenaHolder.adopt(holders) if holders else ArenaHolder.create(sizes, files)
         self._stopped = threading.Event()
 

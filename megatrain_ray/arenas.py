@@ -60,9 +60,9 @@ def words_bytes(plan: Plan) -> int:
     return WORD_BYTES * HostWords.num_words(len(plan.layers), len(plan.updated_layers), plan.host_gpus)
 
 
-def words_in(buffer: memoryview, plan: Plan) -> HostWords:
-    """The signal words of a run, `words_bytes` of them."""
-    return HostWords(buffer, len(plan.layers), len(plan.updated_layers), plan.host_gpus)
+def words_in(buffer: memoryview, plan: Plan, host: int = 0) -> HostWords:
+    """The signal words of a host, `words_bytes` of them."""
+    return HostWords(buffer, len(plan.layers), len(plan.updated_layers), plan.host_gpus, host * plan.num_shards)
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:

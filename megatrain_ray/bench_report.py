@@ -151,8 +151,9 @@ def _shards(measured: Measured) -> Iterator[dict[str, Any]]:
     prepared = measured.observed.prepared
     plan = prepared.plan
     layout = prepared.structure.layout(plan.num_fragments)
-    for k, work in enumerate(measured.observed.shard_work):
-        part = shard_layout(plan, layout, k)
+    for number, work in enumerate(measured.observed.shard_work):
+        host, k = divmod(number, plan.num_shards)
+        part = shard_layout(plan, layout.on_host(host, plan.num_hosts), k)
         count = sum(layout.layers[i].logical(part.spans[i]).size for i in plan.layer_order)
         home = plan.shard_homes[k] if plan.shard_homes else None
         yield {

@@ -1,5 +1,5 @@
-"""Whether the Ray node of this machine has what a run asks of it. A resource that is not there is named at once; Ray
-itself would wait for a machine to come."""
+"""Whether the Ray node of this machine, or of each of several hosts, has what a run asks of it. A resource that is not
+there is named at once; Ray itself would wait for a machine to come."""
 
 from __future__ import annotations
 
@@ -47,14 +47,27 @@ def check_node(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]], no
 
 def check_hosts(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]]) -> None:
     """Raises CapacityError where fewer living nodes than `bundles`, which are alike, have what one asks for."""
-    able = [node for node in nodes if node["Alive"] and not lacking(bundles[:1], node["Resources"])]
-    if len(able) < len(bundles):
-        asked = ", ".join(f"{name}: {amount:g}" for name, amount in bundles[0].items())
-        have = ", ".join(sorted(node["NodeManagerAddress"] for node in able)) or "none"
+    if short := lacking_hosts(bundles, nodes):
+        able = max(1, len(_able(bundles[0], nodes)))
         raise CapacityError(
-            f"hardware.num_hosts: {len(bundles)}, and {len(able)} of the Ray cluster's nodes have what a host needs "
-            f"({asked}): {have}; start Ray on more machines, or set hardware.num_hosts to at most {max(1, len(able))}"
+            f"hardware.num_hosts: {len(bundles)}, and {short}; start Ray on more machines, or set hardware.num_hosts "
+            f"to at most {able}"
         )
+
+
+def lacking_hosts(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Which nodes there are, where these are too few."""
+    able = _able(bundles[0], nodes)
+    if len(able) >= len(bundles):
+        return ""
+    asked = ", ".join(f"{name}: {amount:g}" for name, amount in bundles[0].items())
+    return f"{len(able)} of the Ray cluster's nodes have what a host needs ({asked}): {', '.join(able) or 'none'}"
+
+
+def _able(bundle: Bundle, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Addresses of living nodes that have all of it, whoever uses it now."""
+    having = [node for node in nodes if node["Alive"] and not lacking([bundle], node["Resources"])]
+    return sorted(node["NodeManagerAddress"] for node in having)
 
 
 def check_device(asked: str, found: str, nodes: Sequence[Mapping[str, Any]]) -> None:

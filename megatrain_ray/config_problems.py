@@ -91,6 +91,11 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
             f"hardware.num_gpus: {num_gpus}, of all hosts together, cannot be divided among hardware.num_hosts: "
             f"{num_hosts}; set a multiple of {num_hosts}"
         )
+    if num_hosts > 1 and config.log.trace is not None:
+        yield (
+            f"log.trace goes with one host so far, since clocks of several are not one, and hardware.num_hosts is "
+            f"{num_hosts}; leave one of the two out"
+        )
     if num_hosts > 1 and not Path(config.run_dir).is_absolute():
         yield (
             f"run_dir: {config.run_dir} is relative, and other hosts have other working directories; give an absolute "

@@ -24,7 +24,7 @@ from megatrain_ray.engine.base_checksum import source_checksums, unread_checksum
 from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.restoring import names_of
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
-from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
+from megatrain_ray.errors import ConfigError, DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.failure_budget import FailureBudget
 from megatrain_ray.faults import FaultWatch, Unwatched
 from megatrain_ray.gpu_side import GpuSide
@@ -33,7 +33,7 @@ from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
-from megatrain_ray.post import AGAIN, Post, Task, actor_id, answer, await_begin, could_not_start, held
+from megatrain_ray.post import AGAIN, CHECK_S, Post, Task, actor_id, answer, await_begin, could_not_start, held
 from megatrain_ray.roles import DATA, GPU, gpu_name, owner_name, shard_name
 from megatrain_ray.run_dir import RunFiles
 
@@ -51,16 +51,19 @@ class Crew:
         placement: Placement | None = None,
         failures: FailureBudget | None = None,
         watch: FaultWatch | None = None,
+        left: Mapping[str, Sequence[int]] = {},
     ) -> None:
         """`check_cluster` is called in every wait and raises when nothing can go on, `record` when processes change.
         `placement`: with actors that have begun; None: they begin when they are needed. `failures`: of all crews of a
-        start; None: this is the only one. `watch`: hears who died."""
+        start; None: this is the only one. `watch`: hears who died. `left`: `elsewhere` of the crew before, which
+        is ending."""
         self._prepared = prepared
         self._check_cluster = check_cluster
         self._record = record
         self._placement = placement
         self._failures = failures or FailureBudget(prepared.config.max_failures)
         self._watch = watch or Unwatched()
+        self._left = left
         self._posts: list[Post] = []
         self._shards: list[Post] = []
         self._gone: set[str] = set()  # ids of actors that were replaced
@@ -127,8 +130,8 @@ class Crew:
             )
 
     def _owner(self, place: Placement, host: int) -> Post:
-        name = owner_name(host)
-        return Post(name, host, partial(place.take, name), partial(owner_arguments, self._prepared, host))
+        name, left = owner_name(host), self._left.get(place.node_of(host), ())
+        return Post(name, host, partial(place.take, name), partial(owner_arguments, self._prepared, host, left))
 
     def _shard(self, place: Placement, number: int) -> Post:
         """`number`: among those of all hosts."""
@@ -149,6 +152,17 @@ class Crew:
         """Of the processes of the run on the first host, which is this one, by name."""
         posts = {post.name: post.pid for post in self._posts if post.pid is not None and not post.host}
         return (self._side.pids_here if self._side else {}) | posts
+
+    @property
+    def elsewhere(self) -> dict[str, list[int]]:
+        """Processes on other hosts, by the Ray node: nobody here sees when they have ended."""
+        pids: dict[str, list[int]] = {}
+        if self._side is not None and self._placement is not None and self._placement.is_placed:
+            on_hosts = [(post.host, post.pid) for post in self._posts] + self._side.pids_on_hosts
+            for host, pid in on_hosts:
+                if host and pid is not None:
+                    pids.setdefault(self._placement.node_of(host), []).append(pid)
+        return pids
 
     def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         """Fills all state: from a save, or from the model's source. Raises what its holders raised, and ConfigError
@@ -314,7 +328,7 @@ class Crew:
         self._gone |= ids
         self._watch.died(name)
         self._failures.spend(name)
-        self._check_hosts()
+        self.check_hosts()
         log.warning("%s died: %s", name, reason)
         return time.monotonic()
 
@@ -366,7 +380,7 @@ class Crew:
         assert self._side is not None
         self._side.stop_watching()
         for closing in self._side.ask_each("close"):
-            with suppress(RayActorError):  # what was to be saved is
+            with suppress(RayActorError, LostProcessError):  # what was to be saved is
                 self._until(closing, "the GPU worker did not close", self._prepared.plan.update_deadline_s)
         for post in self._posts:
             post.serves = False
@@ -435,10 +449,14 @@ class Crew:
         own = self._own_handles if host == 0 else {}  # the driver's
         return [handles for handles in (*posts, of_gpu, own) if handles]
 
-    def _check_hosts(self) -> None:
-        """Raises LostProcessError where one is gone."""
-        if self._placement is not None:
+    def check_hosts(self, within_s: float = 0.0) -> None:
+        """Raises LostProcessError where one is gone, or within a moment is: a process is missed before its node."""
+        deadline_s = time.monotonic() + within_s
+        while self._placement is not None and self._prepared.plan.num_hosts > 1:
             self._placement.check_hosts()
+            if time.monotonic() >= deadline_s:
+                return
+            time.sleep(CHECK_S)
 
     def _ask_shards(self, question: str) -> list[Any]:
         """Their answers. One that dies gives none, and another takes its place."""
@@ -453,7 +471,7 @@ class Crew:
     def _introduce(self, post: Post) -> bool:
         """Waits until the actor has started; False where it died doing so and another one has taken its place."""
         try:
-            await_begin(post.name, post.begun, self._check_hosts)
+            await_begin(post.name, post.begun, self.check_hosts)
             post.handles = answer(f"{post.name} did not start", post.actor.handles.remote())
         except RayActorError as error:
             self.replace(error)

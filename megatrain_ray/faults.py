@@ -49,4 +49,4 @@ class Faults:
 
 def kind_of(process: str) -> str:
     """`optimizer shard` of `optimizer shard 3`: as many kinds as there are, whatever the number of shards."""
-    return process.rstrip("0123456789 ")
+    return process.partition(" of host")[0].rstrip("0123456789 ")

@@ -60,6 +60,12 @@ class GpuSide:
         return {name: self.pids[name] for name in names if name in self.pids}
 
     @property
+    def pids_on_hosts(self) -> list[tuple[int, int | None]]:
+        """Of the GPU workers, and the host of each."""
+        ranks = range(self._prepared.plan.num_gpus)
+        return [(rank // self._prepared.plan.host_gpus, self.pids.get(gpu_name(rank))) for rank in ranks]
+
+    @property
     def gpu_ids(self) -> set[str]:
         """By which Ray tells of the present GPU workers."""
         return set(map(actor_id, self._gpus))

@@ -109,7 +109,7 @@ class GpuWorker:
         # Before there are threads, and before the slab is registered, which touches it. The plan knows of the first
         # GPU's node alone.
         self.home_problems = settle_gpu_worker(plan, self._arenas, pinned=pinned) if self._of_host == 0 else ()
-        self._words = words_in(self._arenas[WORDS].buffer, plan)
+        self._words = words_in(self._arenas[WORDS].buffer, plan, host)
         # What lives on the device is signalled by the first one of each host; the others tell nobody.
         self._device_words = self._words
         if self._of_host:
@@ -133,7 +133,7 @@ class GpuWorker:
         self._waits_for = ""
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """Of all arenas of the run: this process keeps them alive too."""
+        """Of all arenas of the host: this process keeps them alive too."""
         return self._holder.handles
 
     async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
@@ -203,7 +203,10 @@ class GpuWorker:
         """Bounded, since one of them may wait for the disk of a save while the others wait for it."""
         plan = self._prepared.plan
         timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
-        return RankGroup(self._device.torch_device, seat.place, seat.rank, plan.num_gpus, timeout_s, seat.address)
+        return RankGroup(
+            self._device.torch_device, seat.place, seat.rank, plan.num_gpus, timeout_s, seat.address,
+            gathers=plan.gathers_slots,
+        )  # fmt: skip
 
     async def start(self, progress: Progress) -> None:
         """After `build`; `progress`: where the weights in the arenas stand. Of several the first one of each host

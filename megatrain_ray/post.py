@@ -80,6 +80,7 @@ def await_begin(name: str, begun: Any, check: Callable[[], None]) -> None:
     try:
         await_answer(f"{name} did not start", begun, check)
     except RayTaskError as error:
+        check()  # what it needs is not where it was
         if isinstance(error.cause, MegatrainError):
             raise
         raise MegatrainError(could_not_start(name, error)) from error

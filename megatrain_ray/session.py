@@ -50,13 +50,15 @@ from megatrain_ray.tracing import Tracing
 log = logging.getLogger(__name__)
 
 SILENCE_S = 60.0  # without a step's end after which the driver says what it waits for
+NOTICE_S = 10.0  # in which Ray has noticed that a node is gone whose processes it misses
 POLL_S = 0.2  # how often the driver looks whether it was interrupted
 
 
 @dataclass(frozen=True)
 class Job:
     """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources. `failures`: of
-    all attempts. `at_end`: called when all steps are made, while every process is still there."""
+    all attempts. `at_end`: called when all steps are made, while every process is still there. `left`: what the attempt
+    before has left on other hosts, as Crew.elsewhere."""
 
     prepared: Prepared
     tokens: tuple[Path, ...]
@@ -67,6 +69,7 @@ class Job:
     startup: Startup
     failures: FailureBudget
     at_end: Callable[[Job, Crew], None] = lambda job, crew: None
+    left: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -123,7 +126,9 @@ class Session:
         for what failed."""
         to_record = partial(record, self._run.path)
         watch = Faults(History(self._run.path), self._sinks, lambda: self._completed)
-        crew = Crew(self._prepared, self._daemons.check, to_record, self._placement, self._job.failures, watch)
+        crew = Crew(
+            self._prepared, self._daemons.check, to_record, self._placement, self._job.failures, watch, self._job.left
+        )
         try:
             self._start(crew)
             with self._interrupts.put_off():
@@ -134,9 +139,12 @@ class Session:
                 crew.stop()
         except RayError as error:
             log.error("after step %d", self._completed, exc_info=error)
+            crew.check_hosts(NOTICE_S)
             raise understood(error, crew) from error
         finally:
             crew.kill()
+            self._job.left.clear()
+            self._job.left.update(crew.elsewhere)
             self._tracing.close()
             self._plan_check.close()
         forget(self._run.path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ from megatrain_ray.engine.spare_memory import SpareMemory
 from megatrain_ray.engine.spill_ring import SpillRing
 from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.engine.spilling_shard import SpillingShard
-from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.blob_store import BlobStore, MemoryStore
@@ -48,21 +47,9 @@ from megatrain_ray.node_memory import settle_shard
 from megatrain_ray.optimizer_settings import hyper_of
 from megatrain_ray.part_writer import WrittenPart, write_gated_part
 from megatrain_ray.planning import Prepared
+from megatrain_ray.process_end import wait_gone
 from megatrain_ray.shard_work import ShardWork
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
-
-
-def wait_gone(pid: int, timeout_s: float) -> None:
-    """Returns when there is no such process (a zombie is none). Raises DeadlineError after `timeout_s`."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    with os.fdopen(fd, "rb") as process:
-        poll = select.poll()
-        poll.register(process, select.POLLIN)  # readable once the process has ended
-        if not poll.poll(1000 * timeout_s):
-            raise DeadlineError(f"process {pid}, which is to be replaced, did not end within {timeout_s:.0f} s")
 
 
 class ShardWorker:
@@ -90,7 +77,7 @@ class ShardWorker:
         self._arenas = {name: self._holder.map(name) for name in names}
         # Before there are threads, and before anything is touched: all shards come this far before one fills its part.
         self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
-        self._words = words_in(self._arenas[WORDS].buffer, plan)
+        self._words = words_in(self._arenas[WORDS].buffer, plan, host)
         self._disk = DiskMeter()
         self._shard = self._make_shard()
         self._work = self._work_until(0)
@@ -136,7 +123,7 @@ class ShardWorker:
         return SpillRing(layout, memory, measured, name, plan.update_deadline_s, written=self._words.ring)
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """Of all arenas of the run: this process keeps them alive too."""
+        """Of all arenas of the host: this process keeps them alive too."""
         return self._holder.handles
 
     def kernel_name(self) -> str:

@@ -36,7 +36,7 @@ class Row(Enum):
     SUBMIT = "compute thread"
     H2D = "h2d"
     D2H = "d2h"
-    COMPLETION = "completion"
+    ALL_GATHER = "all-gather"
     UPLOADS = "event loop: uploads"
     GRADIENTS = "event loop: gradients"
     LANDINGS = "event loop: landings"

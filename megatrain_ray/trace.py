@@ -16,13 +16,13 @@ from enum import Enum
 
 
 class Stage(Enum):
-    """What works concurrently: the compute stream, the two directions of PCIe, what completes slots from other GPUs,
+    """What works concurrently: the compute stream, the two directions of PCIe, what fills slots from other GPUs,
     the optimizer on the host, the disk that state spills to, and its part that reads working copies for the device."""
 
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
-    COMPLETION = "completion"
+    ALL_GATHER = "all-gather"
     OPTIMIZER = "optimizer"
     DISK = "disk"
     WEIGHTS = "weights"
@@ -34,9 +34,9 @@ class Stage(Enum):
 class Op:
     """What an operation is: its name, the layer it works on, and where it applies the micro-batch or fragment."""
 
-    name: (
-        str  # forward, recompute, backward, loss, load, complete, offload, boundary, kept, update, read, write, weights
-    )
+    # forward, recompute, backward, loss, load, all-gather, complete, offload, boundary, kept, update, read, write,
+    # weights, sum over GPUs
+    name: str
     layer: int
     micro_batch: int = -1
     fragment: int = -1

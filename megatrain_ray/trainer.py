@@ -327,6 +327,7 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
         step = manifest.step if manifest else 0
         aliased = ", host memory aliased" if job.prepared.is_aliased else ""
         log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
+        num_failures = job.failures.count
         try:
             # From the start: step 0 is that of the evaluation before the first update.
             with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
@@ -336,6 +337,8 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
         except LostProcessError as death:
+            if job.failures.count == num_failures:  # nobody was to be replaced yet
+                job.failures.spend("a process of the run")
             saves = list_saves(run.saves)
             origin = f"going on from the save of step {saves[-1]}" if saves else "nothing is saved: beginning again"
             say(f"{death}; {origin} ({job.failures})")

@@ -14,7 +14,7 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.rank_group import Place, RankGroup
 from megatrain_ray.engine.ranks import RankParts
-from megatrain_ray.engine.slot_completion import SlotCompletion
+from megatrain_ray.engine.slot_gather import SlotGather
 
 TIMEOUT_S = 60.0
 FROZEN = ParameterGroup(trained=False)
@@ -36,15 +36,15 @@ def check(ranks: RankGroup, frozen: Sequence[int]) -> None:
         slot[span.start : span.stop] = expected[span.start : span.stop]
     device = CpuDevice()
     try:
-        complete = SlotCompletion(layout, expected.itemsize, device, ranks, TIMEOUT_S)
-        complete(1, slot.view(torch.uint8), device.record()).synchronize()
+        gather = SlotGather(layout, expected.itemsize, device, ranks, TIMEOUT_S)
+        gather(1, slot.view(torch.uint8), device.record()).synchronize()
     finally:
         device.close()
     assert torch.equal(slot, expected)
 
 
 def main(address: str, port: str, size: str, rank: str) -> None:
-    ranks = RankGroup(torch.device("cpu"), Place(address, int(port)), int(rank), int(size), TIMEOUT_S)
+    ranks = RankGroup(torch.device("cpu"), Place(address, int(port)), int(rank), int(size), TIMEOUT_S, gathers=True)
     try:
         for frozen in ((), (1500,)):
             check(ranks, frozen)

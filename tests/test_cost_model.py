@@ -257,8 +257,8 @@ def test_several_hosts_share_memory_updates_and_what_is_uploaded() -> None:
     assert of_two.h2d_bytes == of_one.h2d_bytes // 4, "each GPU uploads its part"
     assert of_two.d2h_bytes == of_one.d2h_bytes
     assert of_two.busy_s["optimizer"] == pytest.approx(of_one.busy_s["optimizer"] / 2)
-    assert "completion" not in of_one.busy_s
-    assert of_two.busy_s["completion"] == pytest.approx(0.75 * of_one.h2d_bytes / HOST_LINK_BYTES_PER_S)
+    assert "all-gather" not in of_one.busy_s
+    assert of_two.busy_s["all-gather"] == pytest.approx(0.75 * of_one.h2d_bytes / HOST_LINK_BYTES_PER_S)
     assert of_two.compute_s["sum over GPUs"] > 5 * of_one.compute_s["sum over GPUs"], "the slowest link counts"
 
 

@@ -21,8 +21,8 @@ from megatrain_ray.crew import Crew
 from megatrain_ray.errors import LostProcessError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.process_end import wait_gone
 from megatrain_ray.roles import DATA
-from megatrain_ray.shard_worker import wait_gone
 from tests.runs import config
 from tests.texts import tokens_of
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import mmap
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,29 @@ import pytest
 import torch
 
 from megatrain_ray.arena_owner import ArenaOwner
-from megatrain_ray.cluster_room import check_hosts
+from megatrain_ray.arenas import SLAB, WORKING, arena_sizes, state_arena
+from megatrain_ray.cluster_room import check_hosts, lacking_hosts
 from megatrain_ray.engine.cpu_device import CpuDevice
+from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_shards import shard_layout
+from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.rank_group import Meeting, interface_of
 from megatrain_ray.engine.ranks import RankParts
-from megatrain_ray.errors import CapacityError, LostPeerError
+from megatrain_ray.engine.slab import SlabPool
+from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.errors import CapacityError, LostPeerError, ShardFailedError
+from megatrain_ray.io.blob_store import aligned
 from megatrain_ray.trace import Op, Stage, Timeline
 from tests.rank_process import two_layers
 from tests.reference import Recipe
 from tests.run_engine import Mode, folder_source, plan_for
 from tests.runs import ROOT
+from tests.shapes import qwen
+from tests.shards import header
 from tests.tiny import build_tiny
 
 
@@ -80,6 +92,34 @@ def planned(folder: Path, **changes: Any) -> tuple[Plan, ModelLayout]:
     return replace(plan, num_gpus=num_gpus, **changes), structure.layout()
 
 
+@pytest.mark.parametrize("num_hosts", [2, 3, 5, 7])
+@pytest.mark.parametrize("clip", [True, False])
+def test_what_a_plan_counts_is_enough_for_every_host(num_hosts: int, *, clip: bool) -> None:
+    """Shares of three hosts are not equally large."""
+    structure, activations = qwen(3, 64, hidden=256, heads=4, kv_heads=2, inner=576)
+    request = Request(Precision.BF16, False, clip, 1, 2, 64, num_gpus=num_hosts, num_hosts=num_hosts)
+    machine = Machine("cpu", num_cpus=4, num_nodes=1, ram_bytes=1 << 40, hbm_bytes=None)
+    candidate = Candidate(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, 3, 2)
+    plan = build_plan(structure, activations, machine, request, candidate)
+    counted = {row.name: row.num_bytes for row in plan.rows}
+    for host in range(num_hosts):
+        layout = structure.layout().on_host(host, num_hosts)
+        sizes = arena_sizes(plan, layout)
+        assert sizes[WORKING] <= counted["working copy"]
+        assert sizes[state_arena(0)] <= aligned(counted["optimizer state"])
+        SlabPool(torch.empty(sizes[SLAB], dtype=torch.uint8), layout.gradient_bytes(plan.slab_itemsize), passing=None)
+
+
+def test_a_rank_without_a_part_of_a_small_layer_uploads_nothing_of_it() -> None:
+    """A head that is tied is its norm alone: 32 blocks of 64 elements."""
+    whole = two_layers((128,))
+    num_ranks = 64
+    parts = [RankParts(whole.on_host(rank // 32, 2), rank, num_ranks).own(0) for rank in range(num_ranks)]
+    assert all(len(of_rank) == 1 for of_rank in parts)
+    assert sum(span.size for (span,) in parts) == whole.layers[0].size
+    assert min(span.size for (span,) in parts) == 0
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_slot_has_the_parts_of_all_hosts(num_ranks: int) -> None:
     """With two ranks by an all-gather; parts of three are not equally large, and each sends its own."""
@@ -124,6 +164,36 @@ def test_each_host_needs_a_node_that_has_what_it_asks_for() -> None:
     )
 
 
+def test_a_wait_for_nodes_says_which_there_are() -> None:
+    bundles = [{"CPU": 0.2}] * 2
+    assert lacking_hosts(bundles, [node("10.0.0.1", CPU=4.0), node("10.0.0.2", CPU=4.0)]) == ""
+    assert lacking_hosts(bundles, [node("10.0.0.1", CPU=4.0), node("10.0.0.2", alive=False, CPU=4.0)]) == (
+        "1 of the Ray cluster's nodes have what a host needs (CPU: 0.2): 10.0.0.1"
+    )
+
+
+def test_messages_number_the_shards_of_all_hosts() -> None:
+    words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(1, 2))), 1, 2, first_shard=2)
+    words.reset(0, [{0}, {0}])
+    words.commit(header(1))
+    words.land(0, 1, 0)
+    assert "optimizer shard 2, 3 is stuck" in str(words.late(0, 1, 1.0))
+    words.fail(1)
+    with pytest.raises(ShardFailedError, match="optimizer shard 3 failed"):
+        words.check()
+
+
+def test_an_owner_waits_for_what_an_earlier_attempt_left() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as left:
+        with ThreadPoolExecutor(1) as thread:
+            owner = thread.submit(ArenaOwner, {"a": 4096}, left=[left.pid])
+            assert not owner.done()
+            left.communicate(b"\n")
+            assert set(owner.result(60).handles()) == {"a"}
+        owner.result().stop()
+        owner.result().run()
+
+
 def test_an_owner_tells_what_its_host_sees_of_a_file(tmp_path: Path) -> None:
     owner = ArenaOwner({})
     (tmp_path / "plan.json").write_text("{}")
@@ -131,9 +201,9 @@ def test_an_owner_tells_what_its_host_sees_of_a_file(tmp_path: Path) -> None:
     assert owner.digest_of(str(tmp_path / "none.json")) is None
 
 
-def test_what_completes_slots_is_a_stage_of_its_own() -> None:
+def test_what_gathers_slots_is_a_stage_of_its_own() -> None:
     """It begins after the upload, beside what computes; whoever waits for it has its error."""
-    device = CpuDevice(Timeline(lambda stage, op: 2.0 if stage is Stage.COMPLETION else 1.0))
+    device = CpuDevice(Timeline(lambda stage, op: 2.0 if stage is Stage.ALL_GATHER else 1.0))
     done: list[str] = []
 
     def fail() -> None:
@@ -143,11 +213,11 @@ def test_what_completes_slots_is_a_stage_of_its_own() -> None:
         with device.compute(Op("forward", 0)):
             pass
         loaded = device.copy(Stage.H2D, torch.zeros(4), torch.ones(4), Op("load", 1), [])
-        completed = device.complete(lambda: done.append("completed"), Op("complete", 1), loaded, 5.0)
+        completed = device.all_gather(lambda: done.append("completed"), Op("all-gather", 1), loaded, 5.0)
         completed.synchronize()
         assert done == ["completed"]
         assert (loaded.at_s, completed.at_s) == (2.0, 4.0), "the host had seen the forward end"
-        lost = device.complete(fail, Op("complete", 2), completed, 5.0)
+        lost = device.all_gather(fail, Op("all-gather", 2), completed, 5.0)
         with pytest.raises(LostPeerError):
             device.wait(lost, "h2d")
     finally:

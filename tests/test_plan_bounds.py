@@ -70,6 +70,7 @@ def plans(request: Request, machine: Machine = MACHINE) -> Iterator[tuple[Plan, 
         {"num_micro_batches": 9},
         {"round_gradients": True},
         {"clip": False},
+        {"num_gpus": 2, "num_hosts": 2},
     ],
 )
 def test_no_plan_is_faster(changes: dict[str, Any], profile: str) -> None:

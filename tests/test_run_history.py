@@ -88,6 +88,7 @@ def test_deaths_are_written_down_and_counted_by_kind(tmp_path: Path) -> None:
         (Count.DEATHS, 1, "GPU worker"),
     ]
     assert [kind_of(name) for name in ("arena owner", "one of Ray's")] == ["arena owner", "one of Ray's"]
+    assert [kind_of(name) for name in ("arena owner of host 1", "GPU worker 3")] == ["arena owner", "GPU worker"]
 
 
 def test_the_newest_start_is_what_came_last(tmp_path: Path) -> None:

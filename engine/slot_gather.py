@@ -12,7 +12,7 @@ from megatrain_ray.engine.ranks import RankParts, Ranks
 from megatrain_ray.trace import Op
 
 
-class SlotCompletion:
+class SlotGather:
     """An all-gather of what is trained of a layer, and one of what is frozen. Every rank loads the same layers in the
     same order, since all have one plan."""
 
@@ -33,10 +33,10 @@ class SlotCompletion:
         def work() -> None:
             for parts in self._parts.of_all(layer):
                 if parts[-1].stop > parts[0].start:
-                    self._ranks.complete(flat, [self._in_bytes(part) for part in parts])
+                    self._ranks.all_gather(flat, [self._in_bytes(part) for part in parts])
 
-        op = Op("complete", layer, num_bytes=flat.nbytes)
-        return self._device.complete(work, op, loaded, self._timeout_s)
+        op = Op("all-gather", layer, num_bytes=flat.nbytes)
+        return self._device.all_gather(work, op, loaded, self._timeout_s)
 
     def _in_bytes(self, part: Span) -> Span:
         return Span(part.start * self._itemsize, part.stop * self._itemsize)
