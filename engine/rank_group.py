@@ -22,7 +22,9 @@ from megatrain_ray.errors import LostPeerError, MegatrainError
 LOOPBACK = "127.0.0.1"
 # NCCL's multicast can put all GPUs of a host out of service where several tenants share its switches; settings of the
 # user come before this.
-SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0"}
+# Its operations of different groups begin on the device in the order in which they were submitted, as in every process
+# (LayerStreamer.await_submitted): else they may wait for each other for good.
+SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 CONNECTIONS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # what NCCL and gloo connect by
 
 REACH_S = 120.0  # in which a port that is open answers

@@ -100,9 +100,12 @@ class StepRunner:
         device_shard: DeviceShard | None,
         gate: UpdateGate | None,
         ranks: Ranks,
+        before_sums: Callable[[int], None] | None = None,
     ) -> None:
         """`activations`: where some of them do not wait on the device. `orthogonalizer`: where Muon trains something.
-        `device_shard`: where layers live on the device; `gate`: where these are saved."""
+        `device_shard`: where layers live on the device; `gate`: where these are saved. `before_sums`: is told of every
+        visit that completes a gradient, before the ranks add theirs up."""
+        self._before_sums = before_sums or (lambda visit: None)
         self._ranks = ranks
         self._plan = plan
         self._structure = structure
@@ -152,6 +155,7 @@ class StepRunner:
                 if not self._has_gradient(visit):
                     continue
                 if visit.last:
+                    self._before_sums(visit.index)
                     self._finish(visit.layer, state.header)
                 elif self._store.waits_on_host:
                     self._transfer(self._store.suspend(visit.layer))

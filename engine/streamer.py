@@ -8,6 +8,8 @@ on the device, by events.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -66,6 +68,8 @@ class LayerStreamer:
         self._source = source
         self._deadline_s = deadline_s
         self._arrivals: dict[tuple[int, FragmentId], Future[Arrival]] = {}
+        self._submissions: list[Future[Arrival]] = []  # of each load, in their order
+        self._behind: list[int] = []  # of each load the visit that it, or one before it, waits for; -1: none
         self._released: list[Future[Event]] = []
         self._pump: asyncio.Task[None] | None = None
 
@@ -78,10 +82,12 @@ class LayerStreamer:
         by_visit: dict[int, list[Load]] = {}
         for load in self._residency.loads:
             by_visit.setdefault(load.visit, []).append(load)
-        self._arrivals = {}
+        self._arrivals, self._submissions = {}, []
+        self._behind = [*itertools.accumulate((load.after_visit for load in self._residency.loads), max)]
         for v, held in enumerate(self._residency.slots):
             for load in by_visit.get(v, ()):
                 loads[load.fragment] = Future()
+                self._submissions.append(loads[load.fragment])
             self._arrivals.update({(v, fragment): loads[fragment] for fragment in held})
         self._pump = asyncio.create_task(self._stream(generation), name="h2d pump")
 
@@ -110,6 +116,17 @@ class LayerStreamer:
         for arrival in arrivals:
             self._device.wait(arrival.event, "h2d")
         return {arrival.fragment: arrival.region for arrival in arrivals}
+
+    def await_submitted(self, visit: int) -> None:
+        """Until all loads are submitted that wait for no visit from this one on. So what devices send each other for
+        loads comes at the same place on each of them, among what the compute thread has them send. Compute thread only,
+        within the visit.
+
+        Raises as `wait`.
+        """
+        count = bisect.bisect_left(self._behind, visit)
+        if count:
+            self._arrived(self._submissions[count - 1], visit)
 
     @contextmanager
     def layer(self, visit: int) -> Iterator[Mapping[FragmentId, torch.Tensor]]:

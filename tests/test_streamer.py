@@ -16,7 +16,7 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.residency import FragmentId, SlotSpec, plan_residency
 from megatrain_ray.engine.seams import HostWeights, WeightPart
 from megatrain_ray.engine.slots import SlotRing, SlotStateError
-from megatrain_ray.engine.streamer import LayerStreamer
+from megatrain_ray.engine.streamer import Gathers, LayerStreamer
 from megatrain_ray.errors import DeadlineError, MegatrainError
 
 SIZE, LAYERS = 2048, 4
@@ -29,6 +29,7 @@ class Source:
         self.generation = 0
         self.fetched: list[int] = []
         self.changed = asyncio.Condition()
+        self.turns = 0  # of the event loop that each fetch takes
         self.error: Exception | None = None
 
     def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
@@ -40,6 +41,8 @@ class Source:
     async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
         async with self.changed:
             await self.changed.wait_for(lambda: self.generation >= generation or self.error)
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
         if self.error:
             raise self.error
         self.fetched.append(fragment.layer)
@@ -54,7 +57,7 @@ class Source:
 
 
 class Rig:
-    def __init__(self, num_slots: int = 2, deadline_s: float = 10.0) -> None:
+    def __init__(self, num_slots: int = 2, deadline_s: float = 10.0, gathers: Gathers | None = None) -> None:
         layout = ModelLayout(
             tuple(FlatLayout.build(f"l{i}", [ParameterSpec(f"l{i}", "w", (SIZE,))]) for i in range(LAYERS)), ()
         )
@@ -68,7 +71,7 @@ class Rig:
         self.device = CpuDevice()
         self.ring = SlotRing(self.device.allocate(num_slots * SIZE * 4), [SIZE * 4] * num_slots, poison=True)
         self.source = Source()
-        self.streamer = LayerStreamer(self.device, self.ring, layout, self.source, deadline_s)
+        self.streamer = LayerStreamer(self.device, self.ring, layout, self.source, deadline_s, gathers)
 
     def read(self, visit: int) -> float:
         """What a kernel of this visit would see."""
@@ -167,3 +170,49 @@ async def test_a_visit_cannot_be_entered_twice_at_once(rig: Rig) -> None:
             pass
 
     await asyncio.to_thread(enter)
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+@pytest.mark.parametrize("turns", [0, 200], ids=["uploads are ahead", "uploads are late"])
+async def test_all_gathers_have_one_place_among_sums(num_slots: int, turns: int) -> None:
+    """As on every other device, whichever of the two is faster there."""
+    log: list[str] = []
+
+    def gather(layer: int, flat: torch.Tensor, loaded: Event) -> Event:
+        log.append(f"gather {layer}")
+        return loaded
+
+    rig = Rig(num_slots, gathers=gather)
+    rig.source.turns = turns
+
+    def compute() -> None:
+        for visit, layer in enumerate(rig.order):
+            with rig.streamer.layer(visit):
+                if visit >= LAYERS - 1:
+                    rig.streamer.await_submitted(visit)
+                    log.append(f"sum {layer}")
+
+    try:
+        rig.streamer.begin(rig.residency, 0)
+        await asyncio.to_thread(compute)
+        await rig.streamer.finish()
+    finally:
+        rig.device.close()
+    assert (
+        log
+        == {
+            2: [
+                "gather 0",
+                "gather 1",
+                "gather 2",
+                "gather 3",
+                "sum 3",
+                "gather 1",
+                "sum 2",
+                "gather 0",
+                "sum 1",
+                "sum 0",
+            ],
+            3: ["gather 0", "gather 1", "gather 2", "gather 3", "sum 3", "gather 0", "sum 2", "sum 1", "sum 0"],
+        }[num_slots]
+    )
