@@ -11,20 +11,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from megatrain_ray.actors import Placement, crew_spec, owner_arguments, shard_arguments
+from megatrain_ray.base_check import base_checksums, checksums_in
 from megatrain_ray.config import SaveCompression
-from megatrain_ray.engine.base_checksum import source_checksums, unread_checksums
+from megatrain_ray.crew_posts import check_run_dir, owner_post, shard_post
 from megatrain_ray.engine.deadlines import transfer_deadline_s
-from megatrain_ray.engine.restoring import names_of
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
-from megatrain_ray.errors import ConfigError, DeadlineError, LostProcessError, MegatrainError
+from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.failure_budget import FailureBudget
 from megatrain_ray.faults import FaultWatch, Unwatched
 from megatrain_ray.gpu_side import GpuSide
@@ -32,10 +30,10 @@ from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
+from megatrain_ray.placement import Placement, crew_spec
 from megatrain_ray.planning import Prepared
 from megatrain_ray.post import AGAIN, CHECK_S, Post, Task, actor_id, answer, await_begin, could_not_start, held
-from megatrain_ray.roles import DATA, GPU, gpu_name, owner_name, shard_name
-from megatrain_ray.run_dir import RunFiles
+from megatrain_ray.roles import DATA, GPU, gpu_name
 
 log = logging.getLogger(__name__)
 
@@ -90,14 +88,15 @@ class Crew:
     def start(self, data_arguments: Callable[[], Mapping[str, Any]]) -> None:
         """Places and starts all actors; weights are not loaded yet. `data_arguments`: of a data process that goes on
         from where training stands when it is called."""
+        plan = self._prepared.plan
         place = self._placement = self._placement or Placement(crew_spec(self._prepared), awaits_nodes=True)
         place.wait()
         side = self._side = GpuSide(self._prepared, place, data_arguments)
-        self._posts = [self._owner(place, host) for host in range(self._prepared.plan.num_hosts)]
+        self._posts = [owner_post(self._prepared, place, host, self._left) for host in range(plan.num_hosts)]
         for owner in self._posts:
             self._fill(owner, None)
             self._assign(owner, lambda actor: actor.run.remote(), serves=True)
-        self._check_run_dir()
+        check_run_dir(self._prepared, place, self._posts)
         with held(self._posts[0].handles) as self._own_handles:  # nobody but their owner holds them yet
             self._start_others(place, side)
         self._own_handles = {}
@@ -105,7 +104,8 @@ class Crew:
 
     def _start_others(self, place: Placement, side: GpuSide) -> None:
         """Shards and GPU worker, which attach the owner's arenas."""
-        self._shards = [self._shard(place, number) for number in range(self._prepared.plan.num_parts - 1)]
+        numbers = range(self._prepared.plan.num_parts - 1)
+        self._shards = [shard_post(self._prepared, place, number) for number in numbers]
         for post in self._shards:  # all attach at the same time
             post.fill(self._holders(post.host), None)
         attaching = side.take_gpus(self._holders)
@@ -116,27 +116,6 @@ class Crew:
         log.info("updates run as %s", ", ".join(self.kernel_names))
         side.introduce(attaching)
         self._tell_of_homes()
-
-    def _check_run_dir(self) -> None:
-        """Raises ConfigError where another host does not see the run directory, into which all of them save."""
-        path = RunFiles(Path(self._prepared.config.run_dir).absolute()).plan_file
-        seen = [answer(f"{post.name} did not answer", post.actor.digest_of.remote(str(path))) for post in self._posts]
-        if others := [host for host, digest in enumerate(seen) if digest != seen[0]]:
-            assert self._placement is not None  # they are placed
-            there = self._placement.addresses[others[0]]
-            raise ConfigError(
-                f"run_dir: {path.parent} on {there} (host {others[0]}) is not the folder that it is here, and every "
-                "host saves into it; give an absolute path on a file system that all share"
-            )
-
-    def _owner(self, place: Placement, host: int) -> Post:
-        name, left = owner_name(host), self._left.get(place.node_of(host), ())
-        return Post(name, host, partial(place.take, name), partial(owner_arguments, self._prepared, host, left))
-
-    def _shard(self, place: Placement, number: int) -> Post:
-        """`number`: among those of all hosts."""
-        name, host = shard_name(number), number // self._prepared.plan.num_shards
-        return Post(name, host, partial(place.take, name), partial(shard_arguments, self._prepared, number))
 
     def _tell_of_homes(self) -> None:
         """Once, of all: training goes on wherever threads run and pages are."""
@@ -189,26 +168,13 @@ class Crew:
         for call in filling:
             self._until(call, "the layers on the device were not filled", limit_s)
         if not plan.saves_frozen:
-            self.base_checksums = self._checksums_of_base(limit_s)
+            self.base_checksums = base_checksums(self._prepared, lambda: self._ask_for_base(limit_s))
             if manifest is not None:
-                manifest.check_base(self._checksums_of_layers_in(manifest))
+                manifest.check_base(checksums_in(self._prepared, manifest, self.base_checksums))
 
-    def _checksums_of_base(self, limit_s: float) -> Sequence[int | None]:
-        """Of what is frozen of each layer, which one process has in memory where there is one host."""
-        plan = self._prepared.plan
-        if plan.num_hosts == 1:
-            call = self.gpu.base_checksums.remote()
-            found: Sequence[int | None] = self._until(call, "the base was not read", limit_s)
-            return found
-        base, layout = self._prepared.source.base_weights(), self._prepared.structure.layout()
-        return unread_checksums(base, layout, is_split=plan.precision.is_split)
-
-    def _checksums_of_layers_in(self, manifest: Manifest) -> Sequence[int | None]:
-        """Read again where blocks were divided otherwise when the save was made."""
-        layout = self._prepared.structure.layout()
-        if names_of(manifest.layers) == [[p.name for p in layer.segments] for layer in layout.layers]:
-            return self.base_checksums
-        return source_checksums(self._prepared.source.base_weights(), manifest)
+    def _ask_for_base(self, limit_s: float) -> Sequence[int | None]:
+        found: Sequence[int | None] = self._until(self.gpu.base_checksums.remote(), "the base was not read", limit_s)
+        return found
 
     def copy_bytes_per_s(self) -> float:
         """How fast all shards together copy layers aside for a save; known once weights are loaded."""

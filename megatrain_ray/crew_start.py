@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain_ray.actors import crew_spec
 from megatrain_ray.crew import Crew
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import save_folder
+from megatrain_ray.placement import crew_spec
 from megatrain_ray.planning import Prepared
 from megatrain_ray.run_dir import RunDir
 from megatrain_ray.saving import check_save_room, measure_disk

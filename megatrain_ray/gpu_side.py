@@ -9,11 +9,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from megatrain_ray.actors import Placement
 from megatrain_ray.engine.deadlines import STEP_DEADLINE_S
 from megatrain_ray.errors import LostProcessError
 from megatrain_ray.gpu_worker import Progress, Seat
 from megatrain_ray.io.arena_holder import Handles
+from megatrain_ray.placement import Placement
 from megatrain_ray.planning import Prepared
 from megatrain_ray.post import actor_id, answer, await_answer, await_begin
 from megatrain_ray.roles import DATA, gpu_name

@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megatrain_ray.actors import Placement
 from megatrain_ray.cluster import Daemons, in_ray_job
 from megatrain_ray.controller import Action, Observation, RunPolicy
 from megatrain_ray.crew import Crew
@@ -34,6 +33,7 @@ from megatrain_ray.io.disk_errors import DiskFullError
 from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.metric_sinks import MetricSinks
+from megatrain_ray.placement import Placement
 from megatrain_ray.plan_check import PlanCheck
 from megatrain_ray.planning import Prepared
 from megatrain_ray.progress import ProgressView, make_progress

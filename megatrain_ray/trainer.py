@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import ray
 
-from megatrain_ray.actors import CrewSpec, Placement
 from megatrain_ray.cluster import Daemons, cluster, in_ray_job, joins_cluster
 from megatrain_ray.cluster_room import check_device
 from megatrain_ray.config import TrainConfig
@@ -39,6 +38,7 @@ from megatrain_ray.machine import probe_machine
 from megatrain_ray.metric_sinks import check_packages, open_sinks
 from megatrain_ray.model_source import ModelSource, read_model
 from megatrain_ray.objects import Objects
+from megatrain_ray.placement import CrewSpec, Placement
 from megatrain_ray.planning import Prepared, check_length, prepare
 from megatrain_ray.profiles import measured
 from megatrain_ray.replanned import changes, is_same_placement

@@ -11,9 +11,9 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from megatrain_ray.actors import CrewSpec, Placement
 from megatrain_ray.cluster_room import check_device, check_node, lacking, place_here, this_node
 from megatrain_ray.errors import CapacityError, ConfigError, DeadlineError
+from megatrain_ray.placement import CrewSpec, Placement
 from tests.runs import cli_here, config, write_config
 from tests.tiny import build_tiny
 

@@ -15,11 +15,11 @@ import ray
 from ray.exceptions import RayActorError
 from ray.experimental import get_object_locations
 
-from megatrain_ray.actors import CrewSpec, Placement
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
 from megatrain_ray.errors import LostProcessError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
+from megatrain_ray.placement import CrewSpec, Placement
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.process_end import wait_gone
 from megatrain_ray.roles import DATA

@@ -1,0 +1,56 @@
+"""The posts of a run: an arena owner on each host, optimizer shards on each, and what each of them starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.arenas import arena_sizes, spill_files
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.arena_holder import Handles
+from megatrain_ray.placement import Placement
+from megatrain_ray.planning import Prepared
+from megatrain_ray.post import Post, answer
+from megatrain_ray.roles import owner_name, shard_name
+from megatrain_ray.run_dir import RunFiles
+
+
+def owner_post(prepared: Prepared, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> Post:
+    """`left`: as Crew.elsewhere."""
+    name, of_host = owner_name(host), left.get(place.node_of(host), ())
+    return Post(name, host, partial(place.take, name), partial(owner_arguments, prepared, host, of_host))
+
+
+def shard_post(prepared: Prepared, place: Placement, number: int) -> Post:
+    """`number`: among the shards of all hosts."""
+    name, host = shard_name(number), number // prepared.plan.num_shards
+    return Post(name, host, partial(place.take, name), partial(shard_arguments, prepared, number))
+
+
+def owner_arguments(
+    prepared: Prepared, host: int, left: Sequence[int], holders: Sequence[Handles], after_pid: int | None
+) -> tuple[Any, ...]:
+    """Of new arenas and spill files of a host, or of those that `holders` still hold. `left`: processes there that must
+    have ended before."""
+    plan = prepared.plan
+    layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
+    return arena_sizes(plan, layout), holders, spill_files(plan, layout, prepared.config.spill.path), left
+
+
+def shard_arguments(
+    prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None
+) -> tuple[Any, ...]:
+    return prepared, index, holders, after_pid, True
+
+
+def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[Post]) -> None:
+    """Raises ConfigError where another host does not see the run directory, into which all of them save."""
+    path = RunFiles(Path(prepared.config.run_dir).absolute()).plan_file
+    seen = [answer(f"{post.name} did not answer", post.actor.digest_of.remote(str(path))) for post in owners]
+    if others := [host for host, digest in enumerate(seen) if digest != seen[0]]:
+        raise ConfigError(
+            f"run_dir: {path.parent} on {place.addresses[others[0]]} (host {others[0]}) is not the folder that it is "
+            "here, and every host saves into it; give an absolute path on a file system that all share"
+        )
