@@ -21,6 +21,7 @@ import yaml
 
 from megatrain_ray import __version__, cli
 from megatrain_ray.config_file import load_config
+from megatrain_ray.process_end import wait_gone
 from megatrain_ray.stop_wait import VARIABLE
 from tests.runs import ROOT
 
@@ -199,12 +200,12 @@ sys.exit(130)
 
 
 @contextmanager
-def batch(tmp_path: Path, program: str) -> Iterator[subprocess.Popen[str]]:
+def batch(tmp_path: Path, program: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """The batch script with stand-ins for the run and for Slurm."""
     for name, text in (("megatrain", program), ("scontrol", f'#!/bin/sh\necho "$@" > {tmp_path}/requeued\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **variables}
     command = ["bash", SCRIPTS[1], "my.yaml", str(tmp_path / "listens")]
     with subprocess.Popen(command, env=environment, text=True, start_new_session=True) as process:
         try:
@@ -229,6 +230,39 @@ def test_slurm_has_the_exit_code_of_a_run_that_ended_by_itself(tmp_path: Path, c
     with batch(tmp_path, f"#!/bin/sh\nexit {code}\n") as process:
         assert process.wait(30) == code
     assert not (tmp_path / "requeued").exists()
+
+
+# Ray and Slurm on two nodes: what they were asked, and nodes that have joined.
+RAY_STAND_IN = """#!/bin/sh
+if [ "$1" = status ]; then
+    while [ "$(cat FOLDER/asked | wc -l)" -lt 2 ]; do :; done
+    printf 'Active:\\n 1 node_a\\n 1 node_b\\nPending:\\n (no pending nodes)\\n'
+    exit
+fi
+echo $$ >> FOLDER/pids
+echo "$(basename "$0") $* token=${#RAY_AUTH_TOKEN}" >> FOLDER/asked
+exec sleep 1000
+"""
+
+
+def test_slurm_starts_ray_on_every_node_of_a_job_and_ends_it(tmp_path: Path) -> None:
+    for name in ("ray", "srun"):
+        (tmp_path / name).write_text(RAY_STAND_IN.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "hostname").write_text("#!/bin/sh\necho '10.0.0.1 172.17.0.1 '\n")
+    for name in ("ray", "srun", "hostname"):
+        (tmp_path / name).chmod(0o755)
+    said = tmp_path / "said"
+    nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "first", "SLURM_GPUS_ON_NODE": "8"}
+    with batch(tmp_path, f'#!/bin/sh\necho "$RAY_ADDRESS $*" > {said}\nexit 3\n', **nodes) as process:
+        assert process.wait(60) == 3
+    for pid in (tmp_path / "pids").read_text().split():
+        wait_gone(int(pid), 30.0)
+    arguments = f"train my.yaml {tmp_path / 'listens'} hardware.num_hosts=2"
+    assert said.read_text() == f"10.0.0.1:20007 {arguments}\n"
+    options = "--block --disable-usage-stats --num-gpus=8 --object-store-memory=134217728 token=64"
+    head, others = sorted((tmp_path / "asked").read_text().splitlines())
+    assert head == f"ray start --head --node-ip-address=10.0.0.1 --port=20007 --include-dashboard=false {options}"
+    assert others == f"srun --overlap --nodes=1 --exclude=first ray start --address=10.0.0.1:20007 {options}"
 
 
 HOLDER = """
