@@ -25,7 +25,6 @@ LOOPBACK = "127.0.0.1"
 # Its operations of different groups begin on the device in the order in which they were submitted, as in every process
 # (LayerStreamer.await_submitted): else they may wait for each other for good.
 SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-CONNECTIONS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # what NCCL and gloo connect by
 
 REACH_S = 120.0  # in which a port that is open answers
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
@@ -66,6 +65,13 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def _connections(interface: str | None) -> tuple[tuple[str, str], ...]:
+    """What NCCL and gloo connect by. NCCL takes names for beginnings of names, unless it is told that they are not."""
+    if interface is None:
+        return ()
+    return ("NCCL_SOCKET_IFNAME", f"={interface}"), ("GLOO_SOCKET_IFNAME", interface)
+
+
 def _reach(place: Place) -> TCPStore:
     try:
         return TCPStore(*place, is_master=False, timeout=timedelta(seconds=REACH_S))
@@ -88,8 +94,7 @@ class RankGroup:
 
         Raises MegatrainError where the place cannot be reached.
         """
-        interface = interface_of(address)
-        for name, value in SURROUNDINGS.items() | ((name, interface) for name in CONNECTIONS if interface):
+        for name, value in (*SURROUNDINGS.items(), *_connections(interface_of(address))):
             os.environ.setdefault(name, value)
         self.rank = rank
         self.size = size

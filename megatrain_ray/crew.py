@@ -96,7 +96,8 @@ class Crew:
         for owner in self._posts:
             self._fill(owner, None)
             self._assign(owner, lambda actor: actor.run.remote(), serves=True)
-        check_run_dir(self._prepared, place, self._posts)
+        if plan.num_hosts > 1:
+            check_run_dir(self._prepared, place, self._posts)
         with held(self._posts[0].handles) as self._own_handles:  # nobody but their owner holds them yet
             self._start_others(place, side)
         self._own_handles = {}

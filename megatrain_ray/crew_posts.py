@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,11 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.placement import Placement
 from megatrain_ray.planning import Prepared
-from megatrain_ray.post import Post, answer
+from megatrain_ray.post import CHECK_S, Post, answer
 from megatrain_ray.roles import owner_name, shard_name
 from megatrain_ray.run_dir import RunFiles
+
+SAME_S = 30.0  # in which a file system that hosts share shows them a file that was replaced just now
 
 
 def owner_post(prepared: Prepared, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> Post:
@@ -45,11 +48,19 @@ def shard_arguments(
     return prepared, index, holders, after_pid, True
 
 
+def _who_sees_another(path: Path, owners: Sequence[Post]) -> list[int]:
+    """Hosts on which the file is not what it is on the first one."""
+    seen = [answer(f"{post.name} did not answer", post.actor.digest_of.remote(str(path))) for post in owners]
+    return [host for host, digest in enumerate(seen) if digest != seen[0]]
+
+
 def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[Post]) -> None:
     """Raises ConfigError where another host does not see the run directory, into which all of them save."""
-    path = RunFiles(Path(prepared.config.run_dir).absolute()).plan_file
-    seen = [answer(f"{post.name} did not answer", post.actor.digest_of.remote(str(path))) for post in owners]
-    if others := [host for host, digest in enumerate(seen) if digest != seen[0]]:
+    path, deadline_s = RunFiles(Path(prepared.config.run_dir).absolute()).plan_file, time.monotonic() + SAME_S
+    while others := _who_sees_another(path, owners):
+        if time.monotonic() < deadline_s:
+            time.sleep(CHECK_S)
+            continue
         raise ConfigError(
             f"run_dir: {path.parent} on {place.addresses[others[0]]} (host {others[0]}) is not the folder that it is "
             "here, and every host saves into it; give an absolute path on a file system that all share"

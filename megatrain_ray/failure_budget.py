@@ -14,13 +14,13 @@ class FailureBudget:
     limit: int
     count: int = 0
 
-    def spend(self, name: str) -> None:
-        """`name` has died. Raises MegatrainError where that was one too many."""
+    def spend(self, name: str, reason: str = "") -> None:
+        """`name` has died. Raises MegatrainError where that was one too many, which begins with `reason`."""
         self.count += 1
         if self.count > self.limit:
             raise MegatrainError(
-                f"{name} died, the run's failure number {self.count} (max_failures: {self.limit}); the same command "
-                "resumes"
+                f"{reason}{name} died, the run's failure number {self.count} (max_failures: {self.limit}); the same "
+                "command resumes"
             )
 
     def __str__(self) -> str:

@@ -131,6 +131,7 @@ class GpuWorker:
         self._engine: Engine | None = None
         self._group: RankGroup | None = None
         self._waits_for = ""
+        self._evaluated = (0, 0)  # the step after which held-out data were evaluated last, and batches of them
 
     def handles(self) -> dict[str, ArenaHandle]:
         """Of all arenas of the host: this process keeps them alive too."""
@@ -299,17 +300,25 @@ class GpuWorker:
         return self._moved.work()
 
     async def evaluate(self, step: int, index: int) -> HeldOutLoss:
-        """Loss of one batch of the held-out data after the update of `step`, before the next. In any order."""
+        """Loss of one batch of the held-out data after the update of `step`, before the next. Calls may come in any
+        order, and are done in that of the batches, from the first one on, as on every other GPU."""
         fetching = asyncio.ensure_future(self._fetch_held_out(index))  # while the batch before is being evaluated
         async with self._turn:
-            await self._turn.wait_for(lambda: self._progress.step == step)
+            await self._turn.wait_for(lambda: self._progress.step == step and self._num_evaluated(step) == index)
             batch = await self._take_batch(fetching, f"held-out batch {index}")
             assert self._engine is not None  # start came first
             with memory_explained(self._prepared.plan, f"evaluating after step {step}"):
                 total = await self._engine.evaluate(self._micro_batches(batch), step)
             self._engine.device.timeline.clear()
             self._rows.start_clock()
+            self._evaluated = step, index + 1
+            self._turn.notify_all()
             return HeldOutLoss(total, batch.num_supervised)
+
+    def _num_evaluated(self, step: int) -> int:
+        """Batches of the held-out data, after that step."""
+        newest, count = self._evaluated
+        return count if newest == step else 0
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self._waits_for = name

@@ -83,6 +83,11 @@ class Silence:
         self.since_s = self.told_s = time.monotonic()
 
 
+def _may_be_of_a_node(error: RayError) -> bool:
+    """Whether a process was lost, with its node perhaps; else one has said what is wrong."""
+    return isinstance(error, RayActorError) or isinstance(getattr(error, "cause", None), LostDeviceError)
+
+
 class Session:
     """The driver's loop: steps, saves, and what is to be done when something dies."""
 
@@ -139,7 +144,7 @@ class Session:
                 crew.stop()
         except RayError as error:
             log.error("after step %d", self._completed, exc_info=error)
-            crew.check_hosts(NOTICE_S)
+            crew.check_hosts(NOTICE_S if _may_be_of_a_node(error) else 0.0)
             raise understood(error, crew) from error
         finally:
             crew.kill()

@@ -338,7 +338,7 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
             _fall_back(run, step, damage)
         except LostProcessError as death:
             if job.failures.count == num_failures:  # nobody was to be replaced yet
-                job.failures.spend("a process of the run")
+                job.failures.spend("a process of the run", f"{death}; ")
             saves = list_saves(run.saves)
             origin = f"going on from the save of step {saves[-1]}" if saves else "nothing is saved: beginning again"
             say(f"{death}; {origin} ({job.failures})")

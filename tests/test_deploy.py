@@ -262,7 +262,8 @@ def test_slurm_starts_ray_on_every_node_of_a_job_and_ends_it(tmp_path: Path) -> 
     options = "--block --disable-usage-stats --num-gpus=8 --object-store-memory=134217728 token=64"
     head, others = sorted((tmp_path / "asked").read_text().splitlines())
     assert head == f"ray start --head --node-ip-address=10.0.0.1 --port=20007 --include-dashboard=false {options}"
-    assert others == f"srun --overlap --nodes=1 --exclude=first ray start --address=10.0.0.1:20007 {options}"
+    once_each = "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none --exclude=first"
+    assert others == f"srun --overlap {once_each} ray start --address=10.0.0.1:20007 {options}"
 
 
 HOLDER = """
