@@ -72,7 +72,7 @@ async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], 
         return data.batch(step)
 
     async def fetch_held_out(index: int) -> Batch:
-        return held_out.batch(index)
+        return held_out.batch(len(done) + 1)
 
     shards = [ShardWorker(ready, k, [handles]) for k in range(plan.num_shards)]
     worker = GpuWorker(ready, [handles], fetch, fetch_held_out)
@@ -88,7 +88,7 @@ async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], 
             for step in range(1, STEPS + 1):
                 rows.append((await worker.step(step, save=False)).row)
                 if step in (2, STEPS):
-                    await worker.evaluate(step, len(done) + 1)  # which waits for the update
+                    await worker.evaluate(step, 0)  # which waits for the update
                     done.append(RunWork([shard.work() for shard in shards], worker.work()))
             spans = (await worker.spans(TRACED)).spans
         finally:

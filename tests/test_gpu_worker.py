@@ -25,7 +25,7 @@ from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError, LostDeviceError, LostProcessError
-from megatrain_ray.gpu_worker import GpuWorker, Progress
+from megatrain_ray.gpu_worker import GpuWorker, HeldOutLoss, Progress
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.planning import Prepared, prepare
@@ -89,6 +89,13 @@ async def run(
     async def fetch_held_out(index: int) -> Batch:
         return tiny_batches(index + 1)[index]
 
+    done: list[int] = []
+
+    async def evaluate(index: int) -> HeldOutLoss:
+        loss = await worker.evaluate(0, index)
+        done.append(index)
+        return loss
+
     shards = [ShardWorker(ready, k, [handles]) for k in range(ready.plan.num_shards)]
     worker = GpuWorker(ready, [handles], fetch, fetch_held_out)
     await worker.build()  # weights come later
@@ -102,7 +109,8 @@ async def run(
             tasks.create_task(asyncio.to_thread(shard.run, NO_ATTEMPT))
         try:
             async with asyncio.timeout(20):
-                losses = await asyncio.gather(*(worker.evaluate(0, index) for index in evaluations))
+                losses = await asyncio.gather(*(evaluate(index) for index in evaluations))
+                assert done == sorted(evaluations), "every GPU takes them in this order"
                 assert all(loss.num_supervised == 128 and 5 < loss.total / 128 < 6 for loss in losses)
                 results = await asyncio.gather(*(worker.step(step, save=False) for step in calls))
                 if spans is not None:
@@ -137,7 +145,7 @@ async def test_steps_called_in_another_order_give_the_same_rows(ready: Prepared,
 
 async def test_evaluations_change_no_row(ready: Prepared, handles: Handles) -> None:
     plain = await run(ready, handles, (1, 2))
-    evaluated = await run(ready, handles, (1, 2), evaluations=(1, 0))
+    evaluated = await run(ready, handles, (1, 2), evaluations=(2, 1, 0))
     assert [[row[key] for key in NUMBERS] for row in plain] == [[row[key] for key in NUMBERS] for row in evaluated]
 
 
