@@ -69,7 +69,8 @@ def _connections(interface: str | None) -> tuple[tuple[str, str], ...]:
     """What NCCL and gloo connect by. NCCL takes names for beginnings of names, unless it is told that they are not."""
     if interface is None:
         return ()
-    return ("NCCL_SOCKET_IFNAME", f"={interface}"), ("GLOO_SOCKET_IFNAME", interface)
+    of_nccl = interface if interface == "lo" else f"={interface}"  # lo as it was measured
+    return ("NCCL_SOCKET_IFNAME", of_nccl), ("GLOO_SOCKET_IFNAME", interface)
 
 
 def _reach(place: Place) -> TCPStore:
