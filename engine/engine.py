@@ -156,7 +156,7 @@ class Engine:
             device_shard=device_shard,
             gate=gate,
             ranks=self._ranks,
-            before_sums=self.streamer.await_submitted if plan.gathers_slots and plan.host_layers else None,
+            before_sums=self.streamer.await_submitted if plan.gathers_slots else None,
         )
         self._captured_step = CapturedStep(plan, device, self.runner, self._submit, store) if plan.captured else None
         self._device_shard = device_shard

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -20,14 +18,13 @@ from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.errors import LostPeerError, MegatrainError
 
 LOOPBACK = "127.0.0.1"
-# NCCL's multicast can put all GPUs of a host out of service where several tenants share its switches; settings of the
-# user come before this.
+# Settings of the user come before these. NCCL's multicast can put all GPUs of a host out of service where several
+# tenants share its switches.
+SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0"}
 # Its operations of different groups begin on the device in the order in which they were submitted, as in every process
 # (LayerStreamer.await_submitted): else they may wait for each other for good.
-SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-
+OF_TWO_GROUPS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 REACH_S = 120.0  # in which a port that is open answers
-SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 # By the names of newer versions of torch, which warn of the others.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -55,22 +52,16 @@ def interface_of(address: str) -> str | None:
     """Name of the network interface with this IPv4 address; None where there is none."""
     if address.startswith("127."):
         return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with suppress(OSError):  # it has no such address
-                found = fcntl.ioctl(asking, SIOCGIFADDR, request)[20:24]
-                if socket.inet_ntoa(found) == address:
-                    return name
-    return None
+    of_each = psutil.net_if_addrs().items()
+    return next((name for name, found in of_each if address in (one.address for one in found)), None)
 
 
-def _connections(interface: str | None) -> tuple[tuple[str, str], ...]:
+def _connections(interface: str | None) -> dict[str, str]:
     """What NCCL and gloo connect by. NCCL takes names for beginnings of names, unless it is told that they are not."""
     if interface is None:
-        return ()
+        return {}
     of_nccl = interface if interface == "lo" else f"={interface}"  # lo as it was measured
-    return ("NCCL_SOCKET_IFNAME", of_nccl), ("GLOO_SOCKET_IFNAME", interface)
+    return {"NCCL_SOCKET_IFNAME": of_nccl, "GLOO_SOCKET_IFNAME": interface}
 
 
 def _reach(place: Place) -> TCPStore:
@@ -95,7 +86,8 @@ class RankGroup:
 
         Raises MegatrainError where the place cannot be reached.
         """
-        for name, value in (*SURROUNDINGS.items(), *_connections(interface_of(address))):
+        surroundings = SURROUNDINGS | (OF_TWO_GROUPS if gathers else {}) | _connections(interface_of(address))
+        for name, value in surroundings.items():
             os.environ.setdefault(name, value)
         self.rank = rank
         self.size = size
@@ -111,7 +103,7 @@ class RankGroup:
             timeout=bound,
             device_id=device if on_gpu else None,
         )
-        # What gathers slots runs beside what sums gradients: each has an order of its own.
+        # What fills slots runs beside what sums gradients: each has an order of its own.
         self._gathering = dist.new_group(timeout=bound) if gathers else None
 
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:

@@ -1,7 +1,7 @@
 """Ranks: the GPU workers of a run, one for each GPU. Each computes its own micro-batches of a step, and all of them
 together make of it what one would have made: sums of gradients, norms, losses.
 
-Each rank gathers a part of every layer's gradient, its own, and hands that on to the host: a reduce-scatter.
+Each rank completes a part of every layer's gradient, its own, and hands that on to the host: a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OneRank:
 
 
 class RankParts:
-    """Which part of a layer a rank has: of its gradient, which it gathers, and, where ranks upload parts, of its
+    """Which part of a layer a rank has: of its gradient, which it completes, and, where ranks upload parts, of its
     working copy. The ranks of a host divide the host's share. Spans in padded coordinates of the layer."""
 
     def __init__(self, layout: ModelLayout, rank: int = 0, size: int = 1) -> None:

@@ -295,8 +295,8 @@ class Crew:
         self._gone |= ids
         self._watch.died(name)
         self._failures.spend(name)
-        self.check_hosts()
         log.warning("%s died: %s", name, reason)
+        self.check_hosts()
         return time.monotonic()
 
     def _tell(self, name: str, start_s: float) -> None:

@@ -100,7 +100,7 @@ class GpuWorker:
         plan = prepared.plan
         self._seat = seat
         self._rank = seat.rank if seat else 0
-        host, self._of_host = divmod(self._rank, plan.host_gpus)
+        host, self._of_host = divmod(self._rank, plan.host_gpus)  # and which one of that host it is
         self._layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
         self._fetch_batch = fetch_batch
         self._fetch_held_out = fetch_held_out

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain_ray.config import NodeConfig
+from megatrain_ray.config import HardwareConfig, NodeConfig
 from megatrain_ray.engine.cuda_device import num_gpus as gpus_here
 from megatrain_ray.engine.cuda_device import pci_address, total_memory_bytes
 from megatrain_ray.engine.plan_request import Machine
@@ -60,6 +60,19 @@ def probe_machine(
         hbm_bytes=hbm_bytes,
         nodes=usable if len(usable) > 1 else (),
         gpu_node=of_gpu,
+    )
+
+
+def machine_of(hardware: HardwareConfig, *, imagined: bool = False) -> Machine:
+    """As `probe_machine`, with what the settings say of it."""
+    return probe_machine(
+        hardware.device,
+        hardware.hbm_limit,
+        hardware.ram_limit,
+        nodes=hardware.nodes,
+        num_gpus=hardware.num_gpus,
+        num_hosts=hardware.num_hosts,
+        imagined=imagined,
     )
 
 

@@ -26,7 +26,7 @@ from megatrain_ray.engine.structure import Trials
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.flop_count import active_experts, windows
 from megatrain_ray.io.disk_io import DiskWay
-from megatrain_ray.machine import probe_machine
+from megatrain_ray.machine import machine_of
 from megatrain_ray.model_source import ModelSource, checked, read_model
 from megatrain_ray.profiles import with_profile
 from megatrain_ray.spill_space import with_spill
@@ -132,15 +132,7 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
 
 def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
     hardware = config.hardware
-    machine = probe_machine(
-        hardware.device,
-        hardware.hbm_limit,
-        hardware.ram_limit,
-        nodes=hardware.nodes,
-        num_gpus=hardware.num_gpus,
-        num_hosts=hardware.num_hosts,
-        imagined=imagined,
-    )
+    machine = machine_of(hardware, imagined=imagined)
     return with_spill(with_profile(machine, hardware.profile), config.spill, imagined=imagined)
 
 

@@ -34,7 +34,7 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
 from megatrain_ray.io.tokenizer import tokenizer_files
 from megatrain_ray.logs import log_to, say
-from megatrain_ray.machine import probe_machine
+from megatrain_ray.machine import machine_of
 from megatrain_ray.metric_sinks import check_packages, open_sinks
 from megatrain_ray.model_source import ModelSource, read_model
 from megatrain_ray.objects import Objects
@@ -171,15 +171,7 @@ def _check_absolute(config: TrainConfig) -> None:
 def _machine(config: TrainConfig, startup: Startup) -> Machine:
     """Measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
-    machine = probe_machine(
-        hardware.device,
-        hardware.hbm_limit,
-        hardware.ram_limit,
-        nodes=hardware.nodes,
-        num_gpus=hardware.num_gpus,
-        num_hosts=hardware.num_hosts,
-    )
-    return with_spill(measured(machine, hardware.profile, startup), config.spill)
+    return with_spill(measured(machine_of(hardware), hardware.profile, startup), config.spill)
 
 
 @contextmanager
