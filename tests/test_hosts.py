@@ -11,11 +11,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatrain_ray import crew_posts
 from megatrain_ray.arena_owner import ArenaOwner
 from megatrain_ray.arenas import SLAB, WORKING, arena_sizes, state_arena
 from megatrain_ray.cluster_room import check_hosts, lacking_hosts
@@ -31,7 +33,7 @@ from megatrain_ray.engine.rank_group import Meeting, interface_of
 from megatrain_ray.engine.ranks import RankParts
 from megatrain_ray.engine.slab import SlabPool
 from megatrain_ray.engine.visits import LoopOrder
-from megatrain_ray.errors import CapacityError, LostPeerError, ShardFailedError
+from megatrain_ray.errors import CapacityError, ConfigError, LostPeerError, ShardFailedError
 from megatrain_ray.io.blob_store import aligned
 from megatrain_ray.trace import Op, Stage, Timeline
 from tests.rank_process import two_layers
@@ -222,3 +224,34 @@ def test_what_gathers_slots_is_a_stage_of_its_own() -> None:
             device.wait(lost, "h2d")
     finally:
         device.close()
+
+
+def test_a_run_dir_that_another_host_does_not_share_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"arena owner": "one", "arena owner of host 1": "another"}
+    asked: list[str] = []
+
+    class Owner:
+        """What is asked of its actor is answered at once."""
+
+        def __init__(self, name: str) -> None:
+            self.name, self.actor, self.digest_of = name, self, self
+
+        def remote(self, path: str) -> str:
+            asked.append(path)
+            return seen[self.name]
+
+    def check() -> None:
+        place, owners = SimpleNamespace(addresses=["10.0.0.1", "10.0.0.2"]), [Owner(name) for name in seen]
+        crew_posts.check_run_dir(SimpleNamespace(config=SimpleNamespace(run_dir="/runs/a")), place, owners)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(crew_posts, "answer", lambda late, call: call)
+    monkeypatch.setattr(crew_posts, "SAME_S", 0.0)
+    with pytest.raises(ConfigError) as refused:
+        check()
+    assert str(refused.value) == (
+        "run_dir: /runs/a on 10.0.0.2 (host 1) is not the folder that it is here, and every host saves into it; give "
+        "an absolute path on a file system that all share"
+    )
+    assert set(asked) == {"/runs/a/plan.json"}
+    seen["arena owner of host 1"] = "one"
+    check()
