@@ -333,6 +333,28 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+class PeerCopies:
+    """Between the first two GPUs of this machine, in both directions at once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._pairs = [self._pair(num_bytes, to, source) for to, source in ((0, 1), (1, 0))]
+
+    @staticmethod
+    def _pair(num_bytes: int, to: int, source: int) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
+        """Target, source, and the stream of the GPU that sends."""
+        tensors = [torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in (to, source)]
+        return tensors[0], tensors[1], torch.cuda.Stream(source)
+
+    def run(self, count: int) -> None:
+        """So many times; waits for all."""
+        for _ in range(count):
+            for target, source, stream in self._pairs:
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+        for *_, stream in self._pairs:
+            stream.synchronize()
+
+
 def _cuda(event: Event) -> torch.cuda.Event:
     if not isinstance(event, CudaEvent):
         raise TypeError(f"an event of another device reached CUDA: {event!r}")

@@ -66,6 +66,9 @@ class HardwareProfile:
     disk_bytes_per_s: Rate | None = None  # of the disk of spill.path, read and written at the same time, both together
     disk_plain_bytes_per_s: Rate | None = None  # where that is of what is packed: of the rest
     disk_direct_bytes_per_s: Rate | None = None  # of activations that pass between it and the device's own memory
+    # What a GPU has from the others of its host while it sends as much, by copies; None: nobody measured it.
+    gpu_link_bytes_per_s: Rate | None = None
+    host_link_bytes_per_s: Rate | None = None  # the same of a host and other hosts; is never measured
 
     def to_json(self) -> str:
         return TypeAdapter(HardwareProfile).dump_json(self, indent=1).decode() + "\n"

@@ -36,6 +36,7 @@ _DIRECTIONS = (Stage.H2D,), (Stage.D2H,), (Stage.H2D, Stage.D2H)
 STATE = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)  # at last the gradient
 
 MakeDevice = Callable[[Precision], Device]
+MakeExchange = Callable[[int], Callable[[int], None]]  # of so many bytes, each way between two GPUs, so many times
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,22 @@ class Effort:
 
 
 def measure(
-    machine: MachineName, make_device: MakeDevice, num_threads: int, effort: Effort | None = None
-) -> HardwareProfile:
-    """`make_device`: with the numerics of a precision, one at a time. `num_threads`: of the optimizer."""
-    return _Measurement(make_device, num_threads, effort or Effort()).profile(machine)
+    machine: MachineName, make_device: MakeDevice, num_threads: int, effort: Effort | None = None,
+    make_exchange: MakeExchange | None = None,
+) -> HardwareProfile:  # fmt: skip
+    """`make_device`: with the numerics of a precision, one at a time. `num_threads`: of the optimizer. `make_exchange`:
+    None where there is one GPU at most."""
+    return _Measurement(make_device, num_threads, effort or Effort(), make_exchange).profile(machine)
 
 
 class _Measurement:
-    def __init__(self, make_device: MakeDevice, num_threads: int, effort: Effort) -> None:
+    def __init__(
+        self, make_device: MakeDevice, num_threads: int, effort: Effort, make_exchange: MakeExchange | None
+    ) -> None:
         self._make_device = make_device
         self._num_threads = num_threads
         self._effort = effort
+        self._make_exchange = make_exchange
 
     def profile(self, machine: MachineName) -> HardwareProfile:
         effort = self._effort
@@ -89,7 +95,14 @@ class _Measurement:
             launch_s=launch_s,
             matmul={precision.value: tuple(self._matmul(precision)) for precision in COMPUTED},
             attention=attention,
+            gpu_link_bytes_per_s=self._gpu_link_bytes_per_s(),
         )
+
+    def _gpu_link_bytes_per_s(self) -> float | None:
+        if self._make_exchange is None:
+            return None
+        num_bytes = self._effort.copy_bytes
+        return num_bytes / self._median_s(self._make_exchange(num_bytes))
 
     def _median_s(self, work: Callable[[int], object]) -> float:
         """Seconds of some work. `work`: does it so many times and then waits for all of it. The first call takes memory

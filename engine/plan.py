@@ -153,6 +153,7 @@ class Plan:
     gpu_home: Home | None = None  # of the GPU worker, and memory of the slab; None: nobody knows the GPU's node
     num_gpus: int = 1  # each computes so many micro-batches of a step, and has what is said of the device to itself
     num_hosts: int = 1  # among which these are divided; each has a share of every layer, and such shards of its own
+    gathers_slots: bool = False  # each GPU uploads its part of a layer alone, and has the rest from the others
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -171,11 +172,6 @@ class Plan:
     def num_parts(self) -> int:
         """Of a save: one of each shard of each host, and one of the layers on the device."""
         return self.num_hosts * self.num_shards + 1
-
-    @property
-    def gathers_slots(self) -> bool:
-        """Whether each GPU uploads its part of a layer alone, and has the rest from the others."""
-        return self.num_hosts > 1
 
     @property
     def slab_itemsize(self) -> int:

@@ -73,6 +73,7 @@ def frame_of(
         gpu_home=gpu_home(m.nodes, m.gpu_node),
         num_gpus=r.num_gpus,
         num_hosts=r.num_hosts,
+        gathers_slots=r.num_hosts > 1 or bool(r.gathers_slots),
     )
 
 

@@ -92,6 +92,9 @@ class Request:
     captured: bool | None = None  # a step is a graph of the device; None: where that is faster (make_plan alone)
     num_gpus: int = 1  # of all hosts
     num_hosts: int = 1
+    # Each GPU uploads its part of a layer, and has the rest from the others, as it must where these are on other hosts.
+    # None: where that is faster (make_plan alone).
+    gathers_slots: bool | None = None
 
     @property
     def sums_several(self) -> bool:

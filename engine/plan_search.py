@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import replace
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.cost_basis import CostBasis
@@ -16,7 +17,7 @@ from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.plan_searches import basis_of, searches
 from megatrain_ray.engine.planner import with_uploads
 from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.engine.split_search import Found
+from megatrain_ray.engine.split_search import TIE, Found
 from megatrain_ray.errors import CapacityError, ConfigError
 
 
@@ -30,7 +31,7 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     if request.captured:
         plan = _fastest_captured(basis, machine, request, activations)
     else:
-        plan = _fastest(basis, machine, request, activations)
+        plan = _fastest_upload(basis, machine, request, activations)
         of_plan = activations_of(plan, activations, request)
         if request.captured is None and machine.device == "cuda" and is_slowed_by_launches(plan, basis, of_plan):
             with suppress(CapacityError, ConfigError):
@@ -59,6 +60,22 @@ def _fastest_captured(basis: CostBasis, machine: Machine, request: Request, acti
         return _fastest(basis, machine, request, activations)
     except CapacityError as error:
         raise CapacityError(f"hardware.cuda_graphs: with a captured step, all layers in GPU memory: {error}") from None
+
+
+def _fastest_upload(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
+    """Of those in which each GPU uploads whole layers, and, where such a step waits for uploads, of those in which it
+    uploads a part. The latter take more memory, so they fit nowhere else. Raises as `make_plan`."""
+    plan = _fastest(basis, machine, request, activations)
+    assert plan.prediction is not None
+    waits = plan.prediction.exposed_s.get("h2d", 0.0) > TIE * plan.prediction.step_s
+    if request.num_gpus == 1 or request.gathers_slots is not None or not waits:
+        return plan
+    with suppress(CapacityError):
+        other = _fastest(basis, machine, replace(request, gathers_slots=True), activations)
+        assert other.prediction is not None
+        if other.prediction.step_s * (1 + TIE) < plan.prediction.step_s:
+            return other
+    return plan
 
 
 def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:

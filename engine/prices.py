@@ -42,7 +42,7 @@ LAUNCHES = 20
 # by one, in the same runs; 8 parts are left of them since.
 UPDATE_LAUNCHES = 40
 # Between the GPUs of a host, by NVLink: 329 and 355 GB/s of an all-reduce of 1 GiB over two and four H100, as bus
-# bandwidth. Without NVLink it is less, which a plan does not know.
+# bandwidth.
 GPU_LINK_BYTES_PER_S = 330e9
 CPU_LINK_BYTES_PER_S = 1e9  # a guess: gloo over the loopback
 HOST_LINK_BYTES_PER_S = 25e9  # a guess: 200 Gb/s between hosts, in each direction
@@ -96,9 +96,10 @@ class Prices:
         """Each GPU sends what it has of the others' parts, or has from them what it lacks; of a sum of a layer that
         lives on all of them both."""
         times = 2 if op.layer in self._plan.hbm_layers else 1
-        rate = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
+        guess = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
+        rate = self._profile.gpu_link_bytes_per_s or guess
         if self._plan.num_hosts > 1:  # in a ring of all GPUs so much enters each host, and leaves it
-            rate = min(rate, HOST_LINK_BYTES_PER_S)
+            rate = min(rate, self._profile.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S)
         return times * (1 - 1 / self._plan.num_gpus) * op.num_bytes / rate
 
     def _stays_on_device(self, op: Op) -> bool:

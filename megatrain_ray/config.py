@@ -223,6 +223,10 @@ class HardwareConfig(Group):
     num_hosts: Count = 1
     """Machines of a Ray cluster that these GPUs are on, as many on each; each has its share of the optimizer state, and
     of the working copies in host memory."""
+    all_gather: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
+    """Each of several GPUs uploads its part of a layer alone and has the rest from the others, by an all-gather; else
+    each uploads all of it. auto: where that is predicted to be faster, and always of several hosts, each of which has a
+    part alone."""
     hbm_limit: Size | None = None
     """Bytes of GPU memory that the plan may use, and that the run takes at most; null: what is there."""
     ram_limit: Size | None = None

@@ -101,7 +101,14 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
             f"run_dir: {config.run_dir} is relative, and other hosts have other working directories; give an absolute "
             "path"
         )
+    if num_hosts > 1 and config.hardware.all_gather is False:
+        yield (
+            f"hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: {num_hosts} "
+            "has a part; leave it out"
+        )
     if num_gpus == 1:
+        if config.hardware.all_gather is True:
+            yield "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
         return
     if train.split_is_free and (train.batch_size or num_gpus) % num_gpus:
         yield (

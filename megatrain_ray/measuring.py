@@ -7,7 +7,7 @@ import sys
 import torch
 
 from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.cuda_device import CudaDevice
+from megatrain_ray.engine.cuda_device import CudaDevice, PeerCopies, num_gpus
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.measure_profile import measure
 from megatrain_ray.engine.precision import Precision
@@ -24,4 +24,6 @@ def main() -> None:
             return CudaDevice(tf32=precision is Precision.TF32)
         return CpuDevice(num_threads=machine.num_cpus)
 
-    print(measure(machine, make_device, machine.num_cpus).to_json())
+    has_peer = bool(machine.gpu) and num_gpus() > 1
+    make_exchange = (lambda num_bytes: PeerCopies(num_bytes).run) if has_peer else None
+    print(measure(machine, make_device, machine.num_cpus, make_exchange=make_exchange).to_json())

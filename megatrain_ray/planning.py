@@ -232,6 +232,7 @@ def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_
         captured=_captured(config),
         num_gpus=hardware.num_gpus,
         num_hosts=hardware.num_hosts,
+        gathers_slots=None if hardware.all_gather == "auto" else hardware.all_gather,
     )
     return Question(source, structure, activations, machine, request)
 

@@ -32,13 +32,13 @@ class Nodes:
     address: str = ""
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
-        """Another node, when the cluster knows of it."""
+    def start(self, *options: str, **variables: str) -> subprocess.Popen[bytes]:
+        """Another node, when the cluster knows of it. `variables`: of its environment beside those of all nodes."""
         said = self.folder / f"node-{len(self._started)}.txt"
         with said.open("wb") as file:
             process = subprocess.Popen(
-                [RAY, "start", *COMMON, *PORTS, *options], cwd="/", env=self.environment, stdout=file, stderr=file,
-                start_new_session=True,
+                [RAY, "start", *COMMON, *PORTS, *options], cwd="/", env={**self.environment, **variables},
+                stdout=file, stderr=file, start_new_session=True,
             )  # fmt: skip
         self._started.append(process)
         deadline_s = time.monotonic() + START_S
@@ -47,9 +47,9 @@ class Nodes:
             time.sleep(0.1)  # for the node, not for the test
         return process
 
-    def join(self, address: str) -> subprocess.Popen[bytes]:
+    def join(self, address: str, *options: str, **variables: str) -> subprocess.Popen[bytes]:
         """Another node at this address of the machine."""
-        return self.start(f"--address={self.address}", f"--node-ip-address={address}")
+        return self.start(f"--address={self.address}", f"--node-ip-address={address}", *options, **variables)
 
     def end(self) -> None:
         for process in reversed(self._started):
@@ -63,8 +63,9 @@ def actors_of(node: subprocess.Popen[bytes], kind: str) -> list[int]:
 
 
 @contextmanager
-def ray_nodes() -> Iterator[Nodes]:
-    """Its head, at the address by which Ray knows this machine, behind a token. Nothing of it is left afterwards."""
+def ray_nodes(*options: str, **of_head: str) -> Iterator[Nodes]:
+    """Its head, at the address by which Ray knows this machine, behind a token; `options` and variables are the head's.
+    Nothing of it is left afterwards."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_worker_niceness": "0",
@@ -78,7 +79,8 @@ def ray_nodes() -> Iterator[Nodes]:
     nodes = Nodes(folder, variables)
     (port,) = free_ports(1)
     try:
-        nodes.start("--head", f"--port={port}", f"--temp-dir={folder}/ray", "--include-dashboard=false")
+        head = "--head", f"--port={port}", f"--temp-dir={folder}/ray", "--include-dashboard=false"
+        nodes.start(*head, *options, **of_head)
         nodes.address = f"{get_node_ip_address()}:{port}"
         yield nodes
     finally:

@@ -73,6 +73,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "device": "auto",
             "num_gpus": 1,
             "num_hosts": 1,
+            "all_gather": "auto",
             "hbm_limit": None,
             "ram_limit": None,
             "hbm_layers": None,
@@ -172,7 +173,7 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"trian": {}}, "trian: unknown key; did you mean train?"),
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
-                                "hardware.num_hosts, "
+                                "hardware.num_hosts, hardware.all_gather, "
                                 "hardware.hbm_limit, hardware.ram_limit, hardware.hbm_layers, hardware.num_shards, "
                                     "hardware.nodes, hardware.profile, hardware.compile, hardware.block_parts, "
                                     "hardware.cuda_graphs"),
@@ -218,6 +219,15 @@ def test_what_several_gpus_cannot_do_is_refused(changes: dict[str, Any], message
         (
             {"hardware__num_gpus": 2, "run_dir": "runs/a"},
             "run_dir: runs/a is relative, and other hosts have other working directories; give an absolute path",
+        ),
+        (
+            {"hardware__num_gpus": 2, "hardware__all_gather": False},
+            "hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: 2 has a "
+            "part; leave it out",
+        ),
+        (
+            {"hardware__num_hosts": 1, "hardware__all_gather": True},
+            "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out",
         ),
     ],
 )

@@ -262,6 +262,26 @@ def test_several_hosts_share_memory_updates_and_what_is_uploaded() -> None:
     assert of_two.compute_s["sum over GPUs"] > 5 * of_one.compute_s["sum over GPUs"], "the slowest link counts"
 
 
+def waiting_for_uploads(**changes: Any) -> Plan:
+    """Of four GPUs with few tokens each, and no layer on them."""
+    structure, activations = shape()
+    machine = replace(MACHINE, hbm_bytes=40 << 30, profile=replace(TYPICAL_GPU, **changes))
+    request = replace(REQUEST, num_gpus=4, hbm_layers=0, num_micro_batches=1, micro_batch_size=1)
+    return make_plan(structure, activations, machine, request)
+
+
+def test_gpus_upload_parts_where_a_step_waits_for_uploads_and_their_link_is_faster() -> None:
+    plans = {rate: waiting_for_uploads(gpu_link_bytes_per_s=rate) for rate in (300e9, 10e9)}
+    assert {rate: plan.gathers_slots for rate, plan in plans.items()} == {300e9: True, 10e9: False}
+    predictions = {rate: plan.prediction for rate, plan in plans.items()}
+    assert predictions[10e9].exposed_s["h2d"] > 0
+    assert predictions[300e9].h2d_bytes < predictions[10e9].h2d_bytes / 3
+    assert predictions[300e9].step_s < predictions[10e9].step_s
+    of_many_tokens = replace(REQUEST, num_gpus=4, num_micro_batches=64)
+    structure, activations = shape()
+    assert not make_plan(structure, activations, MACHINE, of_many_tokens).gathers_slots, "it waits for nothing"
+
+
 def test_one_micro_batch_on_each_of_several_gpus_is_summed_in_fp32() -> None:
     structure, activations = shape()
     request = replace(REQUEST, num_micro_batches=1, micro_batch_size=1)

@@ -71,6 +71,7 @@ def plans(request: Request, machine: Machine = MACHINE) -> Iterator[tuple[Plan, 
         {"round_gradients": True},
         {"clip": False},
         {"num_gpus": 2, "num_hosts": 2},
+        {"num_gpus": 4, "gathers_slots": True},
     ],
 )
 def test_no_plan_is_faster(changes: dict[str, Any], profile: str) -> None:

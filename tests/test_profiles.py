@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,18 @@ def test_the_cpu_device_yields_a_profile() -> None:
     assert [point.size for point in profile.matmul["bf16"]] == [2.0 * 8**3, 2.0 * 16**3]
     assert set(profile.matmul) == {"bf16", "fp32", "tf32"}
     assert profile.adamw_busy_per_s <= profile.adamw_per_s
+    assert profile.gpu_link_bytes_per_s is None
+
+
+def test_the_link_between_gpus_is_measured_where_there_are_several() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def make_exchange(num_bytes: int) -> Callable[[int], None]:
+        return lambda count: asked.append((num_bytes, count))
+
+    profile = measure(MachineName("", "", "2", "some", 2), lambda _: CpuDevice(num_threads=1), 2, LITTLE, make_exchange)
+    assert {num_bytes for num_bytes, _ in asked} == {LITTLE.copy_bytes}
+    assert profile.gpu_link_bytes_per_s is not None
 
 
 def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:

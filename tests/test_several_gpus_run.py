@@ -88,6 +88,16 @@ def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(tmp_
     assert plan_of(run_dir).sum_dtype == "float32", "the sum over GPUs is one over micro-batches"
 
 
+def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, ray_address: str) -> None:
+    """Some of it frozen, some layers on the devices, and parts of two sizes."""
+    changes = {"train__freeze": [r"layers\.1\.mlp"], "hardware__hbm_layers": 1, "train__steps": 3}
+    whole = trained(tmp_path / "whole", 3, hardware__all_gather=False, **changes)
+    run_dir = trained(tmp_path / "run", 3, hardware__all_gather=True, **changes)
+    assert [plan_of(path).gathers_slots for path in (whole, run_dir)] == [False, True]
+    assert losses(run_dir) == losses(whole)
+    assert worst(run_dir, whole, "grad_norm") == 0.0
+
+
 def test_a_save_goes_on_with_another_number_of_gpus(tmp_path: Path, ray_address: str) -> None:
     """From two to one to three: with a split that is given for each, or with one that the plan chooses anew."""
     shape = {**SHAPE, "attention_dropout": 0.0}  # which would be another one with other micro-batches

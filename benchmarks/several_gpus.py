@@ -1,0 +1,140 @@
+"""Runs on several GPUs, and on as many hosts with one each, beside the same run on one GPU. Through the CLI and Ray.
+
+    python -m benchmarks.several_gpus OUT.json [--modes a,b,…] [--gpus 2] [--device cuda] [--commit ID] [key=value …]
+
+`whole`: each GPU uploads whole layers; `parts`: its part, and has the rest by an all-gather; `again`: the same once
+more; `hosts`: two Ray nodes of this machine, each with one of two GPUs; `sockets`: the same, with all that these
+exchange on the loopback, as it would be on a network. Four layers of Qwen2.5-0.5B's shape in FP32, deterministic, two
+of them on the devices. Exit code 0: losses and norms of each are within 1e-6 of one GPU's, those of `parts` and `again`
+have the bits of `whole`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatrain_ray.surroundings import commit, hardware, versions
+from tests.ray_nodes import ray_nodes
+from tests.runs import command, plan_of, rows
+
+CONFIG = Path(__file__).parent / "configs" / "speed" / "qwen2.5_0.5b.yaml"
+CLOSE = 1e-6
+LIMIT_S = 200.0
+SECOND = "127.0.0.2"
+BASE = (
+    "model.config.num_hidden_layers=4", "data.seq_len=128", "train.micro_batch_size=2", "train.steps=8",
+    "train.precision=fp32", "train.deterministic=true", "train.schedule=constant", "train.warmup_steps=0",
+    "hardware.hbm_layers=2",
+)  # fmt: skip
+MODES: Mapping[str, tuple[str, ...]] = {
+    "one": (),
+    "whole": ("hardware.all_gather=false",),
+    "parts": ("hardware.all_gather=true",),
+    "again": ("hardware.all_gather=true",),
+    "hosts": (),
+    "sockets": (),
+}
+OF_HOSTS = "hosts", "sockets"
+BY_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+SAME_BITS = "parts", "again"  # as `whole`
+Numbers = Sequence[tuple[float, float]]  # loss and norm of each step
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one mode. `worst`: the largest difference from `one`, as a share."""
+
+    settings: tuple[str, ...]
+    gathers_slots: bool
+    numbers: Numbers
+    step_s: float
+    worst: float
+    problems: tuple[str, ...]
+
+
+@contextmanager
+def _surroundings(name: str, device: str) -> Iterator[Mapping[str, str]]:
+    """Variables of a run: of the cluster that it needs."""
+    if name not in OF_HOSTS:
+        yield os.environ
+        return
+    common = BY_SOCKETS if name == "sockets" else {}
+    first, second = (common | ({"CUDA_VISIBLE_DEVICES": str(i)} if device == "cuda" else {}) for i in range(2))
+    count = f"--num-gpus={int(device == 'cuda')}"
+    with ray_nodes(count, **first) as nodes:
+        nodes.join(SECOND, count, **second)
+        # The driver's machine has one GPU, too.
+        yield {**nodes.environment, "RAY_ADDRESS": nodes.address, **first}
+
+
+def run(name: str, settings: Sequence[str], device: str) -> tuple[bool, Numbers, float]:
+    """Whether slots were gathered, losses and norms, and the median of a step's seconds."""
+    with tempfile.TemporaryDirectory(prefix="several-gpus-") as folder, _surroundings(name, device) as environment:
+        run_dir = Path(folder) / "run"
+        arguments = command("train", str(CONFIG), *settings, f"run_dir={run_dir}", f"hardware.device={device}")
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"exit {done.returncode}: {done.stderr[-3000:]}")
+        steps = rows(run_dir)
+        numbers = [(row["loss"], row["grad_norm"]) for row in steps]
+        return plan_of(run_dir).gathers_slots, numbers, statistics.median(row["step_s"] for row in steps)
+
+
+def problems(
+    name: str, numbers: Sequence[tuple[float, float]], worst: float, earlier: Mapping[str, Found]
+) -> list[str]:
+    """Of a mode, beside those before it."""
+    told = [f"differs by {worst:.2g}"] if worst > CLOSE else []
+    if name in SAME_BITS and "whole" in earlier and list(numbers) != list(earlier["whole"].numbers):
+        told.append("other bits than whole uploads")
+    return told
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(arguments)
+    report = {"commit": options.commit or commit(), "hardware": hardware(options.device), "versions": versions()}
+    found: dict[str, Found] = {}
+    failed = {}
+    for name in options.modes.split(","):
+        is_of_hosts = name in OF_HOSTS
+        count = 2 if is_of_hosts else 1 if name == "one" else options.gpus
+        of_hosts = ("hardware.num_hosts=2",) if is_of_hosts else ()
+        share = (f"hardware.num_gpus={count}", f"train.batch_size={4 * options.gpus}")
+        split = (f"train.accumulate={2 * options.gpus // count}",)
+        settings = (*BASE, *share, *split, *of_hosts, *MODES[name], *options.overrides)
+        try:
+            gathers, numbers, step_s = run(name, settings, options.device)
+            beside = found["one"].numbers if "one" in found else numbers
+            pairs = zip(numbers, beside, strict=True)
+            worst = max(abs(a / b - 1) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+            told = problems(name, numbers, worst, found)
+            found[name] = Found(settings, gathers, numbers, step_s, worst, tuple(told))
+        except Exception as error:  # of one mode: the others still run
+            worst, told = float("nan"), [f"{type(error).__name__}: {error}"]
+        if told:
+            failed[name] = told
+        modes = {key: asdict(each) for key, each in found.items()}
+        options.out.write_text(json.dumps(report | {"modes": modes, "failed": failed}, indent=1) + "\n")
+        print(f"{name:<8} worst {worst:.2g}", *told, flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
