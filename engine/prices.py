@@ -41,9 +41,10 @@ LAUNCHES = 20
 # What an update of a layer that lives on the device costs the host, in launches: 0.39 ms of Qwen2.5's 12 parameters one
 # by one, in the same runs; 8 parts are left of them since.
 UPDATE_LAUNCHES = 40
-# Between the GPUs of a host, by NVLink: 329 and 355 GB/s of an all-reduce of 1 GiB over two and four H100, as bus
-# bandwidth.
-GPU_LINK_BYTES_PER_S = 330e9
+# Between two H100, by NVLink: 260 GB/s of an all-gather of 466 MB, 270 of a reduce-scatter of 932 MB, where copies of
+# 64 MiB had 342 (gpu_links in benchmarks/README.md). A guess for GPUs whose link nobody has measured.
+GPU_LINK_BYTES_PER_S = 265e9
+EXCHANGED = 0.76  # what NCCL has of the rate of copies
 CPU_LINK_BYTES_PER_S = 1e9  # a guess: gloo over the loopback
 HOST_LINK_BYTES_PER_S = 25e9  # a guess: 200 Gb/s between hosts, in each direction
 UPDATE_BYTES = 26  # of a parameter by which an update's rate is measured: bf16 gradient, split master, two moments
@@ -97,7 +98,8 @@ class Prices:
         lives on all of them both."""
         times = 2 if op.layer in self._plan.hbm_layers else 1
         guess = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
-        rate = self._profile.gpu_link_bytes_per_s or guess
+        copied = self._profile.gpu_link_bytes_per_s
+        rate = EXCHANGED * copied if copied else guess
         if self._plan.num_hosts > 1:  # in a ring of all GPUs so much enters each host, and leaves it
             rate = min(rate, self._profile.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S)
         return times * (1 - 1 / self._plan.num_gpus) * op.num_bytes / rate
