@@ -117,8 +117,8 @@ def await_answer(url: str, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)  # for the head, not for the test
 
 
-def end_family(process: subprocess.Popen[bytes]) -> None:
-    """By process id, at once: a head that is told to stop takes half a minute."""
+def end_family(process: subprocess.Popen[bytes] | psutil.Process) -> None:
+    """By process id, at once: a head that is told to stop takes half a minute. Idempotent."""
     with suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()

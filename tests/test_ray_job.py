@@ -18,7 +18,7 @@ import pytest
 
 from megatrain_ray.io.save import list_saves
 from megatrain_ray.run_processes import _read as recorded
-from tests.ray_head import Head, ray_head
+from tests.ray_head import Head, end_family, ray_head
 from tests.runs import ROOT, assert_equals_reference, cli_here, config, rows, write_config
 from tests.tiny import build_tiny
 
@@ -112,6 +112,37 @@ def test_a_checkout_is_enough_and_a_stop_saves_first(checkout: Path, tmp_path: P
     assert f"resuming from the save of step {saved}" in again.stdout
     assert f"done: step {STEPS}" in again.stdout
     assert_equals_reference(run, tree, tmp_path / "out")
+
+
+def test_a_job_goes_on_after_its_driver_and_after_rays_own_processes_were_killed(
+    installed: Path, tmp_path: Path
+) -> None:
+    """By the same command: on the same head, and on a new one in the place of one of which nothing is left."""
+    tree = tree_of(tmp_path, save_every=2)
+    write_config(tmp_path / "job.yaml", tree)
+    run, entrypoint = tmp_path / "run", command_of(str(tmp_path / "job.yaml"))
+    with ray_head(RAY_AUTH_MODE="disabled", PYTHONPATH=str(installed)) as head:
+        job_id = head.submit(entrypoint=entrypoint)
+        until(lambda: list_saves(run / "saves"), "a save")
+        driver_of(head).kill()
+        until(lambda: "failed" in head.status(job_id), "the job's end")
+        first = list_saves(run / "saves")[-1]
+        again = head.submit(entrypoint=entrypoint)
+        until(lambda: list_saves(run / "saves")[-1] > first, "another save")
+        assert f"resuming from the save of step {first}" in head.logs(again)
+        end_family(head.process)
+    second = list_saves(run / "saves")[-1]
+    assert first < second < STEPS
+    with ray_head(RAY_AUTH_MODE="disabled", PYTHONPATH=str(installed)) as head:
+        ended = head.run(entrypoint=entrypoint)
+    assert ended.returncode == 0, ended.stdout
+    assert f"resuming from the save of step {second}" in ended.stdout
+    assert_equals_reference(run, tree, tmp_path / "out")
+
+
+def driver_of(head: Head) -> psutil.Process:
+    family = head.process.children(recursive=True)
+    return next(process for process in family if process.cmdline()[1:4] == ["-m", "megatrain_ray", "train"])
 
 
 def assert_left_out(head: Head) -> None:
