@@ -23,8 +23,7 @@ MAPPED = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) .*/memfd:megatrai
 MISPLACED = 0.05  # share of pages: more than the huge pages that two shards share
 OWN = "activations"  # of a GPU worker, in memory that is its alone
 LEAST_OWN_BYTES = 256 << 20  # of these: of less one could not tell them from what the process has besides
-PAGES = re.compile(r" N(?P<node>\d+)=(?P<count>\d+)")
-SIZE = re.compile(r" kernelpagesize_kB=(?P<kib>\d+)")
+OWN_MAPPED = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) rw-p 0+ 00:00 0 *(\[anon:.*\])?")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _of_gpu_worker(plan: Plan, name: str, pid: int) -> Iterator[PagePlaces]:
     home = next((place.home for place in plan.gpu_homes if place.home and place.home.cpu_set == cpus), None)
     yield PagePlaces(name, SLAB, slab_memory(plan, home), pages_of(pid).get(SLAB, {}))
     if home and plan.host_activation_bytes >= LEAST_OWN_BYTES:
-        yield PagePlaces(name, OWN, home.memory, large_pages_of(pid, plan.host_activation_bytes))
+        yield PagePlaces(name, OWN, home.memory, own_pages_of(pid, plan.host_activation_bytes))
 
 
 def pages_of(pid: int) -> dict[str, dict[int, int]]:
@@ -83,21 +82,19 @@ def pages_of(pid: int) -> dict[str, dict[int, int]]:
     stretches: dict[str, list[range]] = {}
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if found := MAPPED.match(line):
-            addresses = range(int(found["start"], 16), int(found["stop"], 16), PAGE_BYTES)
-            stretches.setdefault(found["arena"], []).append(addresses)
+            stretches.setdefault(found["arena"], []).append(_addresses(found))
     return {arena: _count(pid, parts) for arena, parts in stretches.items()}
 
 
-def large_pages_of(pid: int, least_bytes: int) -> dict[int, int]:
-    """Pages by node of each mapping of a process that belongs to no file and of which it has touched so much. Raises as
-    `page_places`."""
-    found: Counter[int] = Counter()
-    for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
-        pages = {int(match["node"]): int(match["count"]) for match in PAGES.finditer(line)}
-        size = SIZE.search(line)
-        if size and " file=" not in line and sum(pages.values()) * int(size["kib"]) << 10 >= least_bytes:
-            found.update(pages)
-    return dict(found)
+def own_pages_of(pid: int, least_bytes: int) -> dict[int, int]:
+    """The same of mappings of its own, of no file, that are so large; all of them together."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    parts = [_addresses(found) for line in lines if (found := OWN_MAPPED.fullmatch(line))]
+    return _count(pid, [part for part in parts if len(part) * PAGE_BYTES >= least_bytes])
+
+
+def _addresses(found: re.Match[str]) -> range:
+    return range(int(found["start"], 16), int(found["stop"], 16), PAGE_BYTES)
 
 
 def _count(pid: int, parts: list[range]) -> dict[int, int]:

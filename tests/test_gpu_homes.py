@@ -31,7 +31,7 @@ from megatrain_ray.machine import probe_machine
 from megatrain_ray.named_nodes import named_gpus
 from megatrain_ray.node_findings import examine_nodes
 from megatrain_ray.node_memory import settle_gpu_worker
-from megatrain_ray.page_places import PagePlaces, large_pages_of
+from megatrain_ray.page_places import PagePlaces, own_pages_of
 from megatrain_ray.roles import GPU, gpu_name
 from megatrain_ray.topology import gpu_node
 from tests import machines
@@ -208,13 +208,18 @@ def test_plans_say_it_of_each_gpu() -> None:
     assert gpu_lines(FOUR[:1], 1) == ["orker and gradients that wait: node 0 (4 CPUs)"]
 
 
-def test_large_pages_are_those_of_no_file(arenas: Mapping[str, Arena]) -> None:
-    arenas[SLAB].buffer[: 24 << 20] = bytes(24 << 20)
-    before = large_pages_of(os.getpid(), 20 << 20)
-    with mmap.mmap(-1, 40 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory[: 20 << 20] = bytes(20 << 20)
-        after = large_pages_of(os.getpid(), 20 << 20)
-    assert sum(after.values()) - sum(before.values()) >= (20 << 20) // mmap.PAGESIZE
+def test_own_pages_are_those_of_large_mappings_of_no_file() -> None:
+    least_bytes, large = 1 << 30, 1 << 31
+    before = own_pages_of(os.getpid(), least_bytes)
+    with mmap.mmap(-1, large) as shared, mmap.mmap(-1, least_bytes // 8, flags=mmap.MAP_PRIVATE) as small:
+        shared[0] = small[0] = 1
+        assert own_pages_of(os.getpid(), least_bytes) == before
+        with mmap.mmap(-1, large, flags=mmap.MAP_PRIVATE) as own:
+            assert own_pages_of(os.getpid(), least_bytes) == before, "nobody has touched it"
+            own[0] = 1
+            found = own_pages_of(os.getpid(), least_bytes)
+    assert sum(found.values()) > sum(before.values())
+    assert found.keys() == before.keys() | {0}
 
 
 def test_pages_of_each_gpu_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +228,7 @@ def test_pages_of_each_gpu_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     cpus = {1: SECOND.cpu_set, 2: FIRST.cpu_set, 3: frozenset(range(8))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cpus[pid]))
     monkeypatch.setattr(page_places, "pages_of", lambda pid: {SLAB: {0: 5, 1: 5}})
-    monkeypatch.setattr(page_places, "large_pages_of", lambda pid, least_bytes: {pid % 2: 100})
+    monkeypatch.setattr(page_places, "own_pages_of", lambda pid, least_bytes: {pid % 2: 100})
     plan = planned(FOUR, 4)
     slabs = [PagePlaces(name, SLAB, (0, 1), {0: 5, 1: 5}) for name in pids]
     assert list(page_places.page_places(plan, pids)) == slabs

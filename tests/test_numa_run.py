@@ -151,13 +151,16 @@ def test_what_the_kernel_refuses_is_one_warning(
 ) -> None:
     """A plan that was made for nodes that are not here any more: as a filter of a container, which cannot be had
     here, it has every call refused."""
-    trainer = _ElsewhereTrainer(TrainConfig.model_validate(settings(tmp_path / "run", model, NODES)))
+    tree = settings(tmp_path / "run", model, NODES)
+    tree["train"]["batch_size"], tree["hardware"]["num_gpus"] = 8, 2
+    trainer = _ElsewhereTrainer(TrainConfig.model_validate(tree))
     summary = trainer.fit()
     assert summary.step == 3
     warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     [warning] = [line for line in warnings if "mbind" in line]
     assert warning.startswith("warning: the kernel does not take memory from node 60 (mbind: Invalid argument), so ")
     assert warning.count("mbind") == 1
+    assert "; threads cannot be kept on CPUs 8000: " in warning, "of the second GPU worker"
 
 
 class _ElsewhereTrainer(Trainer):
@@ -165,4 +168,7 @@ class _ElsewhereTrainer(Trainer):
         prepared = super()._prepare(*arguments)
         plan = prepared.plan
         homes = tuple(replace(home, memory=(60,)) for home in plan.shard_homes)
-        return replace(prepared, plan=replace(plan, shard_homes=homes, gpu_homes=(GpuHome(None, homes[1]),)))
+        nowhere = Home((1,), "8000", (60,))
+        return replace(
+            prepared, plan=replace(plan, shard_homes=homes, gpu_homes=(GpuHome(None, homes[1]), GpuHome(None, nowhere)))
+        )

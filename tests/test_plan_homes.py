@@ -66,6 +66,16 @@ def test_another_cpuset_is_another_placement() -> None:
     assert "node 2 (4 CPUs) → node 0 (6 CPUs), node 2 (2 CPUs, memory of node 0)" in changes(before, now)
 
 
+def test_a_gpu_on_another_node_is_another_placement_and_one_at_another_address_is_not() -> None:
+    before, moved = (plan_on(replace(TWO, gpus=(Gpu(address, 2),))) for address in ("0000:1b:00.0", "0000:00:06.0"))
+    assert before != moved
+    assert is_same_placement(before, moved)
+    elsewhere = plan_on(replace(TWO, gpus=(Gpu(None, 0),)))
+    assert not is_same_placement(before, elsewhere)
+    assert "GPU workers node 2 (4 CPUs) → node 0 (6 CPUs)" in changes(before, elsewhere)
+    assert "GPU workers node 2 (4 CPUs) → anywhere" in changes(before, plan_on(replace(TWO, gpus=())))
+
+
 def test_megatrain_plan_shows_them_of_a_machine_that_is_elsewhere(tmp_path: Path) -> None:
     """A GPU that is not here, too."""
     model = {

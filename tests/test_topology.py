@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.config import NodeConfig
-from megatrain_ray.engine.homes import Home, NumaNode, fewest_cpus, shard_homes
+from megatrain_ray.engine.homes import Gpu, Home, NumaNode, fewest_cpus, gpu_homes, shard_homes
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.named_nodes import named_nodes
 from megatrain_ray.topology import Topology, read_topology
@@ -121,6 +121,7 @@ def test_fewer_shards_than_nodes_have_several() -> None:
 @pytest.mark.parametrize("num_shards", [1, 2, 7])
 def test_on_one_node_nothing_is_put_anywhere(num_shards: int) -> None:
     assert shard_homes((node(0, "0-7"),), num_shards) == shard_homes((), num_shards) == ()
+    assert gpu_homes((node(0, "0-7"),), (Gpu(None, 0),)) == ()
 
 
 def test_nodes_by_hand(tmp_path: Path) -> None:
