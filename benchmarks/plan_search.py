@@ -96,7 +96,7 @@ def asked(config: str, *settings: str) -> Question:
     path = CONFIGS / config
     device = () if "hbm_limit" in path.read_text() else (HBM,)
     question = question_of(load_config(path, [*device, *settings, "run_dir=nowhere"]).resolve())
-    machine = replace(question.machine, num_cpus=16, num_nodes=1, nodes=(), gpu_node=None, profile=None)
+    machine = replace(question.machine, num_cpus=16, num_nodes=1, nodes=(), gpus=(), profile=None)
     return replace(question, machine=replace(machine, spill=machine.spill and SPILL))
 
 

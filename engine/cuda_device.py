@@ -83,8 +83,7 @@ class CudaDevice(Device):
         super().__init__(timeline)
         if not torch.cuda.is_available():
             raise ConfigError("hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu, or auto")
-        # Read when the first memory is taken. What activations leave can then be used for gradients of other sizes.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        _expand_segments()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         _limit_memory(memory_bytes)
         self._deterministic = deterministic
@@ -317,11 +316,21 @@ def device_name() -> str:
     return str(torch.cuda.get_device_name(0))
 
 
-def pci_address() -> str | None:
-    """Of that GPU, as /sys/bus/pci/devices names it; None without one, or where torch does not say."""
-    if not torch.cuda.is_available():
-        return None
-    found = torch.cuda.get_device_properties(0)
+def _expand_segments() -> None:
+    """What activations leave can then be used for gradients of other sizes. torch reads it once, when the process asks
+    for the first time what a GPU is."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def pci_addresses() -> tuple[str | None, ...]:
+    """Of each GPU that this process sees, in torch's order, as /sys/bus/pci/devices names it; None where torch does not
+    say. Makes no context on any."""
+    _expand_segments()
+    return tuple(map(_pci_address, range(num_gpus())))
+
+
+def _pci_address(index: int) -> str | None:
+    found = torch.cuda.get_device_properties(index)
     parts = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     if None in parts:
         return None

@@ -23,6 +23,15 @@ class NumaNode:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """Of a host. `address`: on its PCI bus, as /sys names it; None where torch does not say, or it is not here. `node`:
+    number of the one that it is attached to; None: nobody knows."""
+
+    address: str | None
+    node: int | None
+
+
+@dataclass(frozen=True)
 class Home:
     """Of one process. `nodes`: whose CPUs it works on; `cpus`: which of them, as the kernel writes them (0-15,32-47).
     `memory`: the nodes that its memory is taken from, in turn where there are several."""
@@ -43,6 +52,14 @@ class Home:
         return f"{nodes} ({count} CPU{'s' * (count != 1)}{memory})"
 
 
+@dataclass(frozen=True)
+class GpuHome:
+    """Of the worker of one GPU. `address`: as Gpu.address. `home`: None: it works anywhere."""
+
+    address: str | None
+    home: Home | None
+
+
 @lru_cache  # asked for every candidate of a plan
 def shard_homes(nodes: tuple[NumaNode, ...], num_shards: int) -> tuple[Home, ...]:
     """Of each optimizer shard. As many as nodes: one each. More: shards share nodes, and each has cores of its own, as
@@ -61,10 +78,26 @@ def shard_homes(nodes: tuple[NumaNode, ...], num_shards: int) -> tuple[Home, ...
     return tuple(homes)
 
 
-def gpu_home(nodes: Sequence[NumaNode], gpu_node: int | None) -> Home | None:
-    """Of the GPU worker: the node that the GPU is attached to. None where nobody knows it, where none of its CPUs may
-    be used, or where there is one node."""
-    return next((_home([node]) for node in nodes if node.number == gpu_node and len(nodes) > 1), None)
+@lru_cache
+def gpu_homes(nodes: tuple[NumaNode, ...], gpus: tuple[Gpu, ...]) -> tuple[GpuHome, ...]:
+    """Of the worker of each GPU: all of the node that the GPU is attached to, whoever else works there. Anywhere where
+    nobody knows that node, or none of its CPUs may be used. None where that is so of every GPU, or there is one node.
+    """
+    of_node = {node.number: _home([node]) for node in nodes} if len(nodes) > 1 else {}
+    homes = tuple(GpuHome(gpu.address, None if gpu.node is None else of_node.get(gpu.node)) for gpu in gpus)
+    return homes if any(place.home for place in homes) else ()
+
+
+def home_at(homes: Iterable[GpuHome], address: str | None) -> Home | None:
+    """Of the worker of the GPU at an address. One that is not among them has the home that all of them have, if they
+    have one."""
+    found = {place.home for place in homes if place.address == address} or {place.home for place in homes}
+    return found.pop() if len(found) == 1 else None
+
+
+def memory_of(homes: Iterable[Home | None]) -> tuple[int, ...]:
+    """The nodes from which they take memory."""
+    return tuple(sorted({node for home in homes if home for node in home.memory}))
 
 
 def fewest_cpus(homes: Iterable[Home]) -> int:

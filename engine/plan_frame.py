@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
-from megatrain_ray.engine.homes import fewest_cpus, gpu_home, shard_homes
+from megatrain_ray.engine.homes import fewest_cpus, gpu_homes, shard_homes
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import Plan, Recovery, UpdateOrder
@@ -70,7 +70,7 @@ def frame_of(
         disk_io=m.spill.way.io if m.spill else DiskIo.POSIX,
         disk_packed=bool(m.spill and m.spill.way.packed),
         shard_homes=homes,
-        gpu_home=gpu_home(m.nodes, m.gpu_node),
+        gpu_homes=gpu_homes(m.nodes, m.gpus),
         num_gpus=r.num_gpus,
         num_hosts=r.num_hosts,
         gathers_slots=r.num_hosts > 1 or bool(r.gathers_slots),

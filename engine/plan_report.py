@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatrain_ray.engine.homes import Home, memory_of
 from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
 from megatrain_ray.engine.plan_limits import beyond_device, beyond_disk, host_bytes, spare_ram
@@ -14,7 +15,7 @@ from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.disk_io import DIRECT, PLAIN, DiskWay
-from megatrain_ray.units import format_bytes, format_count, format_seconds
+from megatrain_ray.units import format_bytes, format_count, format_ranges, format_seconds
 
 NUM_NAMED = 4  # layers
 
@@ -69,8 +70,17 @@ def _home_lines(plan: Plan) -> list[str]:
     """Nothing where there is one NUMA node."""
     if not plan.shard_homes:
         return []
-    of_gpu = f"; GPU worker and gradients that wait: {plan.gpu_home}" if plan.gpu_home else ""
-    return [f"shards    {plan.num_shards}: {', '.join(map(str, plan.shard_homes))}{of_gpu}"]
+    line = f"shards    {plan.num_shards}: {', '.join(map(str, plan.shard_homes))}"
+    by_home: dict[Home | None, list[int]] = {}
+    for number, place in enumerate(plan.gpu_homes):
+        by_home.setdefault(place.home, []).append(number)
+    if len(by_home) < 2:
+        workers = "GPU worker" if plan.host_gpus == 1 else "GPU workers"
+        return [line + "".join(f"; {workers} and gradients that wait: {home}" for home in by_home)]
+    gpus = (f"{format_ranges(numbers)} on {home or 'any node'}" for home, numbers in by_home.items())
+    nodes = f"in turn on nodes {format_ranges(memory_of(by_home))}"
+    gradients = "with their GPU" if plan.host_gpus == 1 else nodes
+    return [line, f"GPUs      worker of {', '.join(gpus)}; gradients that wait: {gradients}"]
 
 
 def _where_weights_are(plan: Plan) -> str:

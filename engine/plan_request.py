@@ -7,7 +7,7 @@ from enum import Enum
 
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.hardware_profile import HardwareProfile, typical
-from megatrain_ray.engine.homes import NumaNode
+from megatrain_ray.engine.homes import Gpu, NumaNode
 from megatrain_ray.engine.plan import ActivationPolicy
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.tier import Tier
@@ -55,7 +55,7 @@ class Machine:
     profile: HardwareProfile | None = None  # None: nobody measured it, built-in rates are as good as any
     spill: SpillSpace | None = None  # None: nothing is spilled
     nodes: tuple[NumaNode, ...] = ()  # NUMA nodes, where there are several; empty: nothing is put on any
-    gpu_node: int | None = None  # that the GPU is attached to; None: nobody knows
+    gpus: tuple[Gpu, ...] = ()  # of each host, in torch's order
 
     def shards(self, asked: int | None) -> int:
         """Optimizer shards; `asked`: of the user, None: one a NUMA node."""

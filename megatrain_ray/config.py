@@ -20,6 +20,7 @@ from megatrain_ray.config_values import (
     WeightedPath,
     auto_or_switch,
     cpu_list,
+    gpu_list,
     model_settings,
     name_patterns,
     names_of_data,
@@ -211,7 +212,9 @@ class NodeConfig(Group):
     memory: Annotated[int, Field(ge=0)] | None = None
     """The kernel's number of the node that its memory is taken from. Unset: its place in the list, from 0 on."""
     gpu: bool = False
-    """The device is attached to it: the GPU worker works on its CPUs, and gradients wait in its memory."""
+    """All GPUs of a host are attached to it: GPU workers work on its CPUs, and gradients wait in its memory."""
+    gpus: Annotated[str, BeforeValidator(gpu_list)] | None = None
+    """The GPUs that are attached to it, as torch numbers those of a host (0-3): where not all are on one node."""
 
 
 class HardwareConfig(Group):
@@ -237,8 +240,8 @@ class HardwareConfig(Group):
     num_shards: Count | None = None
     """Optimizer processes; null: one per NUMA node."""
     nodes: Annotated[tuple[NodeConfig, ...], Field(strict=False)] = ()
-    """NUMA nodes by hand, each `{cpus: 0-15, memory: 0, gpu: true}`, in the place of those that the kernel shows; one
-    alone: nothing is put on any node."""
+    """NUMA nodes by hand, each `{cpus: 0-15, memory: 0, gpus: 0-3}`, or with `gpu: true` for all GPUs, in the place of
+    those that the kernel shows; one alone: nothing is put on any node."""
     profile: Text = "auto"
     """File with the rates that plans are chosen by; auto: measured once on a GPU, built-in ones elsewhere."""
     compile: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"

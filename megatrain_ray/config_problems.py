@@ -80,7 +80,15 @@ def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
                 also = f"hardware.nodes.{earlier} too; give each CPU to one"
                 yield f"hardware.nodes.{k}.cpus: {format_ranges(shared)} is of {also}"
             if node.gpu and nodes[earlier].gpu:
-                yield f"hardware.nodes.{k}.gpu: hardware.nodes.{earlier} has it too; the device is attached to one"
+                yield (
+                    f"hardware.nodes.{k}.gpu: hardware.nodes.{earlier} has it too, and it is all GPUs; name those of "
+                    "each node as gpus"
+                )
+            if shared := set(parse_ranges(node.gpus or "")) & set(parse_ranges(nodes[earlier].gpus or "")):
+                also = f"hardware.nodes.{earlier} too; each is attached to one"
+                yield f"hardware.nodes.{k}.gpus: {format_ranges(shared)} is of {also}"
+    if any(node.gpu for node in nodes) and any(node.gpus for node in nodes):
+        yield "hardware.nodes: gpu: true is all GPUs, and gpus some of them; give one of the two keys alone"
 
 
 def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:

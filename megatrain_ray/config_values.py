@@ -91,9 +91,18 @@ def model_settings(value: Any) -> dict[str, Any] | str:
 
 def cpu_list(value: Any) -> str:
     """As the kernel writes it."""
+    return _number_list(value, "CPUs, as in 0-15,32-47")
+
+
+def gpu_list(value: Any) -> str:
+    """In the same way."""
+    return _number_list(value, "GPUs, as in 0-3")
+
+
+def _number_list(value: Any, expected: str) -> str:
     numbers = parse_ranges(value) if isinstance(value, str) else (value,) if type(value) is int and value >= 0 else ()
     if not numbers:
-        raise ValueError(f"expected CPUs, as in 0-15,32-47; got {value!r}")
+        raise ValueError(f"expected {expected}; got {value!r}")
     return format_ranges(numbers)
 
 

@@ -122,8 +122,10 @@ class Crew:
         """Once, of all: training goes on wherever threads run and pages are."""
         if not self._prepared.plan.shard_homes:
             return
-        of_gpu = answer("the GPU worker did not start", self.gpu.home_problems.remote())
-        problems = {problem for found in (*self._ask_shards("home_problems"), of_gpu) for problem in found}
+        assert self._side is not None  # it has just begun
+        calls = self._side.ask_each("home_problems")
+        of_gpus = [answer("a GPU worker did not start", call) for call in calls]
+        problems = {problem for found in (*self._ask_shards("home_problems"), *of_gpus) for problem in found}
         if problems:
             say(f"warning: {'; '.join(sorted(problems))}; updates may be slower (docs/numa.md)")
 

@@ -106,9 +106,8 @@ class GpuWorker:
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
-        # Before there are threads, and before the slab is registered, which touches it. The plan knows of the first
-        # GPU's node alone.
-        self.home_problems = settle_gpu_worker(plan, self._arenas, pinned=pinned) if self._of_host == 0 else ()
+        # Before there are threads, and before the slab is registered, which touches it.
+        self.home_problems = settle_gpu_worker(plan, self._arenas, self._of_host, pinned=pinned)
         self._words = words_in(self._arenas[WORDS].buffer, plan, host)
         # What lives on the device is signalled by the first one of each host; the others tell nobody.
         self._device_words = self._words

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from megatrain_ray.config import HardwareConfig, NodeConfig
 from megatrain_ray.engine.cuda_device import num_gpus as gpus_here
-from megatrain_ray.engine.cuda_device import pci_address, total_memory_bytes
+from megatrain_ray.engine.cuda_device import pci_addresses, total_memory_bytes
+from megatrain_ray.engine.homes import Gpu
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine_files import cgroup_folders, read_text
-from megatrain_ray.named_nodes import named_nodes
+from megatrain_ray.named_nodes import named_gpus, named_nodes
 from megatrain_ray.topology import gpu_node, read_topology
 
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
@@ -49,9 +50,12 @@ def probe_machine(
     else:
         hbm_bytes = None
     topology = read_topology(root)
-    usable, of_gpu = topology.usable, gpu_node(pci_address(), root) if hbm is not None else None
+    addresses = pci_addresses() if hbm is not None else ()
+    addresses += (None,) * (num_gpus // num_hosts - len(addresses))  # on the CPU device, or not here
+    usable, gpus = topology.usable, tuple(Gpu(address, gpu_node(address, root)) for address in addresses)
     if nodes:
-        usable, of_gpu = named_nodes(nodes, topology, imagined=imagined)
+        usable = named_nodes(nodes, topology, imagined=imagined)
+        gpus = named_gpus(nodes, addresses, imagined=imagined)
     return Machine(
         device="cpu" if hbm is None else "cuda",
         num_cpus=allowed_cpus(),
@@ -59,7 +63,7 @@ def probe_machine(
         ram_bytes=ram_limit or ram_bytes(root),
         hbm_bytes=hbm_bytes,
         nodes=usable if len(usable) > 1 else (),
-        gpu_node=of_gpu,
+        gpus=gpus,
     )
 
 

@@ -6,27 +6,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain_ray.config import NodeConfig
-from megatrain_ray.engine.homes import NumaNode
+from megatrain_ray.engine.homes import Gpu, NumaNode
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.topology import Topology, cores_of
 from megatrain_ray.units import format_ranges, parse_ranges
 
 
-def named_nodes(
-    settings: Sequence[NodeConfig], found: Topology, *, imagined: bool = False
-) -> tuple[tuple[NumaNode, ...], int | None]:
-    """Numbered in their order, and which of them the GPU is attached to, if any is said to. `found`: what the kernel
-    shows. `imagined`: for a plan alone, of a machine that is not here.
+def named_nodes(settings: Sequence[NodeConfig], found: Topology, *, imagined: bool = False) -> tuple[NumaNode, ...]:
+    """Numbered in their order. `found`: what the kernel shows. `imagined`: for a plan alone, of a machine that is not
+    here.
 
     Raises ConfigError for CPUs that this process may not use, and for nodes without memory that it may take.
     """
     if not imagined:
         _check(settings, found)
-    nodes = tuple(
+    return tuple(
         NumaNode(k, cores_of(parse_ranges(node.cpus), found.siblings), k if node.memory is None else node.memory)
         for k, node in enumerate(settings)
     )
-    return nodes, next((k for k, node in enumerate(settings) if node.gpu), None)
+
+
+def named_gpus(
+    settings: Sequence[NodeConfig], addresses: Sequence[str | None], *, imagined: bool = False
+) -> tuple[Gpu, ...]:
+    """The GPUs of a host, each with the node that it is said to be attached to, if any. `addresses`: of those here.
+
+    Raises ConfigError for GPUs that are not here.
+    """
+    of_all = next((k for k, node in enumerate(settings) if node.gpu), None)
+    of_gpu = {gpu: k for k, node in enumerate(settings) for gpu in parse_ranges(node.gpus or "")}
+    here = range(len(addresses))
+    if missing := of_gpu.keys() - here:
+        if not imagined:
+            gpu = min(missing)
+            raise ConfigError(
+                f"hardware.nodes.{of_gpu[gpu]}.gpus: {format_ranges(missing)} not found: a host of this run has GPUs "
+                f"{format_ranges(here)}, as torch numbers them"
+            )
+        addresses = (*addresses, *[None] * (max(missing) + 1 - len(addresses)))
+    return tuple(Gpu(address, of_gpu.get(number, of_all)) for number, address in enumerate(addresses))
 
 
 def _check(settings: Sequence[NodeConfig], found: Topology) -> None:

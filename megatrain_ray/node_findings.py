@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from megatrain_ray.engine.cuda_device import pci_addresses
 from megatrain_ray.finding import Finding, State
 from megatrain_ray.io.arena import HUGE_PAGE
 from megatrain_ray.io.arena_holder import ArenaHolder
@@ -15,7 +16,7 @@ from megatrain_ray.io.memory_policy import address_of, nodes_of_pages, take_from
 from megatrain_ray.page_places import page_places
 from megatrain_ray.run_dir import RunFiles
 from megatrain_ray.run_processes import living
-from megatrain_ray.topology import NodeFacts, Topology, read_topology
+from megatrain_ray.topology import NodeFacts, Topology, gpu_node, read_topology
 from megatrain_ray.units import format_bytes, format_ranges
 
 TOPIC = "NUMA"
@@ -29,6 +30,7 @@ def examine_nodes(folder: Path, root: Path) -> Iterator[Finding]:
     else:
         yield Finding(TOPIC, State.GOOD, "; ".join(map(_described, topology.nodes)))
         yield _takes_memory(sorted({node.memory for node in topology.usable}))
+        yield from _gpus(root)
     yield from _pages(folder)
 
 
@@ -43,6 +45,23 @@ def _described(node: NodeFacts) -> str:
 def _others(topology: Topology) -> str:
     others = [_described(node) for node in topology.nodes if not node.has_cpus]
     return f" ({'; '.join(others)})" if others else ""
+
+
+def _gpus(root: Path) -> Iterator[Finding]:
+    """On which node each is; nothing without one."""
+    addresses = pci_addresses()
+    nodes = [gpu_node(address, root) for address in addresses]
+    if not nodes:
+        return
+    described = (
+        f"GPU {k} ({address or 'no address'}) on node {'?' if node is None else node}"
+        for k, (address, node) in enumerate(zip(addresses, nodes, strict=True))
+    )
+    if None in nodes:
+        advice = "name them as hardware.nodes.*.gpus (docs/numa.md); its worker runs anywhere else"
+        yield Finding("NUMA GPUs", State.NOTE, ", ".join(described), advice)
+    else:
+        yield Finding("NUMA GPUs", State.GOOD, ", ".join(described))
 
 
 def _takes_memory(nodes: Sequence[int]) -> Finding:

@@ -1,18 +1,19 @@
 """Brings processes home: their threads, and what of the arenas is theirs, before anybody touches it.
 
-Shard k has its state and its journal whole, and of `working` its part of every layer; the GPU worker the slab. Whoever
+Shard k has its state and its journal whole, and of `working` its part of every layer; the GPU workers the slab. Whoever
 fills a page first, which of `working` may be another shard, gets it on the node of the one whose it is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatrain_ray.arenas import SLAB, WORKING, journal_arena, state_arena
+from megatrain_ray.engine.cuda_device import pci_addresses
 from megatrain_ray.engine.flat_layout import round_up
-from megatrain_ray.engine.homes import Home
+from megatrain_ray.engine.homes import Home, home_at, memory_of
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.io.arena import HUGE_PAGE, Arena, mapped_bytes
@@ -50,28 +51,53 @@ def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, 
     if not plan.shard_homes:
         return ()
     sizes = {name: arena.handle.nbytes for name, arena in arenas.items()}
-    return _settle(plan.shard_homes[part.index], arenas, shard_stretches(plan, part, sizes), pinned)
+    home = plan.shard_homes[part.index]
+    problem = pin_process(home.cpu_set) if pinned else ""
+    return _told(problem, _take(home.memory, arenas, shard_stretches(plan, part, sizes)))
 
 
-def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], *, pinned: bool) -> tuple[str, ...]:
-    """The same of the GPU worker and the slab: what the GPU copies does not cross between nodes."""
-    if plan.gpu_home is None:
+def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], number: int, *, pinned: bool) -> tuple[str, ...]:
+    """The same of a GPU worker and the slab. `number`: of the worker on its host. Ray decides which GPU a worker gets,
+    so that is asked here; on the CPU device it is the one of its number. What a worker alone has in host memory its
+    threads touch first, at home."""
+    if not plan.gpu_homes:
         return ()
-    return _settle(plan.gpu_home, arenas, [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)], pinned)
+    home, problem = _home_here(plan, number)
+    if home and pinned:
+        problem += pin_process(home.cpu_set)
+    of_slab = [] if number else [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)]
+    return _told(problem, _take(slab_memory(plan, home), arenas, of_slab))
 
 
-def _settle(home: Home, arenas: Mapping[str, Arena], stretches: Iterable[Stretch], pinned: bool) -> tuple[str, ...]:
-    problems = (pin_process(home.cpu_set) if pinned else "", _take(home, arenas, stretches))
+def slab_memory(plan: Plan, home: Home | None) -> tuple[int, ...]:
+    """Nodes that its pages are taken from in turn: that of the host's only GPU worker, whose home is `home`, else those
+    of all GPUs. Each GPU copies its part of a gradient to wherever there is room, and the shards read it from there, so
+    no page is one node's; all of them on one had the memory and the link of that node carry everything."""
+    return memory_of([home] if home and plan.host_gpus == 1 else [place.home for place in plan.gpu_homes])
+
+
+def _home_here(plan: Plan, number: int) -> tuple[Home | None, str]:
+    """Of this process's GPU, and what is wrong with the plan's knowledge of it."""
+    if plan.device == "cpu":
+        return plan.gpu_homes[number].home, ""
+    address = next(iter(pci_addresses()), None)
+    home = home_at(plan.gpu_homes, address)
+    if home or address in [place.address for place in plan.gpu_homes]:
+        return home, ""
+    return None, f"the plan does not know the GPU at {address or 'an unknown address'}, so its worker runs on any CPUs"
+
+
+def _told(*problems: str) -> tuple[str, ...]:
     return tuple(filter(None, problems))
 
 
-def _take(home: Home, arenas: Mapping[str, Arena], stretches: Iterable[Stretch]) -> str:
+def _take(nodes: Sequence[int], arenas: Mapping[str, Arena], stretches: Iterable[Stretch]) -> str:
     for name, start, stop in stretches:
         try:
-            take_from(arenas[name].buffer[start:stop], home.memory)
+            take_from(arenas[name].buffer[start:stop], nodes)
         except OSError as error:
             return (
-                f"the kernel does not take memory from node {format_ranges(home.memory)} (mbind: "
+                f"the kernel does not take memory from node {format_ranges(nodes)} (mbind: "
                 f"{os.strerror(error.errno or 0)}), so pages are where the first thread to touch them runs"
             )
     return ""

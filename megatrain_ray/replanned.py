@@ -21,6 +21,7 @@ def _placement(plan: Plan) -> Plan:
     return replace(
         plan, prediction=None, rows=(), hbm_limit_bytes=None, ram_limit_bytes=0, spill_limit_bytes=None,
         disk_io=DiskIo.POSIX, disk_packed=False, windows=Tier.HOST, save_copy_bytes=0, device_copy_bytes=0,
+        gpu_homes=tuple(replace(place, address=None) for place in plan.gpu_homes),
     )  # fmt: skip
 
 
@@ -45,6 +46,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "slots", str(len(plan.slots))
     yield "sums", plan.sums.value
     yield "shards", ", ".join(map(str, plan.shard_homes)) or str(plan.num_shards)
+    yield "GPU workers", ", ".join(str(place.home or "anywhere") for place in plan.gpu_homes) or "anywhere"
     yield "predicted", f"{plan.prediction.step_s:.3g} s a step" if plan.prediction else "nothing"
 
 

@@ -55,6 +55,16 @@ def near(count: int, index: int, sockets: int = 1) -> list[int]:
     return [10 if k == index else 12 if k // per_socket == index // per_socket else 32 for k in range(count)]
 
 
+def address(number: int) -> str:
+    """Of a GPU, as /sys names it."""
+    return f"0000:{16 + 8 * number:02x}:00.0"
+
+
+def gpu_files(nodes: Sequence[int]) -> dict[str, str]:
+    """Of /sys, of GPUs that are attached to these nodes, as the kernel says it."""
+    return {f"sys/bus/pci/devices/{address(k)}/numa_node": str(node) for k, node in enumerate(nodes)}
+
+
 ONE = node_files([Node(0, "0-15", 64, [10])])
 TWO_SOCKETS = node_files([Node(0, "0-15,32-47", 256, [10, 21]), Node(1, "16-31,48-63", 256, [21, 10])], 2)
 FOUR = node_files([Node(k, f"{16 * k}-{16 * k + 15}", 128, near(4, k, 2)) for k in range(4)])

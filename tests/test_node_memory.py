@@ -15,7 +15,7 @@ import pytest
 
 from megatrain_ray import node_memory, pinning
 from megatrain_ray.arenas import SLAB, WORKING, arena_sizes, journal_arena, state_arena
-from megatrain_ray.engine.homes import Home
+from megatrain_ray.engine.homes import GpuHome, Home
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_request import Machine, Request
@@ -154,11 +154,11 @@ def mapped(holder: ArenaHolder, names: tuple[str, ...]) -> dict[str, Arena]:
 
 def test_a_shard_and_the_gpu_worker_settle_and_are_read_back() -> None:
     plan, layout = planned_large(Precision.BF16, 2)
-    plan = replace(plan, shard_homes=(HERE, HERE), gpu_home=HERE)
+    plan = replace(plan, shard_homes=(HERE, HERE), gpu_homes=(GpuHome(None, HERE),))
     with closing(ArenaHolder.create(arena_sizes(plan, layout))) as holder:
         arenas = mapped(holder, (WORKING, SLAB, state_arena(1), journal_arena(1)))
         assert settle_shard(plan, shard_layout(plan, layout, 1), arenas, pinned=False) == ()
-        assert settle_gpu_worker(plan, arenas, pinned=False) == ()
+        assert settle_gpu_worker(plan, arenas, 0, pinned=False) == ()
         arenas[state_arena(1)].buffer[0] = arenas[SLAB].buffer[5000] = 1
         assert pages_of(os.getpid())[SLAB] == {0: 1}
         places = list(page_places(plan, {shard_name(1): os.getpid(), GPU: os.getpid()}))
@@ -175,19 +175,19 @@ def test_a_shard_and_the_gpu_worker_settle_and_are_read_back() -> None:
 
 
 def test_pages_elsewhere_are_told() -> None:
-    places = PagePlaces(shard_name(0), state_arena(0), HERE, {0: 90, 1: 10})
+    places = PagePlaces(shard_name(0), state_arena(0), (0,), {0: 90, 1: 10})
     assert (places.at_home, places.is_good) == (0.9, False)
     assert str(places) == "optimizer shard 0, state-0: node 0 90.0%, node 1 10.0% (plan: node 0)"
 
 
 def test_a_refusal_is_one_sentence_and_no_end() -> None:
     plan, layout = planned_large(Precision.BF16, 2)
-    plan = replace(plan, shard_homes=(NOWHERE, NOWHERE), gpu_home=NOWHERE)
+    plan = replace(plan, shard_homes=(NOWHERE, NOWHERE), gpu_homes=(GpuHome(None, NOWHERE),))
     with closing(ArenaHolder.create(arena_sizes(plan, layout))) as holder:
         arenas = mapped(holder, (WORKING, SLAB, state_arena(0), journal_arena(0)))
         problems = {
             *settle_shard(plan, shard_layout(plan, layout, 0), arenas, pinned=False),
-            *settle_gpu_worker(plan, arenas, pinned=False),
+            *settle_gpu_worker(plan, arenas, 0, pinned=False),
         }
         for arena in arenas.values():
             arena.close()
@@ -204,5 +204,5 @@ def test_on_one_node_the_kernel_is_asked_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(node_memory, "pin_process", asked)
     plan, layout = planned_large(Precision.BF16, 2, num_nodes=1)
     assert settle_shard(plan, shard_layout(plan, layout, 0), {}, pinned=True) == ()
-    assert settle_gpu_worker(plan, {}, pinned=True) == ()
+    assert settle_gpu_worker(plan, {}, 0, pinned=True) == ()
     assert list(page_places(plan, {shard_name(0): os.getpid()})) == []

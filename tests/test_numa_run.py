@@ -18,11 +18,11 @@ from megatrain_ray.arenas import SLAB, WORKING, journal_arena, state_arena
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
 from megatrain_ray.doctor import examine
-from megatrain_ray.engine.homes import Home
+from megatrain_ray.engine.homes import GpuHome, Home
 from megatrain_ray.inspect_run import inspect_run
 from megatrain_ray.io.arena import HUGE_PAGE
 from megatrain_ray.page_places import pages_of
-from megatrain_ray.roles import GPU, shard_name
+from megatrain_ray.roles import GPU, gpu_name, shard_name
 from megatrain_ray.session import Job
 from megatrain_ray.trainer import Trainer
 from tests.runs import config, losses, plan_of
@@ -92,7 +92,8 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
     Trainer(TrainConfig.model_validate(settings(placed, model, NODES))).fit(look)
     first, second = (Home((k,), str(cpu), (0,)) for k, cpu in enumerate(CPUS))
     plan = plan_of(placed)
-    assert (plan.shard_homes, plan.gpu_home, plan.num_shard_threads) == ((first, second), second, 1)
+    assert (plan.shard_homes, plan.num_shard_threads) == ((first, second), 1)
+    assert plan.gpu_homes == (GpuHome(None, second),)
     assert plan_of(plain).shard_homes == ()
     assert seen["threads"] == {SHARDS[0]: {first.cpus}, SHARDS[1]: {second.cpus}, GPU: {second.cpus}}
     for k, name in enumerate(SHARDS):
@@ -109,6 +110,26 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
         assert f"good  pages           {line}" in seen["examined"]
     assert losses(placed) == losses(plain), "bit for bit"
     assert "warning" not in (placed / "logs" / "driver.log").read_text()
+
+
+def test_each_of_two_gpu_workers_is_at_home(tmp_path: Path, ray_address: str, model: Path) -> None:
+    """The first GPU on the second node, and the other way round."""
+    nodes = [{"cpus": str(cpu), "memory": 0, "gpus": 1 - k} for k, cpu in enumerate(CPUS)]
+    tree = settings(tmp_path / "run", model, nodes)
+    tree["train"]["batch_size"], tree["hardware"]["num_gpus"] = 8, 2
+    seen: dict[str, Any] = {}
+
+    def look(job: Job, crew: Crew) -> None:
+        seen["threads"] = {name: threads_of(crew.pids[name]) for name in (GPU, gpu_name(1))}
+        seen["slab"] = policies_of(crew.pids[gpu_name(1)])[SLAB]
+        seen["inspected"] = inspect_run(tmp_path / "run")[0]
+
+    Trainer(TrainConfig.model_validate(tree)).fit(look)
+    assert seen["threads"] == {GPU: {str(CPUS[1])}, gpu_name(1): {str(CPUS[0])}}
+    assert seen["slab"] == {"prefer:0"}, "as the first one asked"
+    for name in (GPU, gpu_name(1)):
+        assert f"{name}, {SLAB}: node 0 100.0% (plan: node 0)" in seen["inspected"]
+    assert "warning" not in (tmp_path / "run" / "logs" / "driver.log").read_text()
 
 
 def test_who_follows_a_shard_that_died_comes_home(tmp_path: Path, ray_address: str) -> None:
@@ -130,13 +151,16 @@ def test_what_the_kernel_refuses_is_one_warning(
 ) -> None:
     """A plan that was made for nodes that are not here any more: as a filter of a container, which cannot be had
     here, it has every call refused."""
-    trainer = _ElsewhereTrainer(TrainConfig.model_validate(settings(tmp_path / "run", model, NODES)))
+    tree = settings(tmp_path / "run", model, NODES)
+    tree["train"]["batch_size"], tree["hardware"]["num_gpus"] = 8, 2
+    trainer = _ElsewhereTrainer(TrainConfig.model_validate(tree))
     summary = trainer.fit()
     assert summary.step == 3
     warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     [warning] = [line for line in warnings if "mbind" in line]
     assert warning.startswith("warning: the kernel does not take memory from node 60 (mbind: Invalid argument), so ")
     assert warning.count("mbind") == 1
+    assert "; threads cannot be kept on CPUs 8000: " in warning, "of the second GPU worker"
 
 
 class _ElsewhereTrainer(Trainer):
@@ -144,4 +168,7 @@ class _ElsewhereTrainer(Trainer):
         prepared = super()._prepare(*arguments)
         plan = prepared.plan
         homes = tuple(replace(home, memory=(60,)) for home in plan.shard_homes)
-        return replace(prepared, plan=replace(plan, shard_homes=homes, gpu_home=homes[1]))
+        nowhere = Home((1,), "8000", (60,))
+        return replace(
+            prepared, plan=replace(plan, shard_homes=homes, gpu_homes=(GpuHome(None, homes[1]), GpuHome(None, nowhere)))
+        )

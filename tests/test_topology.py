@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatrain_ray.config import NodeConfig
-from megatrain_ray.engine import cuda_device
-from megatrain_ray.engine.homes import Home, NumaNode, fewest_cpus, gpu_home, shard_homes
+from megatrain_ray.engine.homes import Gpu, Home, NumaNode, fewest_cpus, gpu_homes, shard_homes
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.named_nodes import named_nodes
-from megatrain_ray.topology import Topology, gpu_node, read_topology
+from megatrain_ray.topology import Topology, read_topology
 from megatrain_ray.units import format_ranges, parse_ranges
 from tests import machines
 from tests.machines import GIB, plant
@@ -124,39 +121,14 @@ def test_fewer_shards_than_nodes_have_several() -> None:
 @pytest.mark.parametrize("num_shards", [1, 2, 7])
 def test_on_one_node_nothing_is_put_anywhere(num_shards: int) -> None:
     assert shard_homes((node(0, "0-7"),), num_shards) == shard_homes((), num_shards) == ()
-    assert gpu_home((node(0, "0-7"),), 0) is None
-
-
-def test_the_node_of_the_gpu(tmp_path: Path) -> None:
-    files = {
-        "sys/bus/pci/devices/0000:1b:00.0/numa_node": "1",
-        "sys/bus/pci/devices/0000:2c:00.0/numa_node": "-1",
-    }
-    root, nodes = plant(tmp_path, files), (node(0, "0-3"), node(1, "4-7"))
-    assert gpu_home(nodes, gpu_node("0000:1B:00.0", root)) == Home((1,), "4-7", (1,))
-    for address in ("0000:2c:00.0", "0000:ff:00.0", None):
-        assert gpu_node(address, root) is None
-    assert gpu_home(nodes, None) is gpu_home(nodes, 2) is None
-
-
-def test_the_address_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /sys names it, made of torch's numbers; older versions of torch do not say."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    told = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-    for properties, address in ((told, "0000:1b:00.0"), (SimpleNamespace(total_memory=1), None)):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
-        assert cuda_device.pci_address() == address
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cuda_device.pci_address() is None
+    assert gpu_homes((node(0, "0-7"),), (Gpu(None, 0),)) == ()
 
 
 def test_nodes_by_hand(tmp_path: Path) -> None:
     found = read(tmp_path, machines.ONE)
     settings = config(hardware__nodes=[{"cpus": "0-3", "memory": 0}, {"cpus": "4-7", "memory": 0, "gpu": True}])
-    nodes, of_gpu = named_nodes(settings.hardware.nodes, found)
-    assert described(nodes) == ["0: 0-3 @0", "1: 4-7 @0"]
-    assert of_gpu == 1
-    assert described(named_nodes([NodeConfig(cpus=5)], found)[0]) == ["0: 5 @0"]
+    assert described(named_nodes(settings.hardware.nodes, found)) == ["0: 0-3 @0", "1: 4-7 @0"]
+    assert described(named_nodes([NodeConfig(cpus=5)], found)) == ["0: 5 @0"]
 
 
 def test_nodes_that_are_not_here_are_for_plans_alone(tmp_path: Path) -> None:
@@ -166,7 +138,7 @@ def test_nodes_that_are_not_here_are_for_plans_alone(tmp_path: Path) -> None:
     nodes = [NodeConfig(cpus="0-3"), NodeConfig(cpus="4-7")]
     with pytest.raises(ConfigError, match=r"hardware.nodes.1.memory: the kernel has no node 1 .* expected one of 0"):
         named_nodes(nodes, found)
-    assert described(named_nodes(nodes, found, imagined=True)[0]) == ["0: 0-3 @0", "1: 4-7 @1"]
+    assert described(named_nodes(nodes, found, imagined=True)) == ["0: 0-3 @0", "1: 4-7 @1"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +146,15 @@ def test_nodes_that_are_not_here_are_for_plans_alone(tmp_path: Path) -> None:
     [
         ([{"cpus": "0-3"}, {"cpus": "3-4"}], "hardware.nodes.1.cpus: 3 is of hardware.nodes.0 too"),
         ([{"cpus": "0", "gpu": True}, {"cpus": "1", "gpu": True}], "hardware.nodes.1.gpu: hardware.nodes.0 has it too"),
+        (
+            [{"cpus": "0", "gpus": "0-2"}, {"cpus": "1", "gpus": "2-3"}],
+            "hardware.nodes.1.gpus: 2 is of hardware.nodes.0 too; each is attached to one",
+        ),
+        (
+            [{"cpus": "0", "gpus": 0}, {"cpus": "1", "gpu": True}],
+            "hardware.nodes: gpu: true is all GPUs, and gpus some of them; give one of the two keys alone",
+        ),
+        ([{"cpus": "0", "gpus": []}], "hardware.nodes.0.gpus: expected GPUs, as in 0-3; got []"),
         ([{"cpus": "3-1"}], "hardware.nodes.0.cpus: expected numbers and ranges, as in 0-3,8; got '3-1'"),
         ([{"cpus": ""}], "hardware.nodes.0.cpus: expected CPUs, as in 0-15,32-47; got ''"),
         ([{"cpus": "0", "mem": 0}], "hardware.nodes.0.mem: unknown key"),
