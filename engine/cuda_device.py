@@ -308,7 +308,10 @@ def _limit_memory(num_bytes: int | None) -> None:
 
 def total_memory_bytes() -> int | None:
     """Memory of the GPU that this process would use; None without one. Makes no context on it."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return None
+    _expand_segments()
+    return torch.cuda.get_device_properties(0).total_memory
 
 
 def device_name() -> str:
