@@ -96,6 +96,11 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
             f"log.trace goes with one host so far, since clocks of several are not one, and hardware.num_hosts is "
             f"{num_hosts}; leave one of the two out"
         )
+    if num_hosts > 1 and train.optimizer == "muon":
+        yield (
+            f"train.optimizer: muon goes with one host so far, since a matrix would be divided among several, and "
+            f"hardware.num_hosts is {num_hosts}; leave one of the two out"
+        )
     if num_hosts > 1 and not Path(config.run_dir).is_absolute():
         yield (
             f"run_dir: {config.run_dir} is relative, and other hosts have other working directories; give an absolute "
@@ -117,7 +122,6 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
         )
     only_one = {
         "spill.path": config.spill.path is not None,
-        "train.optimizer: muon": train.optimizer == "muon",
         "hardware.cuda_graphs: true": config.hardware.cuda_graphs is True,
     }
     for key, is_set in only_one.items():

@@ -162,7 +162,7 @@ def test_what_part_of_the_ranks_has_landed_is_withdrawn() -> None:
 
 async def test_a_rank_leases_where_the_first_one_does() -> None:
     words = words_of(2)
-    slab = FollowedSlab(torch.arange(256, dtype=torch.uint8), [64, 32], words)
+    slab = FollowedSlab(torch.arange(256, dtype=torch.uint8), [64, 32], words.placed_at)
     leasing = asyncio.create_task(slab.lease(1, 5))
     await asyncio.sleep(0)
     words.place(1, 5, 128)
