@@ -153,9 +153,10 @@ def test_a_gradient_has_landed_when_all_ranks_have_landed_their_parts() -> None:
 def test_what_part_of_the_ranks_has_landed_is_withdrawn() -> None:
     words = words_of(2)
     words.place(0, 5, 128)
+    words.place_directions(0, 5, 256)
     words.land(0, 5, 128, rank=1)
     words.withdraw(4)
-    assert words.placed_at(0, 5) is None
+    assert words.placed_at(0, 5) is words.directions_placed_at(0, 5) is None
     words.land(0, 5, 128)
     assert not words.has_landed(0, 5), "the other one's is to come again"
 
@@ -172,3 +173,12 @@ async def test_a_rank_leases_where_the_first_one_does() -> None:
     lease = await leasing
     assert (lease.layer, lease.start_bytes) == (1, 128)
     assert torch.equal(lease.region, torch.arange(128, 160, dtype=torch.uint8))
+
+
+def test_directions_have_a_place_of_their_own() -> None:
+    words = words_of(2)
+    words.place(1, 5, 128)
+    assert words.directions_placed_at(1, 5) is None
+    words.place_directions(1, 5, 192)
+    assert (words.placed_at(1, 5), words.directions_placed_at(1, 5)) == (128, 192)
+    assert words.directions_placed_at(0, 5) is words.directions_placed_at(1, 6) is None
