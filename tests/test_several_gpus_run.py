@@ -125,17 +125,20 @@ def test_a_save_goes_on_with_another_number_of_gpus(
 
 
 @pytest.mark.parametrize(
-    ("hbm_layers", "phase", "expected"),
+    ("optimizer", "hbm_layers", "phase", "expected"),
     [
-        (0, BACKWARD, "GPU worker died and was replaced in "),
-        (2, SECOND_SAVE, "; going on from the save of step "),
+        ("adamw", 0, BACKWARD, "GPU worker died and was replaced in "),
+        ("muon", 0, BACKWARD, "GPU worker died and was replaced in "),
+        ("adamw", 2, SECOND_SAVE, "; going on from the save of step "),
     ],
-    ids=["repeated", "from the save"],
+    ids=["repeated", "repeated, with Muon", "from the save"],
 )
-def test_one_of_two_gpu_workers_dies(tmp_path: Path, hbm_layers: int, phase: Phase, expected: str) -> None:
+def test_one_of_two_gpu_workers_dies(
+    tmp_path: Path, optimizer: str, hbm_layers: int, phase: Phase, expected: str
+) -> None:
     """All are replaced, or with what lives on the devices start again from the last save: the bits of an undisturbed
     run."""
-    changes = {"train__steps": 20, "save_every": 2, "hardware__hbm_layers": hbm_layers}
+    changes = {"train__steps": 20, "save_every": 2, "hardware__hbm_layers": hbm_layers, "train__optimizer": optimizer}
     tree = settings(tmp_path / "run", 2, **changes)
     with training(tmp_path, write_config(tmp_path / "config.yaml", tree)) as run:
         kill(run, phase, GPU)
