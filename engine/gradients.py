@@ -159,7 +159,7 @@ class GradientStore:
         own, flat, layout = self._parts.span(layer), self._open[layer].flat, self._layout.layers[layer]
         if self._ranks.size > 1:
             with self._device.compute(Op("sum over GPUs", layer, num_bytes=flat.nbytes)):
-                # Parts with whole matrices are as large as these are, and not in the order of ranks.
+                # Parts of whole matrices lie not in the order of ranks, as those of a reduce-scatter must.
                 is_whole = layer in self._everywhere or layout.num_muon
                 self._ranks.sum_part(flat, layout.trained if is_whole else own)
         if layer in self._waiting:
