@@ -136,7 +136,7 @@ class Engine:
         orthogonalizer = None
         if muon is not None:
             orthogonalizer = Orthogonalizer(
-                plan, self._layout, device, store, muon, self._gradients.transfer, poison=poison
+                plan, self._layout, device, store, muon, self._gradients.transfer, rank=self._ranks.rank, poison=poison
             )
         self._activations = self._activation_store(spill, poison=poison) if plan.moves_activations else None
         self.runner = StepRunner(

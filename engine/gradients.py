@@ -156,11 +156,12 @@ class GradientStore:
     def finish(self, layer: int) -> Departure | None:
         """Adds up what the ranks have, rounds where asked, measures each parameter's norm (of what the optimizer
         receives, in FP32), lets this rank's part go. None for one that waits: `take` or `depart` has it."""
-        own, flat = self._parts.span(layer), self._open[layer].flat
+        own, flat, layout = self._parts.span(layer), self._open[layer].flat, self._layout.layers[layer]
         if self._ranks.size > 1:
             with self._device.compute(Op("sum over GPUs", layer, num_bytes=flat.nbytes)):
-                whole = self._layout.layers[layer].trained
-                self._ranks.sum_part(flat, whole if layer in self._everywhere else own)
+                # Parts of whole matrices lie not in the order of ranks, as those of a reduce-scatter must.
+                is_whole = layer in self._everywhere or layout.num_muon
+                self._ranks.sum_part(flat, layout.trained if is_whole else own)
         if layer in self._waiting:
             self._round_in_place(layer)
             self._measure(layer, flat)
@@ -168,7 +169,7 @@ class GradientStore:
         total, done = self._rounded(layer)
         self._measure(layer, total)
         leaving = total[own.start : own.stop]
-        return Departure(layer, leaving, self._device.record(), done, final=not self._layout.layers[layer].num_muon)
+        return Departure(layer, leaving, self._device.record(), done, final=not layout.num_muon)
 
     def completed(self) -> Completed:
         """What the backward that is over has left, for `restore`."""
@@ -202,8 +203,9 @@ class GradientStore:
                 view.copy_(view.to(self._wire_dtype))
 
     def recall(self, layer: int) -> Fetch:
-        """Asks for the layer's complete gradient, which waits on the host, when no sum is on the device any more."""
-        num_bytes = self._layout.layers[layer].trained.size * self._wire_dtype.itemsize
+        """Asks for this rank's part of the layer's complete gradient, which waits on the host, when no sum is on the
+        device any more."""
+        num_bytes = self._parts.span(layer).size * self._wire_dtype.itemsize
         self._fetched[layer] = self._sums.fetch(layer, num_bytes)
         return self._fetched[layer]
 

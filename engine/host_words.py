@@ -54,6 +54,8 @@ class _Place(IntEnum):
     DIRECTIONS = 1
     PLACED = 2  # the update whose gradient has a place
     NEXT = 3  # and which it is
+    DIRECTIONS_PLACED = 4  # the same of its directions
+    DIRECTIONS_NEXT = 5
 
 
 _FIRST_LAYER = len(_Word) + NUM_HEADERS * len(_Header)
@@ -143,6 +145,18 @@ class HostWords:
         if self._words.load(self._places(layer) + _Place.PLACED) < update:
             return None
         return self._words.load(self._places(layer) + _Place.NEXT)
+
+    def place_directions(self, layer: int, update: int, direction_start: int) -> None:
+        """The same of its directions."""
+        self._words.store(self._places(layer) + _Place.DIRECTIONS_NEXT, direction_start)
+        self._words.store(self._places(layer) + _Place.DIRECTIONS_PLACED, update)
+        self._words.add(_Word.GENERATION_BELL, 1)
+
+    def directions_placed_at(self, layer: int, update: int) -> int | None:
+        """Where; None while nobody has said so."""
+        if self._words.load(self._places(layer) + _Place.DIRECTIONS_PLACED) < update:
+            return None
+        return self._words.load(self._places(layer) + _Place.DIRECTIONS_NEXT)
 
     def land(self, layer: int, update: int, gradient_start: int, direction_start: int = 0, rank: int = 0) -> None:
         """This rank's part of the layer's gradient is complete in the slab, where the whole begins at byte
@@ -333,7 +347,8 @@ class HostWords:
 
     def _forget_landed(self, layer: int, update: int) -> None:
         """Nothing has landed, nor has it a place, for any update after this one."""
-        self._words.store(self._places(layer) + _Place.PLACED, update)
+        for placed in (_Place.PLACED, _Place.DIRECTIONS_PLACED):
+            self._words.store(self._places(layer) + placed, update)
         for rank in range(self._num_ranks):
             self._words.store(self._landed(layer, rank), update)
 

@@ -111,13 +111,13 @@ class LocalHost:
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
         await self._reached(layer, generation)
         momenta = Momenta([shard.layout for shard in self._shards], [shard.m for shard in self._shards])
-        return momenta.of(layer)
+        return momenta.of(layer, self._layout.layers[layer].trained)
 
     async def lease(self, layer: int, update: int) -> Lease:
         lease = await self._slab.lease(layer)
         return replace(lease, free_at_s=self._room.take(layer))
 
-    async def lease_direction(self, layer: int) -> Lease:
+    async def lease_direction(self, layer: int, update: int) -> Lease:
         return await self._directions.lease(layer)
 
     async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.shard_layout import ShardLayout
 
 
 class MomentumPart(NamedTuple):
-    """What one shard keeps of a layer: `values` (fp32, 1-D) from element `start` of its padded trained part on."""
+    """What one shard keeps of what is asked for: `values` (fp32, 1-D) from element `start` of that on."""
 
     start: int
     values: Tensor
@@ -24,10 +25,13 @@ class Momenta:
         """`tensors`: m of each shard, 1-D fp32 of ShardLayout.size."""
         self._shards = tuple(zip(layouts, tensors, strict=True))
 
-    def of(self, layer: int) -> list[MomentumPart]:
-        """Together the whole trained part of the layer."""
-        return [
-            MomentumPart(layout.spans[layer].start, m[layout.slice(layer)])
-            for layout, m in self._shards
-            if layout.spans[layer].size
-        ]
+    def of(self, layer: int, span: Span) -> list[MomentumPart]:
+        """Together those of the span, which is in padded coordinates of the layer; of an empty one a part without
+        elements."""
+        found = []
+        for layout, m in self._shards:
+            held, own = layout.spans[layer], m[layout.slice(layer)]
+            start, stop = max(held.start, span.start), min(held.stop, span.stop)
+            if start < stop:
+                found.append(MomentumPart(start - span.start, own[start - held.start : stop - held.start]))
+        return found or [MomentumPart(0, self._shards[0][1][:0])]

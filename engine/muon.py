@@ -47,9 +47,9 @@ class Muon:
     adjust_lr: LrAdjustment
 
 
-def matrices(parameter: Tensor) -> Iterator[Tensor]:
-    """Views of a matrix, or of those of a stack."""
-    yield from parameter.view(-1, *parameter.shape[-2:])
+def matrices(values: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Views of a matrix, or of those of a stack. `values`: theirs, 1-D. `shape`: of the parameter."""
+    yield from values.view(-1, *shape[-2:])
 
 
 def direction(gradient: Tensor, momentum: Tensor, scale: float, muon: Muon) -> Tensor:
@@ -71,6 +71,12 @@ def newton_schulz(update: Tensor, num_steps: int) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
     return x.T if tall else x
+
+
+def step_flops(shape: tuple[int, ...]) -> int:
+    """Of the products of a step of `newton_schulz`, for a matrix, or for one of a stack."""
+    rows, columns = sorted(shape[-2:])
+    return 4 * rows**2 * columns + 2 * rows**3
 
 
 def work_bytes(shape: tuple[int, ...]) -> int:

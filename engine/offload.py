@@ -136,7 +136,7 @@ class GradientOffloader:
             case MomentumFetch(of=fetch):
                 await self._fetch_momentum(fetch, update - 1)
             case Completion():
-                await self._complete(transfer)
+                await self._complete(transfer, update)
 
     async def _depart(self, departure: Departure, update: int) -> None:
         unfinished = self._unfinished.pop(departure.layer, None)
@@ -155,10 +155,10 @@ class GradientOffloader:
         else:
             self._unfinished[departure.layer] = _InFlight(lease, done)
 
-    async def _complete(self, completion: Completion) -> None:
+    async def _complete(self, completion: Completion, update: int) -> None:
         gradient = self._unfinished.pop(completion.layer)
         with self._waiting("room", completion.layer):
-            lease = await self._host.lease_direction(completion.layer)
+            lease = await self._host.lease_direction(completion.layer, update)
         op = Op("complete", completion.layer, num_bytes=completion.flat.nbytes)
         source = completion.flat.view(torch.uint8)
         # A stage keeps the order of its copies, and fails with the first: the gradient is there before.

@@ -1,4 +1,5 @@
-"""Orthogonalizer: Muon's directions of whole layers, made on the device. Compute thread only.
+"""Orthogonalizer: Muon's directions of all matrices of a layer that are this rank's, made on the device. Compute thread
+only.
 
 Without clipping a layer's are made in its backward, while its gradient is there. With it the scale is known after the
 backward: gradients wait on the host, come back layer by layer in the order of the update, and directions leave.
@@ -16,9 +17,11 @@ from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.gradient_slots import GradientSlots, wait_for
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
+from megatrain_ray.engine.matrix_division import largest_part
 from megatrain_ray.engine.muon import Muon, direction, matrices
 from megatrain_ray.engine.offload import Completion, Departure, Fetch, MomentumFetch, Transfer
 from megatrain_ray.engine.plan import Plan, UpdateOrder
+from megatrain_ray.engine.ranks import RankParts
 from megatrain_ray.trace import Op
 
 
@@ -34,15 +37,18 @@ class Orthogonalizer:
         muon: Muon,
         transfer: Callable[[Transfer], None],
         *,
+        rank: int = 0,
         poison: bool,
     ) -> None:
+        """`rank`: this one among those of the plan."""
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
         def slots(sizes: tuple[int, ...], itemsize: int) -> GradientSlots:
-            needed = {i: layout.layers[i].trained.size * itemsize for i in reversed(layout.with_muon)}
+            needed = {i: largest_part(layout.layers[i], plan.num_gpus) * itemsize for i in reversed(layout.with_muon)}
             return GradientSlots(device, sizes, needed, self._timeout_s, poison=poison)
 
         self._layout = layout
+        self._parts = RankParts(layout, rank, plan.num_gpus)
         self._device = device
         self._store = store
         self._muon = muon
@@ -82,25 +88,23 @@ class Orthogonalizer:
             self._transfer(completion)
 
     def _ask(self, layer: int) -> None:
-        num_bytes = self._size(layer) * torch.float32.itemsize
+        num_bytes = self._parts.span(layer).size * torch.float32.itemsize
         self._asked[layer] = fetch = self._momenta.fetch(layer, num_bytes)
         self._transfer(MomentumFetch(fetch))
 
     def _direct(self, layer: int, gradient: torch.Tensor, scale: float) -> Completion:
-        """Submits the work. `gradient`: 1-D, padded; is only read."""
-        fetch = self._asked.pop(layer)
+        """Submits the work. `gradient`: this rank's part, 1-D; is only read."""
+        own, fetch = self._parts.span(layer), self._asked.pop(layer)
         wait_for(self._device, fetch.done, "h2d", self._timeout_s)
         momentum = fetch.region.view(torch.float32)
-        made = self._directions.take(layer, self._size(layer) * torch.bfloat16.itemsize).view(torch.bfloat16)
-        flat = self._layout.layers[layer]
+        made = self._directions.take(layer, own.size * DIRECTION_BYTES).view(torch.bfloat16)
         with self._device.compute(Op("orthogonalize", layer)), torch.no_grad():
-            for segment in flat.muon_segments:
-                views = (flat.view(of_layer, segment.name) for of_layer in (gradient, momentum, made))
-                for g, m, o in zip(*map(matrices, views), strict=True):
-                    o.copy_(direction(g, m, scale, self._muon))
+            for run in self._layout.layers[layer].runs(own):
+                if run.segment.muon:
+                    start = run.padded - own.start
+                    of_run = (part[start : start + run.length] for part in (gradient, momentum, made))
+                    for g, m, o in zip(*(matrices(values, run.segment.shape) for values in of_run), strict=True):
+                        o.copy_(direction(g, m, scale, self._muon))
         after = self._device.record()
         self._momenta.leave(layer).set_result(after)
         return Completion(layer, made, after, self._directions.leave(layer))
-
-    def _size(self, layer: int) -> int:
-        return self._layout.layers[layer].trained.size

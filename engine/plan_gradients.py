@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.matrix_division import largest_part
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan_request import Candidate, Request
 from megatrain_ray.engine.tier import Tier
@@ -67,8 +68,10 @@ class GradientPlaces:
         return () if self.wire is self.sums else self._ring(self._leaving, self.wire, count)
 
     def muon_slot_bytes(self, itemsize: int) -> tuple[int, ...]:
-        """Two, so that what is made of a layer overlaps with what moves for its neighbours."""
-        sizes = [self.layout.layers[i].trained.size * itemsize for i in self.layout.with_muon]
+        """Two, so that what is made of a layer overlaps with what moves for its neighbours; each for the largest part
+        that a GPU has of a layer."""
+        num_gpus = self.request.num_gpus
+        sizes = [largest_part(self.layout.layers[i], num_gpus) * itemsize for i in self.layout.with_muon]
         return (max(sizes),) * min(2, len(sizes)) if sizes else ()
 
     @property

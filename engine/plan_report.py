@@ -218,9 +218,10 @@ def _muon_lines(plan: Plan) -> list[str]:
     up = plan.num_muon * (torch.float32.itemsize + (plan.wire_dtype.itemsize if clipped else 0))
     what = "momenta and gradients" if clipped else "momenta"
     when = "after the backward" if clipped else "in the backward"
+    of_gpus = f", divided among {plan.num_gpus} GPUs" if plan.num_gpus > 1 else ""
     return [
-        f"muon      directions made {when}: {what} back to the device, {format_bytes(up)} a step; directions to the "
-        f"host, {format_bytes(plan.num_muon * DIRECTION_BYTES)}"
+        f"muon      directions made {when}{of_gpus}: {what} back to the device, {format_bytes(up)} a step; "
+        f"directions to the host, {format_bytes(plan.num_muon * DIRECTION_BYTES)}"
     ]
 
 

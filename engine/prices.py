@@ -17,6 +17,7 @@ from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.layer_work import Product
 from megatrain_ray.engine.layout import DIRECTION_BYTES
+from megatrain_ray.engine.matrix_division import matrix_parts
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.plan_chunks import is_long
@@ -94,9 +95,10 @@ class Prices:
         return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
 
     def _exchange_s(self, op: Op) -> float:
-        """Each GPU sends what it has of the others' parts, or has from them what it lacks; of a sum of a layer that
-        lives on all of them both."""
-        times = 2 if op.layer in self._plan.hbm_layers else 1
+        """Each GPU sends what it has of the others' parts, or has from them what it lacks; of a sum that all of them
+        get whole both."""
+        is_whole = op.layer in self._plan.hbm_layers or self._plan.layers[op.layer].num_muon
+        times = 2 if is_whole and op.name == "sum over GPUs" else 1
         guess = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
         copied = self._profile.gpu_link_bytes_per_s
         rate = EXCHANGED * copied if copied else guess
@@ -249,12 +251,13 @@ class Prices:
         return max(working_s, num_chunks * self._launches(products, 3))
 
     def _orthogonalize(self, layer: FlatLayout) -> float:
-        """Newton and Schulz's iteration in bf16; gradient and momentum in FP32, read and written."""
-        flops, elements = 0.0, 0
-        for segment in layer.muon_segments:
-            rows, columns = sorted(segment.shape[-2:])
-            count = segment.numel // (rows * columns)
-            flops += count * NS_STEPS * (4 * rows**2 * columns + 2 * rows**3)
-            elements += segment.numel
-        working_s = self._profile.matmul_s("bf16", flops) if flops else 0.0
-        return working_s + 16 * elements / self._profile.device_bytes_per_s
+        """Newton and Schulz's iteration in bf16; gradient and momentum in FP32, read and written. Of several GPUs each
+        has as much as the others of all layers together; but sums in a backward keep them together, layer by layer."""
+        of_parts = [part.flops for part in matrix_parts(layer, self._plan.num_gpus)]
+        total = sum(of_parts)
+        if not total:
+            return 0.0
+        in_backward = self._plan.update_order is UpdateOrder.BACKWARD
+        flops = max(of_parts) if in_backward else total / self._plan.num_gpus
+        moved = 16 * layer.num_muon * flops / total
+        return self._profile.matmul_s("bf16", NS_STEPS * flops) + moved / self._profile.device_bytes_per_s

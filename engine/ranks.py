@@ -1,7 +1,8 @@
 """Ranks: the GPU workers of a run, one for each GPU. Each computes its own micro-batches of a step, and all of them
 together make of it what one would have made: sums of gradients, norms, losses.
 
-Each rank completes a part of every layer's gradient, its own, and hands that on to the host: a reduce-scatter.
+Each rank completes a part of every layer's gradient, its own, and hands that on to the host: a reduce-scatter; where
+Muon trains something of the layer it is that with the matrices whose directions the rank makes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.layout import PART_ELEMENTS, ModelLayout
+from megatrain_ray.engine.matrix_division import divided
 
 
 class Ranks(Protocol):
@@ -56,7 +58,8 @@ class OneRank:
 
 class RankParts:
     """Which part of a layer a rank has: of its gradient, which it completes, and, where ranks upload parts, of its
-    working copy. The ranks of a host divide the host's share. Spans in padded coordinates of the layer."""
+    working copy. The ranks of a host divide the host's share; of layers that Muon trains something of, which is for one
+    host alone, they divide the matrices. Spans in padded coordinates of the layer."""
 
     def __init__(self, layout: ModelLayout, rank: int = 0, size: int = 1) -> None:
         """`layout`: of any host. `rank`, `size`: among all hosts."""
@@ -64,19 +67,22 @@ class RankParts:
         self._rank = rank
         self._size = size
         self._parts: dict[int, tuple[tuple[Span, ...], tuple[Span, ...]]] = {}
+        self._of_matrices = divided(layout, size)
 
     def span(self, layer: int) -> Span:
-        """Of what is trained of the layer; the parts of all ranks cover it."""
+        """Of the gradient; the parts of all ranks cover it."""
+        if layer in self._of_matrices:
+            return self._of_matrices[layer][self._rank]
         return self.of_all(layer)[0][self._rank]
 
     def own(self, layer: int) -> tuple[Span, ...]:
-        """Of all of the layer: of what is trained, and of what is frozen, where it has some of it; an empty one where
+        """Of the working copy: of what is trained, and of what is frozen, where it has some of it; an empty one where
         it has nothing, as of a layer that has fewer than 64 elements for each rank."""
-        spans = tuple(of_ranks[self._rank] for of_ranks in self.of_all(layer) if of_ranks[self._rank].size)
-        return spans or (self.span(layer),)
+        of_rank = [of_ranks[self._rank] for of_ranks in self.of_all(layer)]
+        return tuple(span for span in of_rank if span.size) or (of_rank[0],)
 
     def of_all(self, layer: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """The parts of every rank, one behind the other: of what is trained, and of what is frozen."""
+        """The same of every rank, one behind the other: of what is trained, and of what is frozen."""
         if layer not in self._parts:
             flat, num_hosts = self._layout.layers[layer], self._layout.num_hosts
             trained, frozen = (
@@ -91,8 +97,8 @@ class RankParts:
         return self._parts[layer]
 
     def views(self, layer: int, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Of the part, by parameter: whole parameters where there is one rank, else those elements, 1-D, that the part
-        has of them. `flat`: 1-D, padded, of all that is trained."""
+        """Of the gradient's part, by parameter: whole parameters where there is one rank, else those elements, 1-D,
+        that the part has of them. `flat`: 1-D, padded, of all that is trained."""
         if self._size == 1:
             return self._layout.layers[layer].trained_views(flat)
         runs = self._layout.layers[layer].runs(self.span(layer))

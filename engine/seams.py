@@ -60,7 +60,8 @@ class ParamSource(Protocol):
         """What was fetched is not read after the event. Fragments are let go of in the order of `fetch`."""
 
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
-        """The first moments of that generation of a layer that Muon trains; valid as long as its weights are."""
+        """The first moments of that generation of a layer that Muon trains, of this rank's part of its gradient; valid
+        as long as its weights are."""
 
 
 class GradSink(Protocol):
@@ -68,8 +69,8 @@ class GradSink(Protocol):
         """Waits for room in the slab, for the gradient of this update; where there are several ranks, for this one's
         part of it."""
 
-    async def lease_direction(self, layer: int) -> Lease:
-        """Waits for room for the layer's directions."""
+    async def lease_direction(self, layer: int, update: int) -> Lease:
+        """The same for the layer's directions."""
 
     async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
         """The gradient is complete in the lease, which the sink now owns; so are the directions of a layer that Muon

@@ -15,7 +15,7 @@ import torch
 from megatrain_ray.engine.device import Event
 from megatrain_ray.engine.disk_weights import DiskWeights
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.ranks import RankParts
@@ -64,7 +64,9 @@ class SharedHost:
         held, sizes = held_slab_bytes(plan, layout), layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
         passing, aliased = plan.passing_layers, held < plan.slab_bytes
         self._slab = SlabPool(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
-        self._followed = FollowedSlab(slab[:held], sizes, words, self._check)  # where this rank is not the first
+        # Where this rank is not the first.
+        self._followed = FollowedSlab(slab[:held], sizes, words.placed_at, self._check)
+        self._followed_directions = FollowedSlab(slab, layout.direction_bytes, words.directions_placed_at, self._check)
         self._stored = frozenset(plan.stored_layers)
         self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
         self._held: dict[int, int] = {}
@@ -97,23 +99,33 @@ class SharedHost:
 
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
         await self._reached(layer, generation)
-        return self._momenta.of(layer)
+        return self._momenta.of(layer, self._parts.span(layer))
 
     async def lease(self, layer: int, update: int) -> Lease:
         if self._rank:
             lease = await self._leased(self._followed.lease(layer, update), layer, "gradient")
         else:
             lease = await self._leased(self._slab.lease(layer), layer, "gradient")
+            if self._num_ranks > 1:
+                self._words.place(layer, update, lease.start_bytes)
+        return self._own_part(lease, self._itemsize)
+
+    async def lease_direction(self, layer: int, update: int) -> Lease:
+        if self._rank:
+            lease = await self._leased(self._followed_directions.lease(layer, update), layer, "directions")
+        else:
+            lease = await self._leased(self._directions.lease(layer), layer, "directions")
+            if self._num_ranks > 1:
+                self._words.place_directions(layer, update, lease.start_bytes)
+        return self._own_part(lease, DIRECTION_BYTES)
+
+    def _own_part(self, lease: Lease, itemsize: int) -> Lease:
+        """`itemsize`: bytes of an element of what lies there."""
         if self._num_ranks == 1:
             return lease
-        if self._rank == 0:
-            self._words.place(layer, update, lease.start_bytes)
-        first = self._layout.shares[layer].trained.start
-        start, stop = (self._itemsize * (edge - first) for edge in self._parts.span(layer))
+        first = self._layout.shares[lease.layer].trained.start
+        start, stop = (itemsize * (edge - first) for edge in self._parts.span(lease.layer))
         return replace(lease, region=lease.region[start:stop])
-
-    async def lease_direction(self, layer: int) -> Lease:
-        return await self._leased(self._directions.lease(layer), layer, "directions")
 
     async def _leased(self, leasing: Awaitable[Lease], layer: int, name: str) -> Lease:
         try:
@@ -188,6 +200,7 @@ class SharedHost:
         await self._slab.wake()
         await self._followed.wake()
         await self._directions.wake()
+        await self._followed_directions.wake()
         async with self._changed:
             self._changed.notify_all()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
+from megatrain_ray.engine.matrix_division import largest_part
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.simulated_clocks import Clocks, Ring
 from megatrain_ray.trace import Op, Stage
@@ -15,12 +16,12 @@ class SimulatedDirections:
 
     def __init__(self, plan: Plan, layout: ModelLayout, clocks: Clocks) -> None:
         self._layout = layout
+        self._num_gpus = plan.num_gpus
         self._clocks = clocks
         layers = tuple(reversed(layout.with_muon))
-        momentum_bytes = [self._bytes(layer, torch.float32.itemsize) for layer in layers]
-        direction_bytes = [self._bytes(layer, DIRECTION_BYTES) for layer in layers]
-        self._momenta = Ring(layers, momentum_bytes, plan.momentum_slot_bytes)
-        self._directions = Ring(layers, direction_bytes, plan.direction_slot_bytes)
+        sizes = [largest_part(layout.layers[layer], plan.num_gpus) for layer in layers]
+        self._momenta = Ring(layers, [size * torch.float32.itemsize for size in sizes], plan.momentum_slot_bytes)
+        self._directions = Ring(layers, [size * DIRECTION_BYTES for size in sizes], plan.direction_slot_bytes)
         self.begin()
 
     def begin(self) -> None:
@@ -46,4 +47,5 @@ class SimulatedDirections:
         return end_s
 
     def _bytes(self, layer: int, itemsize: int) -> int:
-        return self._layout.layers[layer].trained.size * itemsize
+        """Of one GPU, as many as each has of all layers together."""
+        return self._layout.layers[layer].trained.size * itemsize // self._num_gpus

@@ -140,7 +140,7 @@ class SimulatedGradients:
 
     def _fetch(self, layer: int, dtype: torch.dtype) -> float:
         """It comes back."""
-        op = Op("fetch", layer, num_bytes=self._bytes(layer, dtype))
+        op = Op("fetch", layer, num_bytes=self._bytes(layer, dtype) // self._plan.num_gpus)
         return self._clocks.run(Stage.H2D, op, self._stored_s[layer], self._sums.empty(layer))
 
     def _bytes(self, layer: int, dtype: torch.dtype) -> int:

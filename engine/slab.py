@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence, Set
 import torch
 
 from megatrain_ray.engine.flat_layout import starts_of
-from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.seams import Lease
@@ -105,12 +104,17 @@ class FollowedSlab:
     words, and lets go of them. Event loop only."""
 
     def __init__(
-        self, slab: torch.Tensor, sizes: Sequence[int], words: HostWords, check: Callable[[], None] = lambda: None
+        self,
+        slab: torch.Tensor,
+        sizes: Sequence[int],
+        placed_at: Callable[[int, int], int | None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`slab`, `sizes` and `check` as for the first one's."""
+        """`slab`: all that leases count in. `sizes` and `check` as for the first one's. `placed_at`: where a layer's
+        lease of an update is, None while nobody has said so."""
         self._slab = slab
         self._sizes = sizes
-        self._words = words
+        self._placed_at = placed_at
         self._check = check
         self._changed = asyncio.Condition()
 
@@ -128,4 +132,4 @@ class FollowedSlab:
 
     def _start(self, layer: int, update: int) -> int | None:
         self._check()
-        return self._words.placed_at(layer, update)
+        return self._placed_at(layer, update)

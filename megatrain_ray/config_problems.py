@@ -66,6 +66,7 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
         if group.lr is None and group.weight_decay is None and group.optimizer is None:
             yield f"train.groups.{number}: no lr, weight_decay or optimizer; set one of them, or leave the group out"
     yield from _node_disagreements(config.hardware.nodes)
+    yield from _several_hosts_disagreements(config)
     yield from _several_gpus_disagreements(config)
     yield from _missing_paths(config)
     yield from _muon_disagreements(train)
@@ -91,29 +92,41 @@ def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
         yield "hardware.nodes: gpu: true is all GPUs, and gpus some of them; give one of the two keys alone"
 
 
-def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
-    """What one GPU alone can do so far."""
-    train, num_gpus, num_hosts = config.train, config.hardware.num_gpus, config.hardware.num_hosts
+def _several_hosts_disagreements(config: TrainConfig) -> Iterator[str]:
+    """What one host alone can do so far."""
+    num_gpus, num_hosts = config.hardware.num_gpus, config.hardware.num_hosts
     if num_gpus % num_hosts:
         yield (
             f"hardware.num_gpus: {num_gpus}, of all hosts together, cannot be divided among hardware.num_hosts: "
             f"{num_hosts}; set a multiple of {num_hosts}"
         )
-    if num_hosts > 1 and config.log.trace is not None:
+    if num_hosts == 1:
+        return
+    if config.log.trace is not None:
         yield (
             f"log.trace goes with one host so far, since clocks of several are not one, and hardware.num_hosts is "
             f"{num_hosts}; leave one of the two out"
         )
-    if num_hosts > 1 and not Path(config.run_dir).is_absolute():
+    if config.train.optimizer == "muon":
+        yield (
+            f"train.optimizer: muon goes with one host so far, since a matrix would be divided among several, and "
+            f"hardware.num_hosts is {num_hosts}; leave one of the two out"
+        )
+    if not Path(config.run_dir).is_absolute():
         yield (
             f"run_dir: {config.run_dir} is relative, and other hosts have other working directories; give an absolute "
             "path"
         )
-    if num_hosts > 1 and config.hardware.all_gather is False:
+    if config.hardware.all_gather is False:
         yield (
             f"hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: {num_hosts} "
             "has a part; leave it out"
         )
+
+
+def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
+    """What one GPU alone can do so far."""
+    train, num_gpus = config.train, config.hardware.num_gpus
     if num_gpus == 1:
         if config.hardware.all_gather is True:
             yield "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
@@ -125,7 +138,6 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
         )
     only_one = {
         "spill.path": config.spill.path is not None,
-        "train.optimizer: muon": train.optimizer == "muon",
         "hardware.cuda_graphs: true": config.hardware.cuda_graphs is True,
     }
     for key, is_set in only_one.items():

@@ -16,6 +16,7 @@ from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile, RatePoint, interpolate
 from megatrain_ray.engine.layer_work import work_of
+from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_search import make_plan
@@ -239,6 +240,44 @@ def test_several_gpus_share_what_leaves_and_updates_and_compute_more_at_a_time()
     assert four.model_tflops == pytest.approx(4 * one.model_tflops, rel=0.05), "of all of them"
     twice = predicted(replace(REQUEST, num_gpus=2), candidate).compute_s["sum over GPUs"]
     assert sums_s == pytest.approx(1.5 * twice), "each sends what it has of the others' parts: three quarters, a half"
+
+
+def with_muon(request: Request) -> tuple[Plan, Prediction]:
+    """Of the same shape, the matrices of its blocks trained by Muon."""
+    structure, activations = shape(request.seq_len)
+    layers = tuple(
+        replace(layer, parameters=tuple(replace(p, muon=len(p.shape) == 2) for p in layer.parameters))
+        if layer.kind is LayerKind.BLOCK
+        else layer
+        for layer in structure.layers
+    )
+    structure, activations = replace(structure, layers=layers), activations.times(request.micro_batch_size)
+    plan = build_plan(structure, activations, MACHINE, request, Candidate(LAYERS, RECOMPUTE, 3, 2))
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    return plan, predict(plan, basis, activations)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_several_gpus_share_what_muon_takes(clip: bool) -> None:
+    """But all get the sum of what it trains. In a backward, where sums keep GPUs together layer by layer, directions
+    take as long as of the GPU with the most of seven matrices: two of the MLP's three, or one."""
+    request = replace(REQUEST, clip=clip)
+    found = {number: with_muon(replace(request, num_gpus=number)) for number in (1, 2, 4)}
+    plans, predictions = ({number: pair[k] for number, pair in found.items()} for k in (0, 1))
+    by_adamw = {n: predicted(replace(request, num_gpus=n), Candidate(LAYERS, RECOMPUTE, 3, 2)) for n in (1, 4)}
+    assert predictions[4].d2h_bytes == pytest.approx(predictions[1].d2h_bytes / 4, rel=1e-6)
+    to_device = [predictions[number].h2d_bytes - by_adamw[number].h2d_bytes for number in (1, 4)]
+    assert to_device[1] == pytest.approx(to_device[0] / 4, rel=1e-6)
+    directed_s = {number: prediction.compute_s["orthogonalize"] for number, prediction in predictions.items()}
+    for number, in_backward in ((2, 0.567), (4, 0.284)):
+        share = 1 / number if clip else in_backward
+        assert directed_s[number] == pytest.approx(share * directed_s[1], rel=0.01)
+    summed_s = [of[4].compute_s["sum over GPUs"] for of in (predictions, by_adamw)]
+    sizes = shape()[0].layout().trained_sizes
+    assert summed_s[0] == pytest.approx((1 + sum(sizes[1:-1]) / sum(sizes)) * summed_s[1])
+    matrix = 4 * 18944 * 3584
+    assert plans[1].momentum_slot_bytes[0] > 3.4 * matrix
+    assert plans[4].momentum_slot_bytes == (matrix,) * 2
 
 
 def test_several_hosts_share_memory_updates_and_what_is_uploaded() -> None:

@@ -77,14 +77,28 @@ def test_what_cannot_be_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("clip", "up"), [("1.0", "1.05 MiB"), ("null", "540.00 KiB")])
-def test_the_plan_shows_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str], clip: str, up: str) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "when", "up"),
+    [
+        (("train.clip=1.0",), "after the backward", "1.05 MiB"),
+        (("train.clip=null",), "in the backward", "540.00 KiB"),
+        (
+            ("train.clip=null", "hardware.num_gpus=2", "train.accumulate=2"),
+            "in the backward, divided among 2 GPUs",
+            "540.00 KiB",
+        ),
+    ],
+)
+def test_the_plan_shows_what_it_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], when: str, up: str
+) -> None:
     path = write_config(
         tmp_path / "config.yaml",
         config(tmp_path / "run", build_tiny(tmp_path / "model"), train__precision="bf16", train__optimizer="muon"),
     )
-    assert main(["plan", str(path), f"train.clip={clip}"]) == 0
+    assert main(["plan", str(path), *overrides]) == 0
     shown = capsys.readouterr().out
     assert "update    Muon of 138k and AdamW of 33.3k parameters in" in shown
     assert "directions in waiting" in shown
+    assert f"directions made {when}: " in shown
     assert f"back to the device, {up} a step; directions to the host, 270.00 KiB" in shown

@@ -20,7 +20,7 @@ from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.ranks import RankParts
 from megatrain_ray.engine.slab import FollowedSlab
-from tests.reference import Recipe
+from tests.reference import MuonRecipe, Recipe
 from tests.run_engine import Mode, folder_source, plan_for
 from tests.shards import header
 from tests.tiny import build_tiny
@@ -43,6 +43,10 @@ class Threads:
         self._table, self._barrier = table, barrier
 
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:
+        """The parts are the whole, or lie in the order of ranks, as a reduce-scatter has them."""
+        spans = [Span(*map(int, span)) for span in self._all(torch.tensor(part))]
+        is_whole = all(span == (0, flat.numel()) for span in spans)
+        assert is_whole or [0, *(s.stop for s in spans)] == [*(s.start for s in spans), flat.numel()]
         total = torch.stack(self._all(flat)).sum(0)
         flat.fill_(torch.nan)
         flat[part.start : part.stop] = total[part.start : part.stop]
@@ -84,14 +88,14 @@ def test_parts_of_all_ranks_cover_what_is_trained(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("on_device", "muon"), [(False, None), (True, None), (False, MuonRecipe())])
 def test_each_rank_keeps_its_part_of_a_sum_and_all_have_the_same_norms(
-    tmp_path: Path, size: int, *, on_device: bool
+    tmp_path: Path, size: int, muon: MuonRecipe | None, *, on_device: bool
 ) -> None:
-    """Of a layer that lives on the devices each keeps all."""
+    """Of a layer that lives on the devices each keeps all, of one that Muon trains whole matrices."""
     source = folder_source(build_tiny(tmp_path, num_layers=1))
     mode = Mode(hbm_layers=frozenset(range(3) if on_device else ()))
-    structure, plan = plan_for(source.factory, Recipe(1, micro_batch_size=2), mode, (4, 32))
+    structure, plan = plan_for(source.factory, Recipe(1, micro_batch_size=2, muon=muon), mode, (4, 32))
     model = structure.layout()
     gradients = [[random_gradients(model, layer, rank) for layer in range(3)] for rank in range(size)]
 
@@ -115,7 +119,8 @@ def test_each_rank_keeps_its_part_of_a_sum_and_all_have_the_same_norms(
     found = on_ranks(size, work)
     squares = 0.0
     for layer, flat in enumerate(model.layers):
-        parts = [kept[layer] for kept, _, _ in found]
+        spans = [RankParts(model, rank, size).span(layer) for rank in range(size)]
+        parts = [found[rank][0][layer] for rank in sorted(range(size), key=spans.__getitem__)]
         whole = parts[0] if on_device else torch.cat(parts)
         for name in (segment.name for segment in flat.trained_segments):
             total = torch.stack([of_rank[layer][name] for of_rank in gradients]).sum(0)
@@ -153,16 +158,17 @@ def test_a_gradient_has_landed_when_all_ranks_have_landed_their_parts() -> None:
 def test_what_part_of_the_ranks_has_landed_is_withdrawn() -> None:
     words = words_of(2)
     words.place(0, 5, 128)
+    words.place_directions(0, 5, 256)
     words.land(0, 5, 128, rank=1)
     words.withdraw(4)
-    assert words.placed_at(0, 5) is None
+    assert words.placed_at(0, 5) is words.directions_placed_at(0, 5) is None
     words.land(0, 5, 128)
     assert not words.has_landed(0, 5), "the other one's is to come again"
 
 
 async def test_a_rank_leases_where_the_first_one_does() -> None:
     words = words_of(2)
-    slab = FollowedSlab(torch.arange(256, dtype=torch.uint8), [64, 32], words)
+    slab = FollowedSlab(torch.arange(256, dtype=torch.uint8), [64, 32], words.placed_at)
     leasing = asyncio.create_task(slab.lease(1, 5))
     await asyncio.sleep(0)
     words.place(1, 5, 128)
@@ -172,3 +178,12 @@ async def test_a_rank_leases_where_the_first_one_does() -> None:
     lease = await leasing
     assert (lease.layer, lease.start_bytes) == (1, 128)
     assert torch.equal(lease.region, torch.arange(128, 160, dtype=torch.uint8))
+
+
+def test_directions_have_a_place_of_their_own() -> None:
+    words = words_of(2)
+    words.place(1, 5, 128)
+    assert words.directions_placed_at(1, 5) is None
+    words.place_directions(1, 5, 192)
+    assert (words.placed_at(1, 5), words.directions_placed_at(1, 5)) == (128, 192)
+    assert words.directions_placed_at(0, 5) is words.directions_placed_at(1, 6) is None
