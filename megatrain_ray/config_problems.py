@@ -109,7 +109,6 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
             f"set a multiple of {num_gpus}"
         )
     only_one = {
-        "spill.path": config.spill.path is not None,
         "train.optimizer: muon": train.optimizer == "muon",
         "hardware.cuda_graphs: true": config.hardware.cuda_graphs is True,
     }

@@ -331,8 +331,11 @@ class Crew:
         return {**of_gpus, **shards, DATA: self.data.spans.remote()}
 
     def work(self) -> list[Any]:
-        """Calls of the optimizer shards: what each has done (ShardWork); at last of the GPU worker (GpuWork)."""
-        return [*(post.actor.work.remote() for post in self._shards), self.gpu.work.remote()]
+        """Calls of the optimizer shards of the first host: what each has done (ShardWork); then of its GPU workers
+        (GpuWork). Clocks of several hosts, by which they know when, are not one."""
+        assert self._side is not None  # start came first
+        of_gpus = self._side.ask_each("work")[: self._prepared.plan.host_gpus]
+        return [*(post.actor.work.remote() for post in self._shards if not post.host), *of_gpus]
 
     def whereabouts(self) -> str:
         """What the GPU worker does, for the message about a step that does not end."""
