@@ -3,18 +3,21 @@ a run in memory, saves that go from one to the other, and who dies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.kill_campaign.cases import BACKWARD, GPU, SHARD_0, SHARD_1
+from benchmarks.kill_campaign.live_run import LiveRun
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
 from tests.runs import cli_here, config, exported_masters, losses, plan_of, rows, write_config
 from tests.spilling import with_all_on_disk
 from tests.test_activations_run import assert_traffic_is_as_planned
+from tests.test_kills import END_S, SECOND_SAVE, kill, mid_update, training
 
 pytestmark = pytest.mark.ray
 
@@ -77,3 +80,45 @@ def test_a_save_goes_on_where_things_live_elsewhere(folders: tuple[Path, Path], 
         plan = trained(folders[1], tree, steps=steps)
         assert bool(plan.disk_activations) == bool(plan.spilled_layers) == (tree is spilling)
     assert losses(folders[1] / "run") == losses(folders[0] / "run")
+
+
+WIDE = {**SHAPE, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 6}  # updates that can be met
+
+
+def disturbed(folders: tuple[Path, Path], disturb: Callable[[LiveRun], object], **changes: Any) -> tuple[str, Plan]:
+    """What a run with a disk says, which ends with the losses of an undisturbed one in memory; and its plan."""
+    in_memory, spilling = (settings(folder, max_failures=4, **changes) for folder in folders)
+    with training(folders[0], write_config(folders[0] / "config.yaml", in_memory)) as run:
+        assert run.process.wait(END_S) == 0, run.text()
+    tree = with_all_on_disk(folders[1], spilling)
+    with training(folders[1], write_config(folders[1] / "config.yaml", tree)) as run:
+        disturb(run)
+        assert run.process.wait(END_S) == 0, run.text()
+        assert run.processes.await_end(5.0) == []
+    assert not list((folders[1] / "spill").iterdir())
+    assert losses(folders[1] / "run") == losses(folders[0] / "run")
+    return run.text(), plan_of(folders[1] / "run")
+
+
+def test_shards_that_die_while_two_gpus_train_are_replaced(folders: tuple[Path, Path]) -> None:
+    """What waits on disk outlives the GPU workers as little as what is in the slab: all start again from the save."""
+
+    def disturb(run: LiveRun) -> None:
+        kill(run, mid_update(0), SHARD_0)
+        kill(run, BACKWARD, SHARD_1)
+        kill(run, SECOND_SAVE, GPU)
+
+    changes = {"model__config": WIDE, "data__seq_len": 32, "hardware__num_shards": 2}
+    text, plan = disturbed(folders, disturb, train__steps=24, save_every=4, **changes)
+    assert plan.spilled_layers and plan.stored_layers
+    for shard in range(2):
+        assert f"optimizer shard {shard} died and was replaced in " in text
+    assert "; going on from the save of step " in text
+
+
+def test_a_gpu_worker_that_dies_finds_the_files_of_activations_again(folders: tuple[Path, Path]) -> None:
+    """Where no gradients wait on disk, and all state is with the shards, the step is made once more."""
+    changes = {"train__steps": 12, "train__trainable": ["embed_tokens"]}
+    text, plan = disturbed(folders, lambda run: kill(run, BACKWARD, GPU), **changes)
+    assert plan.disk_activations and plan.repeats_steps
+    assert "GPU worker died and was replaced in " in text
