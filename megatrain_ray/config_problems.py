@@ -96,11 +96,9 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
             f"log.trace goes with one host so far, since clocks of several are not one, and hardware.num_hosts is "
             f"{num_hosts}; leave one of the two out"
         )
-    if num_hosts > 1 and not Path(config.run_dir).is_absolute():
-        yield (
-            f"run_dir: {config.run_dir} is relative, and other hosts have other working directories; give an absolute "
-            "path"
-        )
+    for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
+        if num_hosts > 1 and path is not None and not Path(path).is_absolute():
+            yield f"{key}: {path} is relative, and other hosts have other working directories; give an absolute path"
     if num_gpus == 1:
         return
     if train.split_is_free and (train.batch_size or num_gpus) % num_gpus:

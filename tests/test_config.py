@@ -216,6 +216,10 @@ def test_what_several_gpus_cannot_do_is_refused(changes: dict[str, Any], message
             "multiple of 2",
         ),
         (
+            {"hardware__num_gpus": 2, "run_dir": "/runs/a", "spill__path": "spill"},
+            "spill.path: spill is relative, and other hosts have other working directories; give an absolute path",
+        ),
+        (
             {"hardware__num_gpus": 2, "run_dir": "runs/a"},
             "run_dir: runs/a is relative, and other hosts have other working directories; give an absolute path",
         ),
