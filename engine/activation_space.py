@@ -69,8 +69,13 @@ class Windows(NamedTuple):
 
 
 def activation_file_bytes(plan: Plan) -> int:
-    """On disk: whole pages."""
+    """On disk, of one GPU: whole pages."""
     return sum(map(aligned, plan.disk_activations))
+
+
+def all_activation_files_bytes(plan: Plan) -> int:
+    """The same of all GPUs of a host, each of which has a file of its own."""
+    return plan.host_gpus * activation_file_bytes(plan)
 
 
 def windows_of(plan: Plan) -> Windows:

@@ -89,6 +89,11 @@ class ModelLayout:
         return tuple(layer.trained.size for layer in self.layers)
 
     @cached_property
+    def host_trained_sizes(self) -> tuple[int, ...]:
+        """Of these what this host has."""
+        return tuple(share.trained.size for share in self.shares)
+
+    @cached_property
     def updated(self) -> tuple[int, ...]:
         """The layers of which something is trained, in the order of a forward."""
         return tuple(i for i, size in enumerate(self.trained_sizes) if size)
@@ -106,8 +111,7 @@ class ModelLayout:
     def gradient_bytes(self, itemsize: int, staying: Set[int] = frozenset()) -> tuple[int, ...]:
         """Of what this host has of each layer's gradient, padded; 0 where nothing is trained, or it stays where it was
         made. `itemsize`: bytes of an element."""
-        sizes = (share.trained.size for share in self.shares)
-        return tuple(size * itemsize if i not in staying else 0 for i, size in enumerate(sizes))
+        return tuple(size * itemsize if i not in staying else 0 for i, size in enumerate(self.host_trained_sizes))
 
     @property
     def direction_bytes(self) -> tuple[int, ...]:

@@ -316,7 +316,7 @@ class Plan:
 
     @cached_property
     def disk_activations(self) -> tuple[int, ...]:
-        """Bytes of all activations that are on disk at the same time, each of one layer and micro-batch."""
+        """Bytes of all activations of a GPU that are on disk at the same time, each of one layer and micro-batch."""
         return self.num_live_micro_batches * tuple(b for layer in self.layers for b in layer.disk_activations)
 
     @property
@@ -326,8 +326,9 @@ class Plan:
 
     @property
     def written_bytes(self) -> int:
-        """To the disk in a step, and read from it as much."""
-        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * sum(map(aligned, self.disk_activations))
+        """To the disk of a host in a step, and read from it as much."""
+        of_sweep = self.host_gpus * sum(map(aligned, self.disk_activations))
+        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * of_sweep
 
     @property
     def moves_activations(self) -> bool:

@@ -21,7 +21,7 @@ from megatrain_ray.engine.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder, Phase, Visit
 
-WINDOWS_BYTES = NUM_WINDOWS * BLOCK_BYTES  # of activations on their way, at most
+WINDOWS_BYTES = NUM_WINDOWS * BLOCK_BYTES  # of activations of a GPU on their way, at most
 
 
 class Least(NamedTuple):
@@ -71,15 +71,20 @@ class Bounds:
         """State that spills, with working copies, comes and goes once, and so do gradients that wait there; activations
         in every sweep. That working copies come for uploads, too, is left out."""
         spilled, stored = self._plan.spilled_layers, self._plan.stored_layers
-        per_s = self._basis.activations_per_s(self._plan.windows)
-        activations_s = self._num_sweeps * sum(self._plan.disk_activations) / per_s
+        activations_s = self._num_sweeps * self._activations_s
         return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)) + activations_s)
+
+    @property
+    def _activations_s(self) -> float:
+        """Of writing or reading what all GPUs of a host have on disk."""
+        per_s = self._basis.activations_per_s(self._plan.windows)
+        return self._plan.host_gpus * sum(self._plan.disk_activations) / per_s
 
     def spilling_s(self, missing: int, moving: int) -> float:
         """Of a plan of which nothing is on disk yet, with so many bytes of its host memory there, whichever these are.
-        `moving`: of these at most so many of activations."""
+        `moving`: of these at most so many of each GPU's activations."""
         basis, rate = self._basis, self._basis.disk_bytes_per_s
-        of_activations = min(missing, moving)
+        of_activations = min(missing, self._plan.host_gpus * moving)
         shards_s = (missing - of_activations) / rate
         activations_s = of_activations / max(rate, self._fastest_per_s)
         behind_s = 0.0
@@ -94,7 +99,7 @@ class Bounds:
         seconds = dict.fromkeys(Phase, 0.0)
         for visit, of_visit in zip(self._basis.one_sweep, self._sweep_s, strict=True):
             seconds[visit.phase] += self._at_once * of_visit
-        moved_s = max(0.0, activations_s - WINDOWS_BYTES / self._fastest_per_s)
+        moved_s = max(0.0, activations_s - self._plan.host_gpus * WINDOWS_BYTES / self._fastest_per_s)
         others_s = self.compute_s * (1 - 1 / self._num_sweeps)
         swept_s = moved_s + max(seconds[Phase.BACKWARD], moved_s) + others_s if moved_s else 0.0
         return max(swept_s, self.compute_s - seconds[Phase.FORWARD])
@@ -107,7 +112,7 @@ class Bounds:
     @property
     def _waiting_bytes(self) -> int:
         """Of gradients that wait in the slab."""
-        plan, sizes = self._plan, self._basis.layout.trained_sizes
+        plan, sizes = self._plan, self._basis.layout.host_trained_sizes
         on_host = plan.host_layers - plan.waiting_layers if plan.sums is Tier.HBM else ()
         return plan.wire_dtype.itemsize * sum([sizes[i] for i in on_host])
 
@@ -122,7 +127,7 @@ class Bounds:
         return self._disk_s(layer, self._plan.wire_dtype.itemsize)
 
     def _disk_s(self, layer: int, item_bytes: int) -> float:
-        return self._basis.layout.trained_sizes[layer] * item_bytes / self._basis.disk_bytes_per_s
+        return self._basis.layout.host_trained_sizes[layer] * item_bytes / self._basis.disk_bytes_per_s
 
     def _brought_s(self) -> dict[int, float]:
         """How long after the end of the backward all that a layer has on disk can have been there: it and what comes
@@ -161,8 +166,7 @@ class Bounds:
             if visit.layer in on_disk:
                 longest_s = max(longest_s, on_disk[visit.layer] + left_s)
             left_s -= self._at_once * seconds
-        activations_s = sum(self._plan.disk_activations) / self._basis.activations_per_s(self._plan.windows)
-        if activations_s:
+        if activations_s := self._activations_s:
             longest_s = max(longest_s, max([0.0, *on_disk.values()]) + self._swept_s(activations_s))
         return longest_s
 

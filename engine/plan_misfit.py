@@ -58,7 +58,7 @@ def _remedies(
     def smallest(on: Machine, other: Request) -> Plan:
         return _smallest(basis_of(structure, on, other), on, other, activations, missing_bytes)
 
-    if machine.spill is None and not request.captured and request.num_gpus == 1:
+    if machine.spill is None and not request.captured:
         on_disk = smallest(replace(machine, spill=SpillSpace(ANY_ROOM, TYPICAL_DISK_BYTES_PER_S)), request)
         if fits(on_disk):
             yield f"a folder on NVMe with {format_bytes(on_disk.total_bytes(Tier.NVME))} of room as spill.path"

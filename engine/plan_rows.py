@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatrain_ray.engine.activation_space import activation_file_bytes, windows_of
+from megatrain_ray.engine.activation_space import all_activation_files_bytes, windows_of
 from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import ByteCount, Plan
@@ -54,7 +54,7 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     if plan.weights_on_disk:
         formula = f"{plan.weight_windows} working copies of layers on their way from disk to the device"
         rows["weight windows"] = windows_bytes(plan, layout), formula
-    of_each = f", of each of {plan.host_gpus} GPUs" if plan.host_gpus > 1 else ""
+    of_each = _of_each(plan)
     if plan.boundary_bytes:
         rows["boundary activations"] = (
             plan.host_gpus * plan.boundary_bytes,
@@ -69,12 +69,18 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
 
 
+def _of_each(plan: Plan) -> str:
+    return f", of each of {plan.host_gpus} GPUs" if plan.host_gpus > 1 else ""
+
+
 def _of_windows(plan: Plan) -> tuple[int, str]:
     on_disk, windows = plan.disk_activations, windows_of(plan)
-    if plan.windows is Tier.HOST:
-        return windows.host_bytes(on_disk), f"{plan.num_windows} × {format_bytes(plan.window_bytes)}{ON_THEIR_WAY}"
-    formula = f"on the device; here checksums, and {format_bytes(BOUNCE_BYTES)} of kvikio's own, pinned"
-    return windows.beside_device_bytes(on_disk) + BOUNCE_BYTES, formula
+    num_bytes = windows.host_bytes(on_disk)
+    formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)}{ON_THEIR_WAY}"
+    if plan.windows is Tier.HBM:
+        num_bytes = windows.beside_device_bytes(on_disk) + BOUNCE_BYTES
+        formula = f"on the device; here checksums, and {format_bytes(BOUNCE_BYTES)} of kvikio's own, pinned"
+    return plan.host_gpus * num_bytes, formula + _of_each(plan)
 
 
 def _of_processes(plan: Plan) -> tuple[int, str]:
@@ -99,8 +105,9 @@ def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         yield ByteCount(Tier.NVME, "weights", of_weights, formula)
     if plan.disk_activations:
         times = "once" if plan.num_sweeps == 1 else f"{plan.num_sweeps} times"
-        formula = f"of {len(plan.disk_activations)} layers and micro-batches, written and read {times} a step"
-        yield ByteCount(Tier.NVME, "activations", activation_file_bytes(plan), formula)
+        of = f"of {len(plan.disk_activations)} layers and micro-batches{_of_each(plan)}"
+        formula = f"{of}, written and read {times} a step"
+        yield ByteCount(Tier.NVME, "activations", all_activation_files_bytes(plan), formula)
 
 
 def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:

@@ -50,7 +50,7 @@ def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout)
 
 def late_bytes(plan: Plan, layout: ModelLayout) -> int:
     """Of the slab, for gradients that wait on the device until all are complete: those on disk have passed by then."""
-    return in_flight([layout.trained_sizes[i] * plan.wire_dtype.itemsize for i in plan.departing_layers])
+    return in_flight([layout.host_trained_sizes[i] * plan.wire_dtype.itemsize for i in plan.departing_layers])
 
 
 def slots_bytes(plan: Plan, layout: ModelLayout) -> int:
@@ -66,7 +66,7 @@ def room_in_slots(plan: Plan, layout: ModelLayout) -> int:
 
 def most_room_in_slots(plan: Plan, layout: ModelLayout) -> int:
     """The same at most, whatever of a plan with nothing on disk goes there."""
-    spilling, largest = Spilling.of(plan), Largest(*[max(layout.trained_sizes)] * 3)
+    spilling, largest = Spilling.of(plan), Largest(*[max(layout.host_trained_sizes)] * 3)
     return spilling.num_slots(largest) * spilling.slot_room(largest)
 
 
@@ -124,7 +124,7 @@ class Sizes(NamedTuple):
     @staticmethod
     def of(plan: Plan, layout: ModelLayout) -> Sizes:
         spilled = plan.stored_layers, plan.spilled_layers, plan.weights_on_disk
-        return Sizes(*([layout.trained_sizes[i] for i in layers] for layers in spilled))
+        return Sizes(*([layout.host_trained_sizes[i] for i in layers] for layers in spilled))
 
     @property
     def largest(self) -> Largest:

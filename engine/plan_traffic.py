@@ -24,7 +24,8 @@ def state_share(plan: Plan) -> dict[str, float]:
 
 
 def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
-    """Bytes that a step copies in each direction between host and device, and between host and disk both ways."""
+    """Bytes that a step copies in each direction between host and device, and between all hosts and their disks both
+    ways."""
     layout = structure.layout(plan.num_fragments)
     of_muon = _muon_bytes(plan, layout)
     leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
@@ -37,7 +38,7 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     return {
         Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + activations + of_muon,
         Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + activations + sum(layout.direction_bytes),
-        Stage.DISK.value: 2 * (spilled + stored + weights + on_disk) + plan.weight_read_bytes,
+        Stage.DISK.value: 2 * (spilled + stored + weights + plan.num_gpus * on_disk) + plan.weight_read_bytes,
     }
 
 

@@ -87,12 +87,16 @@ class Prices:
         if stage is Stage.ALL_GATHER or op.name == "sum over GPUs":
             return self._exchange_s(op)
         if stage is Stage.DISK:
-            basis, of_activations = self._basis, op.name in ACTIVATIONS
-            rate = basis.activations_per_s(self._plan.windows) if of_activations else basis.disk_bytes_per_s
-            return op.num_bytes / rate
+            return self._disk_s(op)
         if stage is Stage.WEIGHTS:
             return op.num_bytes / (WEIGHTS_SHARE * self._basis.disk_bytes_per_s)
         return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
+
+    def _disk_s(self, op: Op) -> float:
+        """Of activations every GPU of the host moves as much, at the same time."""
+        if op.name in ACTIVATIONS:
+            return self._plan.host_gpus * op.num_bytes / self._basis.activations_per_s(self._plan.windows)
+        return op.num_bytes / self._basis.disk_bytes_per_s
 
     def _exchange_s(self, op: Op) -> float:
         """Each GPU sends what it has of the others' parts, or has from them what it lacks; of a sum that all of them

@@ -18,7 +18,7 @@ class SimulatedSpill:
 
     def __init__(self, plan: Plan, layout: ModelLayout, run: Run) -> None:
         self._run = run
-        sizes = layout.trained_sizes
+        sizes = layout.host_trained_sizes
         self._gradient_bytes = {i: sizes[i] * plan.wire_dtype.itemsize for i in plan.stored_layers}
         precision, self._weights_on_disk = plan.precision, plan.weights_on_disk
         item_bytes = {True: precision.element_bytes, False: precision.state_bytes}  # with the working copy or without

@@ -60,7 +60,8 @@ class Spillable:
     """What of a plan can go to the disk, and what its host memory gains by that. `plan`: in which nothing is there.
 
     Not what Muon trains something of: the GPU worker reads its momenta. Working copies of blocks of which nothing is
-    frozen alone. `activations`: whether these may. `windows`: where these pass through.
+    frozen alone, and of one GPU: several would each read all of them. `activations`: whether these may. `windows`:
+    where these pass through.
     """
 
     plan: Plan
@@ -106,7 +107,7 @@ class Spillable:
         Blocks from the last on: the next forward comes to them last, so there is most time until their update must
         be done. Then the ends, which may be many times as large, and slots with them."""
         is_block, layers = [layer.kind is LayerKind.BLOCK for layer in self.structure.layers], self.layout.layers
-        able = [i for i in self.plan.host_layers if self.layout.trained_sizes[i] and not layers[i].num_muon]
+        able = [i for i in self.plan.host_layers if self.layout.host_trained_sizes[i] and not layers[i].num_muon]
         ranks: dict[SpillFirst, Callable[[int], tuple[bool, int]]] = {
             SpillFirst.FRONT: lambda i: (False, i), SpillFirst.ENDS: lambda i: (is_block[i], -i)
         }  # fmt: skip
@@ -115,7 +116,8 @@ class Spillable:
         waits = waits_in_slab and {i for i in able if self.plan.layers[i].gradients is Tier.HOST}
         of_gradients = [(Kind.GRADIENT, i) for i in able if waits and i in waits]
         of_state = [(Kind.STATE, i) for i in able]
-        of_weights = [(Kind.WEIGHTS, i) for i in able if is_block[i] and not layers[i].frozen.size]
+        readable = able if self.plan.num_gpus == 1 else []
+        of_weights = [(Kind.WEIGHTS, i) for i in readable if is_block[i] and not layers[i].frozen.size]
         both = [*of_state, *of_gradients] if first is SpillFirst.STATE else [*of_gradients, *of_state]
         return [*both, *of_weights]
 
@@ -151,11 +153,11 @@ class Spillable:
             on_disk[size] += live
             freed += live * size
             num_blocks += live * windows.num_blocks([size])
-            gained.append(freed - self._of_windows(windows) - WORD_BYTES * num_blocks)
+            gained.append(self.plan.host_gpus * (freed - self._of_windows(windows) - WORD_BYTES * num_blocks))
         return gained
 
     def _of_windows(self, windows: Windows) -> int:
-        """Host memory."""
+        """Host memory, of each GPU."""
         return BOUNCE_BYTES if self.windows is Tier.HBM else windows.number * windows.num_bytes
 
     def _choice(self, missing: int, first: SpillFirst) -> OnDisk:
@@ -192,13 +194,13 @@ class Spillable:
             windows = Windows.of([max(moving)])
             num_blocks = sum(count * windows.num_blocks([size]) for size, count in moving.items())
             freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
-            of_moving = live * freed - self._of_windows(windows)
-        sizes = Sizes(*([self.layout.trained_sizes[i] for i in layers] for layers in on_disk[:3]))
+            of_moving = self.plan.host_gpus * (live * freed - self._of_windows(windows))
+        sizes = Sizes(*([self.layout.host_trained_sizes[i] for i in layers] for layers in on_disk[:3]))
         return of_moving + self._spilling.gain(sizes, self._late_bytes)
 
     def num_bytes(self, on_disk: OnDisk) -> int:
         """On disk."""
-        plan, live = self.plan, self.plan.num_live_micro_batches
+        plan, live = self.plan, self.plan.host_gpus * self.plan.num_live_micro_batches
         items = plan.wire_dtype.itemsize, plan.precision.state_bytes, plan.precision.working_dtype.itemsize, live, live
         sizes = [sum([self._size(kind, i) for i in getattr(on_disk, field)]) for kind, field in FIELDS.items()]
         return sum(map(mul, items, sizes))
@@ -207,7 +209,7 @@ class Spillable:
         """Elements, or bytes of one micro-batch's activations."""
         if isinstance(kind, Activations):
             return num_bytes(self.plan.layers[layer], kind)
-        return self.layout.trained_sizes[layer]
+        return self.layout.host_trained_sizes[layer]
 
 
 def _on_disk(items: Sequence[Item]) -> OnDisk:

@@ -90,8 +90,10 @@ class SpillingShard(AdamShard):
 
     def store(self, layer: int, gradient: Tensor) -> None:
         self._check_incoming(layer, "gradient", gradient, (self._on_disk.wire_dtype,))
+        first = self.layout.model.shares[layer].trained.start
         for number in self._on_disk.gradients_of(layer):
-            part = gradient[slice(*self._on_disk.extents[number].span)]
+            span = self._on_disk.extents[number].span
+            part = gradient[span.start - first : span.stop - first]
             with self._waits("wait disk", layer), self._ring.blank(number):
                 self._copy(layer, [(self._ring.bytes_of(number)[GRADIENT], part.view(torch.uint8))])
 

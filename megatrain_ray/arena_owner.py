@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.spill_file import SpillFile
 from megatrain_ray.process_end import wait_gone
+from megatrain_ray.spill_folder import OtherHost, told_of_memory
 
 
 class ArenaOwner:
@@ -26,13 +28,31 @@ class ArenaOwner:
         holders: Sequence[Handles] = (),
         files: Mapping[str, SpillFile] = {},
         left: Sequence[int] = (),
+        other: OtherHost | None = None,
     ) -> None:
         """Creates arenas of `sizes` and spill `files`; where an owner died, holds what other `holders` hold instead.
-        `left`: processes of an earlier attempt, whose memory must be free before."""
+        `left`: processes of an earlier attempt, whose memory must be free before. `other`: this host, where it is not
+        the driver's. Raises ConfigError for what is wrong with spill.path on it, and MegatrainError."""
         for pid in left:
             wait_gone(pid, DEADLINE_S)
-        self._holder = ArenaHolder.adopt(holders) if holders else ArenaHolder.create(sizes, files)
+        self._other = other
+        self._holder = ArenaHolder.adopt(holders) if holders else self._create(sizes, files)
         self._stopped = threading.Event()
+
+    def _create(self, sizes: Mapping[str, int], files: Mapping[str, SpillFile]) -> ArenaHolder:
+        if self._other is None:
+            return ArenaHolder.create(sizes, files)
+        self._other.check()
+        try:
+            return ArenaHolder.create(sizes, files)
+        except MegatrainError as error:
+            raise type(error)(f"{self._other.name}: {error}") from error
+
+    def told_of_memory(self) -> str | None:
+        """What to say where spill.path is in memory on this host; None elsewhere."""
+        if self._other is None or self._other.folder is None:
+            return None
+        return told_of_memory(self._other.folder, f" on {self._other.name}")
 
     def handles(self) -> dict[str, ArenaHandle]:
         """For `ArenaHolder.adopt` in any process of this machine."""

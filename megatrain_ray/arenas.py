@@ -36,7 +36,9 @@ def spill_file(shard: int) -> str:
     return f"spill-{shard}"
 
 
-ACTIVATIONS = "spill-activations"  # the file of those that wait on disk; the GPU worker's
+def activations_file(of_host: int) -> str:
+    """Of those that wait on disk; each GPU worker of a host has one. `of_host`: which one of these it is."""
+    return f"spill-activations-{of_host}"
 
 
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
@@ -66,11 +68,11 @@ def words_in(buffer: memoryview, plan: Plan, host: int = 0) -> HostWords:
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:
-    """One for each shard that has something on disk, and one for activations. `folder`: spill.path, of this process:
-    another one may work elsewhere."""
+    """One for each shard that has something on disk, and one for the activations of each GPU. `folder`: spill.path, of
+    this process: another one may work elsewhere."""
     shards = range(plan.num_shards)
     num_bytes = {spill_file(k): spill_layout(plan, shard_layout(plan, layout, k)).blob_bytes for k in shards}
-    num_bytes[ACTIVATIONS] = activation_file_bytes(plan)
+    num_bytes |= {activations_file(k): activation_file_bytes(plan) for k in range(plan.host_gpus)}
     return {name: SpillFile(Path(folder or ".").absolute(), nbytes) for name, nbytes in num_bytes.items() if nbytes}
 
 

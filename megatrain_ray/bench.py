@@ -118,13 +118,15 @@ def _check_updates(summary: TrainSummary) -> None:
 
 
 def _observe(job: Job, crew: Crew) -> Observed:
-    *shard_work, _ = (answer("the run's processes did not say what they did", call) for call in crew.work())
-    on_gpu = job.prepared.plan.device == "cuda"
+    plan = job.prepared.plan
+    shards = crew.work()[: plan.num_shards]
+    shard_work = tuple(answer("the run's processes did not say what they did", call) for call in shards)
+    on_gpu = plan.device == "cuda"
     return Observed(
         prepared=job.prepared,
         tokens=job.tokens,
         kernel_names=tuple(crew.kernel_names),
-        shard_work=tuple(shard_work),
+        shard_work=shard_work,
         pss_bytes=pss_of_run(crew.pids),
         device_memory=device_memory(crew.pids["GPU worker"]) if on_gpu else DeviceMemory(None, "the device is the CPU"),
     )

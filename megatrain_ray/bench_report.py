@@ -147,13 +147,12 @@ def _optimizer(measured: Measured) -> dict[str, Any]:
 
 
 def _shards(measured: Measured) -> Iterator[dict[str, Any]]:
-    """What each has updated in a second in which its kernel worked; None where it has no updates."""
+    """What each of the first host has updated in a second in which its kernel worked; None where it has no updates."""
     prepared = measured.observed.prepared
     plan = prepared.plan
-    layout = prepared.structure.layout(plan.num_fragments)
-    for number, work in enumerate(measured.observed.shard_work):
-        host, k = divmod(number, plan.num_shards)
-        part = shard_layout(plan, layout.on_host(host, plan.num_hosts), k)
+    layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.num_hosts)
+    for k, work in enumerate(measured.observed.shard_work):
+        part = shard_layout(plan, layout, k)
         count = sum(layout.layers[i].logical(part.spans[i]).size for i in plan.layer_order)
         home = plan.shard_homes[k] if plan.shard_homes else None
         yield {

@@ -112,11 +112,9 @@ def _several_hosts_disagreements(config: TrainConfig) -> Iterator[str]:
             f"train.optimizer: muon goes with one host so far, since a matrix would be divided among several, and "
             f"hardware.num_hosts is {num_hosts}; leave one of the two out"
         )
-    if not Path(config.run_dir).is_absolute():
-        yield (
-            f"run_dir: {config.run_dir} is relative, and other hosts have other working directories; give an absolute "
-            "path"
-        )
+    for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
+        if path is not None and not Path(path).is_absolute():
+            yield f"{key}: {path} is relative, and other hosts have other working directories; give an absolute path"
     if config.hardware.all_gather is False:
         yield (
             f"hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: {num_hosts} "
@@ -136,13 +134,11 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
             f"train.batch_size: {train.batch_size} sequences cannot be divided among hardware.num_gpus: {num_gpus}; "
             f"set a multiple of {num_gpus}"
         )
-    only_one = {
-        "spill.path": config.spill.path is not None,
-        "hardware.cuda_graphs: true": config.hardware.cuda_graphs is True,
-    }
-    for key, is_set in only_one.items():
-        if is_set:
-            yield f"{key} goes with one GPU so far, and hardware.num_gpus is {num_gpus}; leave one of the two out"
+    if config.hardware.cuda_graphs is True:
+        yield (
+            f"hardware.cuda_graphs: true goes with one GPU so far, and hardware.num_gpus is {num_gpus}; leave one of "
+            "the two out"
+        )
 
 
 def _missing_paths(config: TrainConfig) -> Iterator[str]:

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.arenas import arena_sizes, spill_files
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.arena_holder import Handles
+from megatrain_ray.io.disk_io import DiskIo
+from megatrain_ray.io.spill_file import SpillFile
+from megatrain_ray.logs import say
 from megatrain_ray.placement import Placement
 from megatrain_ray.planning import Prepared
 from megatrain_ray.post import CHECK_S, Post, answer
 from megatrain_ray.roles import owner_name, shard_name
 from megatrain_ray.run_dir import RunFiles
+from megatrain_ray.spill_folder import OtherHost
 
 SAME_S = 30.0  # in which a file system that hosts share shows them a file that was replaced just now
 
@@ -23,7 +28,8 @@ SAME_S = 30.0  # in which a file system that hosts share shows them a file that 
 def owner_post(prepared: Prepared, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> Post:
     """`left`: as Crew.elsewhere."""
     name, of_host = owner_name(host), left.get(place.node_of(host), ())
-    return Post(name, host, partial(place.take, name), partial(owner_arguments, prepared, host, of_host))
+    arguments = partial(owner_arguments, prepared, place, host, of_host)
+    return Post(name, host, partial(place.take, name), arguments)
 
 
 def shard_post(prepared: Prepared, place: Placement, number: int) -> Post:
@@ -33,13 +39,32 @@ def shard_post(prepared: Prepared, place: Placement, number: int) -> Post:
 
 
 def owner_arguments(
-    prepared: Prepared, host: int, left: Sequence[int], holders: Sequence[Handles], after_pid: int | None
+    prepared: Prepared,
+    place: Placement,
+    host: int,
+    left: Sequence[int],
+    holders: Sequence[Handles],
+    after_pid: int | None,
 ) -> tuple[Any, ...]:
     """Of new arenas and spill files of a host, or of those that `holders` still hold. `left`: processes there that must
     have ended before."""
     plan = prepared.plan
     layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
-    return arena_sizes(plan, layout), holders, spill_files(plan, layout, prepared.config.spill.path), left
+    files = spill_files(plan, layout, prepared.config.spill.path)
+    other = OtherHost(_called(place, host), _folder(files), _by_kvikio(plan)) if host else None
+    return arena_sizes(plan, layout), holders, files, left, other
+
+
+def _called(place: Placement, host: int) -> str:
+    return f"{place.addresses[host]} (host {host})"
+
+
+def _folder(files: Mapping[str, SpillFile]) -> Path | None:
+    return next((file.folder for file in files.values()), None)
+
+
+def _by_kvikio(plan: Plan) -> bool:
+    return DiskIo.KVIKIO in (plan.disk_io, plan.activations_io)
 
 
 def shard_arguments(
@@ -62,6 +87,13 @@ def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[Post]) 
             time.sleep(CHECK_S)
             continue
         raise ConfigError(
-            f"run_dir: {path.parent} on {place.addresses[others[0]]} (host {others[0]}) is not the folder that it is "
-            "here, and every host saves into it; give an absolute path on a file system that all share"
+            f"run_dir: {path.parent} on {_called(place, others[0])} is not the folder that it is here, and every host "
+            "saves into it; give an absolute path on a file system that all share"
         )
+
+
+def tell_of_spilling(owners: Sequence[Post]) -> None:
+    """Where spill.path is in memory on another host: the driver's own was told of with the plan."""
+    for post in owners:
+        if told := answer(f"{post.name} did not answer", post.actor.told_of_memory.remote()):
+            say(f"warning: {told}")

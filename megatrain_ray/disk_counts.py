@@ -1,4 +1,5 @@
-"""What a run moves on the disk of what spills, counted now and then from what its processes say of themselves."""
+"""What a run moves on the disk of what spills, of its first host, counted now and then from what its processes say of
+themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megatrain_ray.faults import kind_of
 from megatrain_ray.gpu_work import GpuWork
 from megatrain_ray.io.measured_store import NOTHING, Moved
 from megatrain_ray.metric_sinks import Count, MetricSinks
-from megatrain_ray.roles import GPU, shard_name
+from megatrain_ray.roles import gpu_name, shard_name
 from megatrain_ray.shard_work import ShardWork
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class DiskCounts:
     """Into the sinks of a run. Nothing waits for an answer: it is taken with the step after it came."""
 
     def __init__(self, plan: Plan, sinks: MetricSinks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_shards = plan.num_shards
         self._uses_disk = plan.total_bytes(Tier.NVME) > 0
         self._sinks = sinks
         self._clock = clock
@@ -47,18 +49,20 @@ class DiskCounts:
 
     def _take(self, calls: Sequence[Any]) -> None:
         try:
-            *shards, gpu = ray.get(list(calls))
+            done = ray.get(list(calls))
         except ray.exceptions.RayError as error:  # the crew replaces who died, or ends the run
             log.info("what was moved on the disk is not counted this time: %s", error)
             return
-        self.add(shards, gpu)
+        self.add(done[: self._num_shards], done[self._num_shards :])
 
-    def add(self, shards: Sequence[ShardWork], gpu: GpuWork) -> None:
+    def add(self, shards: Sequence[ShardWork], gpus: Sequence[GpuWork]) -> None:
         """What they have done since they were asked before."""
         for k, work in enumerate(shards):
             self._count(shard_name(k), work.pid, work.moved)
-        self._count(GPU, gpu.pid, gpu.weights.plus(gpu.activations))
-        self._sinks.holds(Tier.NVME, gpu.spill_bytes + sum(work.spill_bytes for work in shards))
+        for rank, gpu in enumerate(gpus):
+            self._count(gpu_name(rank), gpu.pid, gpu.weights.plus(gpu.activations))
+        of_gpus = sum(gpu.spill_bytes for gpu in gpus)
+        self._sinks.holds(Tier.NVME, of_gpus + sum(work.spill_bytes for work in shards))
 
     def _count(self, process: str, pid: int, moved: Moved) -> None:
         more = moved.since(self._before.get((process, pid), NOTHING))

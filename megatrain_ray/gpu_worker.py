@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.arenas import ACTIVATIONS, SLAB, WORDS, WORKING, words_bytes, words_in
+from megatrain_ray.arenas import SLAB, WORDS, WORKING, activations_file, words_bytes, words_in
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.device_layers import DeviceLayers
 from megatrain_ray.device_memory import check_free, memory_explained
@@ -121,7 +121,7 @@ class GpuWorker:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._device_words)
                 if self._rank:  # the first one of all saves them: updates of the others wait for nobody
                     self._device_layers.abandon_save(EVERY_ATTEMPT)
-        file = self._holder.handles.get(ACTIVATIONS)
+        file = self._holder.handles.get(activations_file(self._of_host))
         self._moved = GpuDisk(file.fd if file else None)
         arenas = (handle for handle in self._holder.handles.values() if not handle.path)  # not on disk
         self._rows = StepRows(prepared, sum(handle.nbytes for handle in arenas))
@@ -194,7 +194,7 @@ class GpuWorker:
                 muon=muon_of(self._prepared.config.train),
                 device_shard=layers.shard if layers else None,
                 gate=layers.gate if layers else None,
-                spill=open_activations(plan, self._holder, self._moved.of_activations),
+                spill=open_activations(plan, self._holder, self._moved.of_activations, self._of_host),
                 ranks=self._group,
             )  # fmt: skip
             await self._engine.rehearse(self._coming())

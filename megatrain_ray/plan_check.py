@@ -87,8 +87,9 @@ class PlanCheck:
         self, rows: Sequence[Mapping[str, Any]], calls: Sequence[Any], pids: Mapping[str, int], at_end: bool
     ) -> None:
         try:
-            self._done_before = self._done_before or _answers(self._before)
-            work = work_between(self._done_before, _answers(calls))
+            num_shards = self._plan.num_shards
+            self._done_before = self._done_before or _answers(self._before, num_shards)
+            work = work_between(self._done_before, _answers(calls, num_shards))
             if self._host_bytes is None:
                 self._host_bytes = _host_bytes(pids)
             found = compare(self._plan, rows, work, self._host_bytes)
@@ -110,11 +111,11 @@ class PlanCheck:
         self._told = off
 
 
-def _answers(calls: Sequence[Any]) -> RunWork | None:
+def _answers(calls: Sequence[Any], num_shards: int) -> RunWork | None:
     """None where somebody does not live any more."""
     with suppress(ray.exceptions.RayError):
-        *shards, gpu = ray.get(list(calls), timeout=ANSWER_S)
-        return RunWork(shards, gpu)
+        done = ray.get(list(calls), timeout=ANSWER_S)
+        return RunWork(done[:num_shards], done[num_shards:])
     return None
 
 

@@ -131,8 +131,6 @@ def _changes(machine: Machine, request: Request) -> Iterator[tuple[str, Machine,
         if count == factor * request.num_micro_batches:  # an odd number has no half
             tokens = count * request.micro_batch_size * request.num_gpus * request.seq_len
             yield f"{name} the tokens a step, {tokens}", machine, replace(request, num_micro_batches=count)
-    if request.num_gpus > 1:  # which have no disk so far
-        return
     disk = _faster_disk(machine.spill)
     name = "a disk for spill.path" if machine.spill is None else "twice the disk's rate"
     yield f"{name}, {disk.bytes_per_s / 1e9:.2g} GB/s", replace(machine, spill=disk), request

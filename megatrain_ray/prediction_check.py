@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatrain_ray.engine.activation_space import activation_file_bytes
+from megatrain_ray.engine.activation_space import all_activation_files_bytes
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.prediction import Prediction
@@ -161,12 +161,12 @@ def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | No
 
 
 def _disk(plan: Plan, work: StepWork) -> Iterator[Term]:
-    """All that is there, and of its traffic what the GPU worker moves. The shards read what is saved, too, and what was
+    """All that is there, and of its traffic what GPU workers move. The shards read what is saved, too, and what was
     copied aside for that once more: as much again at most."""
     on_disk = plan.total_bytes(Tier.NVME)
     if not on_disk:
         return
-    activations = activation_file_bytes(plan)
+    activations = all_activation_files_bytes(plan)
     of_saves = 2 * (on_disk - activations)
     yield Term("disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, work.disk_bytes, of_saves)
     if plan.weights_on_disk:

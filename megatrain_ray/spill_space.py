@@ -6,13 +6,10 @@ the cache.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib.util
 import itertools
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,13 +31,12 @@ from megatrain_ray.io.disk_io import DIRECT, DiskIo, DiskWay
 from megatrain_ray.io.disk_rate import measure_mixed
 from megatrain_ray.io.kvikio_store import unusable
 from megatrain_ray.logs import say
-from megatrain_ray.machine_files import read_text
+from megatrain_ray.spill_folder import check_folder, nearest, told_of_memory
 
 log = logging.getLogger(__name__)
 
 PROBE_BYTES = 512 << 20  # each way
 MARGIN_BYTES = 1 << 30  # of what is free that stays free
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are host memory
 GAIN = 1.05  # by which a way must be faster than a simpler one: rates that are measured once differ by about as much
 
 
@@ -72,14 +68,9 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
     if spill.path is None:
         return machine
     folder = Path(spill.path).absolute()
-    is_here = _check(folder, make=not imagined)
-    if is_here and (kind := _memory_file_system(folder)):
-        log.warning(
-            "spill.path: %s is on %s, which is host memory: what spills there comes on top of what the plan counts; "
-            "name a folder on a local NVMe drive, or lower hardware.ram_limit by what spills",
-            folder,
-            kind,
-        )
+    is_here = check_folder(folder, make=not imagined)
+    if is_here and (told := told_of_memory(folder)):
+        log.warning("%s", told)
     limit_bytes = spill.limit or ANY_ROOM
     if is_here:
         limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
@@ -106,33 +97,6 @@ def forget_rates() -> None:
     with suppress(RuntimeError):  # there is no cache
         for file in (cache_folder() / "disks").glob("*.json"):
             file.unlink(missing_ok=True)
-
-
-def _check(folder: Path, *, make: bool) -> bool:
-    """Whether it is here, which it is when it was to be made. Raises ConfigError."""
-    try:
-        if not _nearest(folder).is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if make:
-            folder.mkdir(parents=True, exist_ok=True)
-        if is_here := folder.is_dir():
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-    except OSError as error:
-        advice = "name a folder on a local NVMe drive that can be written to"
-        raise ConfigError(f"spill.path: cannot write to {folder}: {error.strerror}; {advice}") from None
-    return is_here
-
-
-def _memory_file_system(folder: Path) -> str | None:
-    """The type of the folder's file system where that keeps files in memory; None elsewhere."""
-    device = folder.stat().st_dev
-    name = f"{os.major(device)}:{os.minor(device)}"
-    for line in read_text(Path("/proc/self/mountinfo")).splitlines():
-        mounted, _, kind = line.partition(" - ")
-        if mounted.split()[2] == name and kind.split()[0] in IN_MEMORY:
-            return kind.split()[0]
-    return None
 
 
 def _asked(spill: SpillConfig) -> tuple[DiskWay, ...]:
@@ -249,8 +213,4 @@ def _measured(folder: Path, able: Sequence[DiskWay]) -> DiskRate:
 
 
 def _device_of(folder: Path) -> int:
-    return _nearest(folder).stat().st_dev
-
-
-def _nearest(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return nearest(folder).stat().st_dev

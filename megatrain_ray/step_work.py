@@ -1,4 +1,4 @@
-"""What all processes of a run did in a step, by what each had done at two times. Pure."""
+"""What all processes of a run on its first host did in a step, by what each had done at two times. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class RunWork:
     """What has been done at some time."""
 
     shards: Sequence[ShardWork]
-    gpu: GpuWork
+    gpus: Sequence[GpuWork]
 
 
 @dataclass(frozen=True)
 class StepWork:
     """Of one step. `update_s`: of the shard that took longest. `disk_bytes`: read and written, by all processes;
-    `weight_bytes`, `activation_bytes`: of these by the GPU worker. `disk_s`: in which something of that was under way,
+    `weight_bytes`, `activation_bytes`: of these by GPU workers. `disk_s`: in which something of that was under way,
     whoever moved it. `spill_bytes`: that all files take on the disk."""
 
     update_s: float
@@ -37,37 +37,35 @@ def work_between(before: RunWork | None, after: RunWork | None) -> StepWork | No
     """A step's mean. None where somebody did not answer or was replaced, or no step and no update lies between them."""
     if before is None or after is None:
         return None
-    num_steps = after.gpu.num_steps - before.gpu.num_steps
     pairs = list(zip(before.shards, after.shards, strict=False))
+    of_gpus = [(a, b, b.num_steps - a.num_steps) for a, b in zip(before.gpus, after.gpus, strict=False)]
     same = _pids(before) == _pids(after)
     # Where everything lives on the device shards make no update at all.
-    if num_steps <= 0 or not same or any(a.update >= b.update > 0 for a, b in pairs):
+    if not same or any(count <= 0 for *_, count in of_gpus) or any(a.update >= b.update > 0 for a, b in pairs):
         return None
     steps = [(a, b, max(1, b.update - a.update)) for a, b in pairs]
-    weights, activations = (
-        now.since(then).total / num_steps
-        for now, then in ((after.gpu.weights, before.gpu.weights), (after.gpu.activations, before.gpu.activations))
-    )
+    weights = sum(b.weights.since(a.weights).total / count for a, b, count in of_gpus)
+    activations = sum(b.activations.since(a.activations).total / count for a, b, count in of_gpus)
     of_shards = sum(b.moved.since(a.moved).total / count for a, b, count in steps)
     return StepWork(
         update_s=max(((b.update_s - a.update_s) / count for a, b, count in steps), default=0.0),
         disk_bytes=of_shards + weights + activations,
-        disk_s=_disk_s(after, num_steps),
-        spill_bytes=after.gpu.spill_bytes + sum(work.spill_bytes for work in after.shards),
+        disk_s=_disk_s(after, of_gpus[0][2]),
+        spill_bytes=sum(gpu.spill_bytes for gpu in after.gpus) + sum(work.spill_bytes for work in after.shards),
         weight_bytes=weights,
         activation_bytes=activations,
     )
 
 
 def _pids(work: RunWork) -> list[int]:
-    return [work.gpu.pid, *(shard.pid for shard in work.shards)]
+    return [*(gpu.pid for gpu in work.gpus), *(shard.pid for shard in work.shards)]
 
 
 def _disk_s(work: RunWork, num_steps: int) -> float:
-    """Of the newest steps, as far as all processes still know when they moved something."""
-    every = [*(shard.busy for shard in work.shards), *work.gpu.busy]
+    """Of the newest steps, those of the first GPU, as far as all processes still know when they moved something."""
+    every = [*(shard.busy for shard in work.shards), *(busy for gpu in work.gpus for busy in gpu.busy)]
     since_s = max(busy.since_s for busy in every)
-    steps = work.gpu.steps[-num_steps:]
+    steps = work.gpus[0].steps[-num_steps:]
     known = [Time(max(step.start_s, since_s), step.end_s) for step in steps if step.end_s > since_s]
     known_s = _total_s(known)
     if not known_s:

@@ -34,7 +34,7 @@ def with_gradients_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, A
     raise AssertionError("no gradient ever waits on disk")
 
 
-def with_weights_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+def with_all_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with a folder on disk, and just as much host memory as it needs then."""
     limited = _limited(tree, 1 << 36, folder / "spill")
     question = question_of(load_config(write_config(folder / "question.yaml", limited)))

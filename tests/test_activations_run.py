@@ -13,9 +13,9 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.kill_campaign.cases import GPU
-from megatrain_ray.arenas import ACTIVATIONS
+from megatrain_ray.arenas import activations_file
 from megatrain_ray.comparisons import read_comparisons
-from megatrain_ray.engine.activation_space import activation_file_bytes
+from megatrain_ray.engine.activation_space import all_activation_files_bytes
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
@@ -72,13 +72,13 @@ def test_a_run_with_activations_on_disk_equals_plain_pytorch(
 
 
 def assert_traffic_is_as_planned(run_dir: Path, plan: Plan) -> None:
-    """The GPU worker's byte for byte; the shards' but for what saves read, and what is written behind an update."""
+    """The GPU workers' byte for byte; the shards' but for what saves read, and what is written behind an update."""
     (found,) = read_comparisons(run_dir)
     activations, weights, all_of_it = (
         found.term(name) for name in ("activation traffic", "weights read", "disk traffic")
     )
     assert activations and activations.measured == activations.predicted
-    assert activations.measured == 2 * plan.num_sweeps * activation_file_bytes(plan)
+    assert activations.measured == 2 * plan.num_sweeps * all_activation_files_bytes(plan)
     assert bool(weights) == bool(plan.weights_on_disk)
     assert weights is None or weights.measured == weights.predicted == plan.weight_read_bytes
     assert all_of_it and 0.5 < all_of_it.measured / all_of_it.predicted < 2
@@ -107,7 +107,7 @@ def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> N
         while not rows(tmp_path / "run"):
             assert time.monotonic() < deadline_s, run.text()
             time.sleep(0.1)
-        with spill_file_of(tmp_path / "spill", ACTIVATIONS).open("r+b", buffering=0) as damaged:
+        with spill_file_of(tmp_path / "spill", activations_file(0)).open("r+b", buffering=0) as damaged:
             size = os.fstat(damaged.fileno()).st_size
             while run.process.poll() is None:
                 assert time.monotonic() < deadline_s, run.text()

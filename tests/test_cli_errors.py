@@ -32,8 +32,8 @@ def file(tmp_path: Path) -> str:
         (["train.lr=fast"], "train.lr: expected a number, got 'fast'"),
         (["model.config={hidden_size: 8}"], "model.path and model.config are both set"),
         (
-            ["hardware.num_gpus=2", "spill.path=."],
-            "spill.path goes with one GPU so far, and hardware.num_gpus is 2; leave one of the two out",
+            ["hardware.num_gpus=2", "hardware.cuda_graphs=true"],
+            "hardware.cuda_graphs: true goes with one GPU so far, and hardware.num_gpus is 2; leave one of the two out",
         ),
         (["train.lr"], "override 'train.lr': expected key=value"),
     ],

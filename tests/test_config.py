@@ -221,6 +221,10 @@ def test_what_several_gpus_cannot_do_is_refused(changes: dict[str, Any], message
             "hardware.num_hosts is 2; leave one of the two out",
         ),
         (
+            {"hardware__num_gpus": 2, "run_dir": "/runs/a", "spill__path": "spill"},
+            "spill.path: spill is relative, and other hosts have other working directories; give an absolute path",
+        ),
+        (
             {"hardware__num_gpus": 2, "run_dir": "runs/a"},
             "run_dir: runs/a is relative, and other hosts have other working directories; give an absolute path",
         ),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray.arenas import ACTIVATIONS, arena_sizes, spill_files
+from megatrain_ray.arenas import activations_file, arena_sizes, spill_files
 from megatrain_ray.comparison_table import comparison_table
 from megatrain_ray.config_file import load_config
 from megatrain_ray.data_worker import DataWorker
@@ -89,7 +89,7 @@ async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], 
                 rows.append((await worker.step(step, save=False)).row)
                 if step in (2, STEPS):
                     await worker.evaluate(step, 0)  # which waits for the update
-                    done.append(RunWork([shard.work() for shard in shards], worker.work()))
+                    done.append(RunWork([shard.work() for shard in shards], [worker.work()]))
             spans = (await worker.spans(TRACED)).spans
         finally:
             await worker.close()
@@ -116,14 +116,14 @@ async def test_a_step_moves_what_the_plan_says(ready: Prepared, handles: Handles
         row.num_bytes for row in plan.rows if (row.tier, row.name) == (Tier.NVME, "activations")
     )
     for work in done:
-        assert all(busy.times for busy in (*(shard.busy for shard in work.shards), *work.gpu.busy))
-        assert (work.gpu.weights.written, work.gpu.activations.read) == (0, work.gpu.activations.written)
+        assert all(busy.times for busy in (*(shard.busy for shard in work.shards), *work.gpus[0].busy))
+        assert (work.gpus[0].weights.written, work.gpus[0].activations.read) == (0, work.gpus[0].activations.written)
 
     traffic, disk, taken = (found.term(name) for name in ("disk traffic", "disk", "on disk"))
     files = sum(handle.nbytes for handle in handles.values() if handle.path)
     assert traffic and disk and taken
     of_shards = traffic.measured - weights.measured - activations.measured
-    in_files = files - handles[ACTIVATIONS].nbytes
+    in_files = files - handles[activations_file(0)].nbytes
     assert of_shards == pytest.approx(2 * in_files, rel=0.05)  # what is written behind an update may end later
     assert traffic.measured <= traffic.predicted
     assert taken.measured == files <= taken.predicted

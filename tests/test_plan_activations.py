@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatrain_ray.arenas import ACTIVATIONS, spill_files
+from megatrain_ray.arenas import activations_file, spill_files
 from megatrain_ray.engine.activation_moves import away, is_on_disk
 from megatrain_ray.engine.activation_space import NUM_WINDOWS, activation_file_bytes
 from megatrain_ray.engine.cost_basis import CostBasis
@@ -75,7 +75,7 @@ def test_what_the_host_has_no_room_for_goes_to_the_disk_where_that_is_faster() -
     assert f"\nspill     on disk: {what}; " in describe(plan)
     assert Plan.from_json(plan.to_json()) == plan
     (name,) = spill_files(plan, structure.layout(), "/nvme")
-    assert name == ACTIVATIONS
+    assert name == activations_file(0)
     assert spill_files(plan, structure.layout(), "/nvme")[name].nbytes == plan.total_bytes(Tier.NVME)
 
 
@@ -143,6 +143,34 @@ def test_the_arithmetic_counts_windows_files_and_every_sweep() -> None:
         kept = live * sum(layer.kept_bytes for layer in plan.layers if layer.kept is Tier.HOST)
         assert row(plan, Tier.HOST, "kept activations") == plan.kept_bytes == kept
         assert plan.written_bytes == 3 // live * sum(plan.disk_activations)
+
+
+@pytest.mark.parametrize("disk", [DISK, STRAIGHT], ids=["through the host", "straight"])
+def test_each_gpu_of_a_host_has_windows_and_a_file_and_they_share_the_disk(disk: SpillSpace) -> None:
+    structure, activations = shape()
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, disk.bytes_per_s)
+    one, *others = (
+        planned(needed_bytes(num_gpus=n * k, num_hosts=k) - n * (1 << 30), disk=disk, num_gpus=n * k, num_hosts=k)
+        for n, k in ((1, 1), (3, 1), (3, 2))
+    )
+    op = Op("boundary", 1, num_bytes=1 << 30)
+    for three in others:
+        assert three.host_gpus == 3
+        assert three.layers == one.layers
+        for tier, name in ((Tier.NVME, "activations"), (Tier.HOST, "activation windows")):
+            assert row(three, tier, name) == 3 * row(one, tier, name)
+        assert row(three, Tier.HBM, "boundary activations") == row(one, Tier.HBM, "boundary activations")
+        assert three.written_bytes == 3 * one.written_bytes == three.total_bytes(Tier.NVME)
+        assert moved_bytes(three, structure)["disk"] == three.num_gpus * moved_bytes(one, structure)["disk"]
+        files = spill_files(three, structure.layout(), "/nvme")
+        assert {name: file.nbytes for name, file in files.items()} == {
+            activations_file(k): activation_file_bytes(one) for k in range(3)
+        }
+        of_three, of_one = (Prices(plan, basis, activations)(Stage.DISK, op) for plan in (three, one))
+        assert of_three == pytest.approx(3 * of_one)
+        of_three, of_one = (Bounds(plan, basis, activations).disk_s for plan in (three, one))
+        assert of_three == pytest.approx(3 * of_one)
+        assert spare_ram(three) >= 0
 
 
 def test_windows_on_the_device_are_counted_there() -> None:

@@ -17,6 +17,7 @@ from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.layer_work import work_of
+from megatrain_ray.engine.layout import largest_share
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan_bounds import Bounds
 from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillFirst, SpillSpace
@@ -40,21 +41,25 @@ PROFILES = {
     "slow products": replace(TYPICAL_GPU, launch_s=1e-3),
 }
 
+SEVERAL = {"num_gpus": 2, "micro_batch_size": 16}, {"num_gpus": 4, "num_hosts": 2, "micro_batch_size": 16}
+
 
 @cache
 def shape() -> tuple[Any, ActivationBytes]:
     return qwen(10, REQUEST.seq_len, hidden=2048, heads=16, kv_heads=2, inner=8192)  # type: ignore[no-any-return]
 
 
-def basis_of(profile: HardwareProfile, disk_bytes_per_s: float = 3e9) -> CostBasis:
+def basis_of(profile: HardwareProfile, disk_bytes_per_s: float = 3e9, num_hosts: int = 1) -> CostBasis:
     structure, _ = shape()
-    return CostBasis(structure, structure.layout(), work_of(structure), profile, True, False, disk_bytes_per_s)
+    layout = largest_share(structure.layout(), num_hosts)
+    return CostBasis(structure, layout, work_of(structure), profile, True, False, disk_bytes_per_s)
 
 
 def plans(request: Request, machine: Machine = MACHINE) -> Iterator[tuple[Plan, ActivationBytes]]:
     structure, activations = shape()
     activations = activations.times(request.micro_batch_size)
-    drafts = Drafts(structure, structure.layout(), activations, machine, request)
+    layout = largest_share(structure.layout(), request.num_hosts)
+    drafts = Drafts(structure, layout, activations, machine, request)
     for candidate in candidates(structure, request):
         for count in (0, 1, 5, 12):
             on_device = replace(candidate, hbm_layers=frozenset(range(count)))
@@ -84,9 +89,10 @@ def test_no_plan_is_faster(changes: dict[str, Any], profile: str) -> None:
 
 
 @pytest.mark.parametrize("disk_bytes_per_s", [3e8, 3e9, 3e10, 3e11])
-@pytest.mark.parametrize("changes", [{}, {"num_micro_batches": 9}, {"clip": False}])
+@pytest.mark.parametrize("changes", [{}, {"num_micro_batches": 9}, {"clip": False}, *SEVERAL])
 def test_no_plan_that_spills_is_faster(changes: dict[str, Any], disk_bytes_per_s: float) -> None:
-    request, basis, prices = replace(REQUEST, **changes), basis_of(TYPICAL_GPU, disk_bytes_per_s), SharedPrices()
+    request, prices = replace(REQUEST, **changes), SharedPrices()
+    basis = basis_of(TYPICAL_GPU, disk_bytes_per_s, request.num_hosts)
     counts, tight, with_weights = set(), 0.0, 0
     for plan, activations in itertools.chain(plans(request, SHORT), plans(request, SHORTER)):
         step_s = predict(plan, basis, activations, prices).step_s
@@ -97,18 +103,18 @@ def test_no_plan_that_spills_is_faster(changes: dict[str, Any], disk_bytes_per_s
         with_weights += bool(plan.weights_on_disk)
         tight = max(tight, bounds.disk_s / step_s)
     assert len(counts) > 2
-    assert with_weights > 10
+    assert with_weights > 10 if request.num_gpus == 1 else not with_weights
     assert tight > 0.95 or disk_bytes_per_s > 1e9
 
 
 @pytest.mark.parametrize("disk_bytes_per_s", [3e8, 3e9, 3e10])
-@pytest.mark.parametrize("changes", [{}, {"num_micro_batches": 9}, {"clip": False}])
+@pytest.mark.parametrize("changes", [{}, {"num_micro_batches": 9}, {"clip": False}, *SEVERAL])
 def test_no_choice_of_what_spills_is_faster(changes: dict[str, Any], disk_bytes_per_s: float) -> None:
     """Than what is told of a plan before anything is chosen, activations among it or not."""
     (structure, activations), request = shape(), replace(REQUEST, **changes)
-    basis, prices = basis_of(TYPICAL_GPU, disk_bytes_per_s), SharedPrices()
+    basis, prices = basis_of(TYPICAL_GPU, disk_bytes_per_s, request.num_hosts), SharedPrices()
     activations = activations.times(request.micro_batch_size)
-    drafts = Drafts(structure, structure.layout(), activations, SHORT, request)
+    drafts = Drafts(structure, basis.layout, activations, SHORT, request)
     with_activations, tight = 0, 0.0
     for candidate in candidates(structure, request):
         candidate = replace(candidate, spills_activations=candidate.boundaries is Tier.HOST)
@@ -125,7 +131,7 @@ def test_no_choice_of_what_spills_is_faster(changes: dict[str, Any], disk_bytes_
             with_activations += bool(plan.disk_activations)
             tight = max(tight, least.moved_s / step_s)
     assert with_activations > 3
-    assert tight > 0.8 or disk_bytes_per_s > 1e10
+    assert tight > (0.8 if request.num_hosts == 1 else 0.7) or disk_bytes_per_s > 1e10  # sums over hosts are left out
 
 
 @pytest.mark.parametrize("disk_bytes_per_s", [6e8, 1.8e9, 1.2e10])

@@ -36,7 +36,7 @@ class Shards:
 
 @pytest.fixture(autouse=True)
 def answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_check, "_answers", lambda calls: RunWork(calls[:-1], calls[-1]))
+    monkeypatch.setattr(plan_check, "_answers", lambda calls, num_shards: RunWork(calls[:-1], calls[-1:]))
     monkeypatch.setattr(plan_check, "pss_of_run", lambda pids: {"driver": {"private": 3 << 30}})
 
 

@@ -18,7 +18,9 @@ from megatrain_ray.io.save import list_saves, load_manifest
 from tests.ray_head import end_family
 from tests.ray_nodes import Nodes, actors_of, ray_nodes
 from tests.runs import TIMEOUT_S, cli, command, exported_masters, losses, plan_of, rows, write_config
+from tests.spilling import with_all_on_disk
 from tests.test_several_gpus_run import CLOSE, SHAPE, held_out, settings, worst
+from tests.test_spill_gpus_run import settings as spilling_settings
 from tests.tiny import TEXT
 
 pytestmark = pytest.mark.ray
@@ -95,6 +97,24 @@ def test_an_adapter_of_several_hosts_goes_on_upon_the_same_base(tmp_path: Path, 
     assert any(ours)
     assert ours == theirs
     assert worst(run_dir, whole) < CLOSE
+
+
+def test_two_hosts_with_a_disk_compute_what_they_do_in_memory(tmp_path: Path, cluster: Cluster) -> None:
+    """Each has its share of gradients and state there, and its own GPU's activations."""
+    two = {"hardware__num_hosts": 2, "hardware__num_shards": 2, "train__steps": 4}
+    folders = [tmp_path / name for name in ("memory", "disk")]
+    for folder in folders:
+        folder.mkdir()
+    in_memory, spilling = (spilling_settings(folder, **two) for folder in folders)
+    for folder, tree in zip(folders, (in_memory, with_all_on_disk(folders[1], spilling)), strict=True):
+        done = cli("train", str(write_config(folder / "config.yaml", tree)), **cluster.environment)
+        assert done.returncode == 0, done.stderr
+    plan = plan_of(folders[1] / "run")
+    assert plan.disk_activations and plan.spilled_layers and plan.stored_layers and not plan.weights_on_disk
+    assert not list((folders[1] / "spill").iterdir())
+    assert losses(folders[1] / "run") == losses(folders[0] / "run")
+    theirs, ours = (exported_masters(folder / "run", folder / "out") for folder in folders)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.fixture(scope="module")

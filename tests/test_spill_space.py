@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray import spill_space, trainer
+from megatrain_ray import spill_folder, spill_space, trainer
 from megatrain_ray.config import SpillConfig, TrainConfig
 from megatrain_ray.config_file import override
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_DISK_BYTES_PER_S
@@ -432,11 +432,11 @@ def test_a_folder_in_memory_is_told(
     tmp_path: Path, measurements: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What spills to tmpfs is in host memory all the same, and no row of a plan has it."""
-    monkeypatch.setattr(spill_space, "read_text", lambda path: _mounts(tmp_path, "tmpfs"))
+    monkeypatch.setattr(spill_folder, "read_text", lambda path: _mounts(tmp_path, "tmpfs"))
     with_spill(MACHINE, SpillConfig(path=str(tmp_path)))
     assert "is on tmpfs, which is host memory" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(spill_space, "read_text", lambda path: _mounts(tmp_path, "ext4"))
+    monkeypatch.setattr(spill_folder, "read_text", lambda path: _mounts(tmp_path, "ext4"))
     with_spill(MACHINE, SpillConfig(path=str(tmp_path)))
     assert "host memory" not in caplog.text
 

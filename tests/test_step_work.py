@@ -23,11 +23,12 @@ def steps(*ends: float) -> tuple[Time, ...]:
 
 
 BEFORE = RunWork(
-    [ShardWork(1, 2, 1.0, Moved(60, 40)), ShardWork(2, 3, 1.0)], GpuWork(2, Moved(7, 0), Moved(10, 10), (), steps(1, 2))
+    [ShardWork(1, 2, 1.0, Moved(60, 40)), ShardWork(2, 3, 1.0)],
+    [GpuWork(2, Moved(7, 0), Moved(10, 10), (), steps(1, 2))],
 )
 AFTER = RunWork(
     [ShardWork(1, 6, 3.0, Moved(300, 200), busy((2.5, 4.0)), 9), ShardWork(2, 5, 2.2, Moved(40, 20), busy(), 5)],
-    GpuWork(4, Moved(27, 0), Moved(16, 20), (busy((1.5, 2.5), (3.5, 5.0)), busy((7.5, 9.0))), steps(1, 2, 5, 8), 3),
+    [GpuWork(4, Moved(27, 0), Moved(16, 20), (busy((1.5, 2.5), (3.5, 5.0)), busy((7.5, 9.0))), steps(1, 2, 5, 8), 3)],
 )
 
 
@@ -45,6 +46,18 @@ def test_the_disk_is_at_work_while_any_process_moves_something() -> None:
     work = work_between(BEFORE, AFTER)
     assert work is not None
     assert work.disk_s == pytest.approx((3.0 + 0.5) / 2)
+
+
+def test_what_all_gpus_move_is_added_up() -> None:
+    """Each over the steps that it has made when it is asked, which may be one more or less."""
+    second = GpuWork(1, Moved(1, 0), Moved(2, 3)), GpuWork(5, Moved(21, 0), Moved(42, 43), (busy((6.0, 7.0)),), (), 2)
+    both = (replace(work, gpus=[*work.gpus, more]) for work, more in zip((BEFORE, AFTER), second, strict=True))
+    work = work_between(*both)
+    assert work is not None
+    assert (work.weight_bytes, work.activation_bytes) == (10.0 + 5.0, 8.0 + 20.0)
+    assert work.disk_bytes == 100.0 + 30.0 + 15.0 + 28.0
+    assert work.spill_bytes == 9 + 5 + 3 + 2
+    assert work.disk_s == pytest.approx((3.0 + 0.5 + 1.0) / 2)
 
 
 def known_from(since_s: float) -> float:
@@ -78,7 +91,10 @@ def without(shards: Sequence[ShardWork]) -> RunWork:
 def test_nobody_knows_where_somebody_was_replaced_or_has_done_nothing_since() -> None:
     first, second = AFTER.shards
     others = (BEFORE, without([first, replace(second, pid=3)]), without([first]), without([]), None)
-    for after in (*others, replace(AFTER, gpu=BEFORE.gpu), replace(AFTER, gpu=replace(AFTER.gpu, pid=3))):
+    (gpu,) = AFTER.gpus
+    for gpus in (BEFORE.gpus, [replace(gpu, pid=3)], [gpu, gpu]):
+        assert work_between(BEFORE, replace(AFTER, gpus=gpus)) is None
+    for after in others:
         assert work_between(BEFORE, after) is None
     assert work_between(None, AFTER) is None
 

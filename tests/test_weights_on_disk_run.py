@@ -11,7 +11,7 @@ import pytest
 from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
 from megatrain_ray.engine.tier import Tier
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
-from tests.spilling import with_weights_on_disk
+from tests.spilling import with_all_on_disk
 from tests.test_kills import END_S, kill, mid_update, training
 from tests.test_spill_run import ROUNDED, small_model, spill_file_of
 
@@ -32,7 +32,7 @@ def test_a_run_with_weights_on_disk_equals_plain_pytorch(
     tmp_path: Path, ray_address: str, changes: dict[str, Any]
 ) -> None:
     model = small_model(tmp_path, num_layers=NUM_LAYERS)
-    tree = with_weights_on_disk(tmp_path, config(tmp_path / "run", model, **changes))
+    tree = with_all_on_disk(tmp_path, config(tmp_path / "run", model, **changes))
     done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     plan = plan_of(tmp_path / "run")
@@ -49,7 +49,7 @@ def test_a_save_goes_on_where_weights_live_elsewhere(tmp_path: Path, ray_address
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("Now is the winter of our discontent\n" * 20)
     common = {**common, "eval_every": 2, "data": {**common["data"], "eval_path": str(held_out)}}
-    on_disk = with_weights_on_disk(tmp_path, common)
+    on_disk = with_all_on_disk(tmp_path, common)
     for tree, steps in ((on_disk, 2), (common, 4), (on_disk, 6)):
         path = write_config(tmp_path / "config.yaml", {**tree, "train": {**tree["train"], "steps": steps}})
         done = cli_here("train", str(path))
@@ -63,7 +63,7 @@ def test_a_shard_that_dies_while_its_weights_are_on_disk_is_replaced(tmp_path: P
     them."""
     model = small_model(tmp_path, hidden_size=384, num_layers=NUM_LAYERS)
     settings = {"hardware__num_shards": 2, "train__steps": 12, "max_failures": 4}
-    tree = with_weights_on_disk(tmp_path, config(tmp_path / "run", model, save_every=6, **settings, **ROUNDED))
+    tree = with_all_on_disk(tmp_path, config(tmp_path / "run", model, save_every=6, **settings, **ROUNDED))
     path = write_config(tmp_path / "config.yaml", tree)
     with training(tmp_path, path) as run:
         kill(run, mid_update(0), SHARD_0)
@@ -78,7 +78,7 @@ def test_a_shard_that_dies_while_its_weights_are_on_disk_is_replaced(tmp_path: P
 
 def test_damaged_weights_end_the_run_with_what_happened(tmp_path: Path) -> None:
     model = small_model(tmp_path, num_layers=NUM_LAYERS)
-    tree = with_weights_on_disk(tmp_path, config(tmp_path / "run", model, train__steps=100_000, save_every=3))
+    tree = with_all_on_disk(tmp_path, config(tmp_path / "run", model, train__steps=100_000, save_every=3))
     path = write_config(tmp_path / "config.yaml", tree)
     with training(tmp_path, path) as run:
         deadline_s = time.monotonic() + END_S
