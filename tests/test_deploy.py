@@ -39,7 +39,13 @@ CLUSTER = {
     "rayVersion": str,
     "authOptions": {"mode": str},
     "headGroupSpec": {"rayStartParams": {str: str}, "template": {"spec": POD}},
-}
+    "workerGroupSpecs": [
+        {
+            "groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int, "rayStartParams": {str: str},
+            "template": {"spec": POD},
+        }
+    ],
+}  # fmt: skip
 JOB = {
     "entrypoint": str, "runtimeEnvYAML": str, "submissionMode": str, "backoffLimit": int, "rayClusterSpec": CLUSTER,
     "shutdownAfterJobFinishes": bool, "ttlSecondsAfterFinished": int,
@@ -80,17 +86,37 @@ def pod_of(name: str) -> dict[str, Any]:
     return pod
 
 
-MANIFESTS = ["kuberay/rayjob.yaml", "kuberay/raycluster.yaml"]
+MANIFESTS = ["kuberay/rayjob.yaml", "kuberay/raycluster.yaml", "kuberay/rayjob_hosts.yaml"]
 
 
 def test_manifests_have_fields_that_there_are() -> None:
     assert list(misfits(read(MANIFESTS[0]), {**TOP, "spec": JOB})) == []
     assert list(misfits(read(MANIFESTS[1]), {**TOP, "spec": CLUSTER})) == []
+    assert list(misfits(read(MANIFESTS[2]), {**TOP, "spec": JOB})) == []
     assert cluster_of(MANIFESTS[0]) == cluster_of(MANIFESTS[1])
-    assert {(read(name)["apiVersion"], read(name)["kind"]) for name in MANIFESTS} == {
-        ("ray.io/v1", "RayJob"),
-        ("ray.io/v1", "RayCluster"),
-    }
+    assert [read(name)["apiVersion"] for name in MANIFESTS] == ["ray.io/v1"] * 3
+    assert [read(name)["kind"] for name in MANIFESTS] == ["RayJob", "RayCluster", "RayJob"]
+
+
+def test_the_job_of_several_hosts_has_a_worker_like_its_head_for_each() -> None:
+    job, of_one = read(MANIFESTS[2]), read(MANIFESTS[0])
+    [workers] = job["spec"]["rayClusterSpec"].pop("workerGroupSpecs")
+    entrypoint = job["spec"]["entrypoint"]
+    assert entrypoint.startswith(of_one["spec"].pop("entrypoint"))
+    settings = dict(word.split("=") for word in entrypoint.split() if word.startswith("hardware."))
+    num_hosts = 1 + workers["replicas"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]
+    of_host = int(head["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert settings == {"hardware.num_hosts": str(num_hosts), "hardware.num_gpus": str(num_hosts * of_host)}
+    assert head == of_one["spec"]["rayClusterSpec"]["headGroupSpec"]
+    assert workers["rayStartParams"].items() <= head["rayStartParams"].items()
+    for of_head in (pod := pod_of(MANIFESTS[2]), pod["containers"][0]):
+        for key in ("terminationGracePeriodSeconds", "ports", "lifecycle"):  # a hook, and whom others ask
+            of_head.pop(key, None)
+    [container] = workers["template"]["spec"]["containers"]
+    container["name"] = pod["containers"][0]["name"]
+    assert workers["template"]["spec"] == pod
 
 
 def test_a_field_that_is_not_there_is_noticed() -> None:
