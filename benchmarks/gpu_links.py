@@ -15,8 +15,10 @@ import json
 import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,46 +48,83 @@ def seconds(work: Work) -> float:
     return statistics.median(times[1:])
 
 
-def of_rank(rank: int, size: int, place: Place, out: Path) -> None:
-    """What one process measures; the first one writes it down."""
-    torch.cuda.set_device(rank)
-    ranks = RankGroup(torch.device("cuda", rank), place, rank, size, 120.0, gathers=True)
-    edges = [ELEMENTS * k // size for k in range(size + 1)]
-    parts = [Span(a, b) for a, b in itertools.pairwise(edges)]
-    working = torch.randn(ELEMENTS, device="cuda").to(torch.bfloat16)
-    sums = torch.randn(ELEMENTS, device="cuda")
-    factor = torch.randn(WIDTH, WIDTH, device="cuda").to(torch.bfloat16)
-    side = torch.cuda.Stream(priority=-1)
+class Exchanges:
+    """What one rank does. Of a layer: working copies are gathered, sums reduce-scattered."""
 
-    def gather() -> None:
-        ranks.all_gather(working, parts)
+    def __init__(self, ranks: RankGroup) -> None:
+        edges = [ELEMENTS * k // ranks.size for k in range(ranks.size + 1)]
+        self._ranks = ranks
+        self._parts = [Span(a, b) for a, b in itertools.pairwise(edges)]
+        self._working = torch.randn(ELEMENTS, device="cuda").to(torch.bfloat16)
+        self._sums = torch.randn(ELEMENTS, device="cuda")
+        self._factor = torch.randn(WIDTH, WIDTH, device="cuda").to(torch.bfloat16)
+        self._side = torch.cuda.Stream(priority=-1)
 
-    def scatter() -> None:
-        ranks.sum_part(sums, parts[rank])
+    def gather(self) -> None:
+        self._ranks.all_gather(self._working, self._parts)
 
-    def products() -> None:
+    def scatter(self) -> None:
+        self._ranks.sum_part(self._sums, self._parts[self._ranks.rank])
+
+    def products(self) -> None:
         for _ in range(PRODUCTS):
-            torch.mm(factor, factor)
+            torch.mm(self._factor, self._factor)
 
-    def beside(work: Work) -> Work:
-        def both() -> None:
-            with torch.cuda.stream(side):
-                for _ in range(4):
-                    work()
-            products()
+    def beside(self, work: Work) -> None:
+        """Products while four of `work` run."""
+        with torch.cuda.stream(self._side):
+            for _ in range(4):
+                work()
+        self.products()
 
-        return both
 
-    products_s = seconds(products)
-    found: dict[str, float] = {"product_tflops": PRODUCTS * 2e-12 * WIDTH**3 / products_s}
-    for name, work, num_bytes in (("all_gather", gather, 2 * ELEMENTS), ("reduce_scatter", scatter, 4 * ELEMENTS)):
-        alone_s, beside_s = seconds(work), seconds(beside(work))
+def measured(exchanges: Exchanges, size: int) -> dict[str, float]:
+    """Seconds, rates and shares. `size`: how many ranks there are."""
+    products_s = seconds(exchanges.products)
+    found = {"product_tflops": PRODUCTS * 2e-12 * WIDTH**3 / products_s}
+    of_each = ("all_gather", exchanges.gather, 2 * ELEMENTS), ("reduce_scatter", exchanges.scatter, 4 * ELEMENTS)
+    for name, work, num_bytes in of_each:
+        alone_s, beside_s = seconds(work), seconds(partial(exchanges.beside, work))
         found[f"{name}_s"] = alone_s
         found[f"{name}_bytes_per_s"] = (1 - 1 / size) * num_bytes / alone_s
         found[f"products_beside_4_of_{name}"] = products_s / beside_s
+    return found
+
+
+def run_rank(rank: int, size: int, place: Place, out: Path) -> None:
+    """One process; the first one writes down what it measured."""
+    torch.cuda.set_device(rank)
+    ranks = RankGroup(torch.device("cuda", rank), place, rank, size, 120.0, gathers=True)
+    found = measured(Exchanges(ranks), size)
     if rank == 0:
         out.write_text(json.dumps(found))
     ranks.close()
+
+
+def of_ranks(num_gpus: int) -> dict[str, float]:
+    """Raises RuntimeError where one of them failed."""
+    meeting, context = Meeting(), multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        for_ranks = [(rank, num_gpus, meeting.place, out) for rank in range(num_gpus)]
+        ranks = [context.Process(target=run_rank, args=each) for each in for_ranks]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        if any(each.exitcode for each in ranks):
+            raise RuntimeError(f"ranks ended with {[each.exitcode for each in ranks]}")
+        found: dict[str, float] = json.loads(out.read_text())
+    return found
+
+
+def copies() -> dict[str, float]:
+    """Bytes per second each way at once, by the size of a copy."""
+    found = {}
+    for mib in (16, 64, 256):
+        exchange = PeerCopies(mib << 20)
+        found[f"{mib} MiB"] = (mib << 20) * 8 / seconds(partial(exchange.run, 8))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,22 +133,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--commit")
     options = parser.parse_args(arguments)
-    meeting, context = Meeting(), multiprocessing.get_context("spawn")
-    for_ranks = [(rank, options.gpus, meeting.place, options.out) for rank in range(options.gpus)]
-    ranks = [context.Process(target=of_rank, args=each) for each in for_ranks]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
-    copies: dict[str, float] = {}
-    for mib in (16, 64, 256):
-        exchange = PeerCopies(mib << 20)
-        copies[f"{mib} MiB"] = (mib << 20) * 8 / seconds(lambda each=exchange: each.run(8))  # type: ignore[misc]
-    found = json.loads(options.out.read_text())
     report = {"commit": options.commit or commit(), "hardware": hardware("cuda"), "versions": versions()}
-    options.out.write_text(json.dumps(report | found | {"copies_bytes_per_s": copies}, indent=1) + "\n")
+    found = of_ranks(options.gpus) | {"copies_bytes_per_s": copies()}
+    options.out.write_text(json.dumps(report | found, indent=1) + "\n")
     print(options.out.read_text())
-    return int(any(each.exitcode for each in ranks))
+    return 0
 
 
 if __name__ == "__main__":

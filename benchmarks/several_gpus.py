@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -92,10 +93,26 @@ def run(name: str, settings: Sequence[str], device: str) -> tuple[bool, Numbers,
 
 def problems(name: str, numbers: Numbers, worst: float, close: float, earlier: Mapping[str, Found]) -> list[str]:
     """Of a mode, beside those before it. `close`: how far it may be from one GPU."""
-    told = [f"differs by {worst:.2g}"] if worst > close else []
-    if name in SAME_BITS and "whole" in earlier and list(numbers) != list(earlier["whole"].numbers):
+    told = [] if worst <= close else [f"differs by {worst:.2g}"]
+    if name in SAME_BITS and list(numbers) != list(earlier["whole"].numbers):
         told.append("other bits than whole uploads")
     return told
+
+
+def difference(numbers: Numbers, beside: Numbers) -> float:
+    """The largest, as a share; nan where one is no number."""
+    pairs = (pair for of_step in zip(numbers, beside, strict=True) for pair in zip(*of_step, strict=True))
+    return max((abs(a / b - 1) for a, b in pairs), key=lambda share: (math.isnan(share), share))
+
+
+def settings_of(name: str, options: argparse.Namespace) -> tuple[str, ...]:
+    """Four sequences an update for each GPU, whichever has them."""
+    is_of_hosts = name in OF_HOSTS
+    count = 2 if is_of_hosts else 1 if name == "one" else options.gpus
+    of_hosts = ("hardware.num_hosts=2",) if is_of_hosts else ()
+    share = (f"hardware.num_gpus={count}", f"train.batch_size={4 * options.gpus}")
+    split = (f"train.accumulate={2 * options.gpus // count}",)
+    return (*BASE, *share, *split, *of_hosts, *MODES[name], *options.overrides)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,25 +125,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args(arguments)
+    names = options.modes.split(",")
+    if names[0] != "one" or any("whole" not in names[: names.index(name)] for name in SAME_BITS if name in names):
+        parser.error("--modes: the first is one, and whole comes before parts and again, which are compared with these")
     report = {"commit": options.commit or commit(), "hardware": hardware(options.device), "versions": versions()}
     found: dict[str, Found] = {}
     failed = {}
-    for name in options.modes.split(","):
-        is_of_hosts = name in OF_HOSTS
-        count = 2 if is_of_hosts else 1 if name == "one" else options.gpus
-        of_hosts = ("hardware.num_hosts=2",) if is_of_hosts else ()
-        share = (f"hardware.num_gpus={count}", f"train.batch_size={4 * options.gpus}")
-        split = (f"train.accumulate={2 * options.gpus // count}",)
-        settings = (*BASE, *share, *split, *of_hosts, *MODES[name], *options.overrides)
+    for name in names:
+        settings, worst = settings_of(name, options), math.nan
         try:
             gathers, numbers, step_s = run(name, settings, options.device)
-            beside = found["one"].numbers if "one" in found else numbers
-            pairs = zip(numbers, beside, strict=True)
-            worst = max(abs(a / b - 1) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+            worst = difference(numbers, numbers if name == "one" else found["one"].numbers)
             told = problems(name, numbers, worst, options.close, found)
             found[name] = Found(settings, gathers, numbers, step_s, worst, tuple(told))
+        except KeyError as missing:
+            told = [f"there is no run of {missing} to compare with"]
         except Exception as error:  # of one mode: the others still run
-            worst, told = float("nan"), [f"{type(error).__name__}: {error}"]
+            told = [f"{type(error).__name__}: {error}"]
         if told:
             failed[name] = told
         modes = {key: asdict(each) for key, each in found.items()}

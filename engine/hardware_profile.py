@@ -48,7 +48,8 @@ class MachineName:
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """Rates of one machine. All are of one thing alone but for those with `both` and `busy` in their names."""
+    """Rates of one machine. All are of one thing alone but for those with `both` and `busy` in their names, of disks
+    and of links between GPUs and hosts, where both directions run."""
 
     version: Literal[1]
     machine: MachineName

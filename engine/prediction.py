@@ -28,7 +28,7 @@ class Prediction:
     compute_s: Mapping[str, float]
     exposed_s: Mapping[str, float]
     busy_s: Mapping[str, float]
-    bottleneck: str  # compute, h2d, d2h, optimizer or disk
+    bottleneck: str  # compute, h2d, d2h, all-gather, optimizer or disk
     h2d_bytes: int
     d2h_bytes: int
     profile: HardwareProfile | None = None

@@ -134,5 +134,9 @@ def describe_profile(profile: HardwareProfile) -> str:
     )
     return (
         f"copies {h2d} GB/s up, {d2h} down, {both} each way at once; host memory {triad} GB/s; AdamW {adamw} Gparam/s, "
-        f"{busy} beside copies; products {products / 1e12:.3g} TFLOPS"
+        f"{busy} beside copies; products {products / 1e12:.3g} TFLOPS{_link(profile.gpu_link_bytes_per_s)}"
     )
+
+
+def _link(bytes_per_s: float | None) -> str:
+    return f"; {bytes_per_s / 1e9:.3g} GB/s each way between GPUs" if bytes_per_s else ""
