@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import mmap
-import os
 import socket
 import subprocess
 import sys
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray import crew_posts, spill_folder
+from megatrain_ray import crew_posts
 from megatrain_ray.arena_owner import ArenaOwner
 from megatrain_ray.arenas import SLAB, WORKING, arena_sizes, state_arena
 from megatrain_ray.cluster_room import check_hosts, lacking_hosts
@@ -37,9 +35,6 @@ from megatrain_ray.engine.slab import SlabPool
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError, ConfigError, LostPeerError, ShardFailedError
 from megatrain_ray.io.blob_store import aligned
-from megatrain_ray.io.disk_errors import DiskFullError
-from megatrain_ray.io.spill_file import SpillFile
-from megatrain_ray.spill_folder import OtherHost
 from megatrain_ray.trace import Op, Stage, Timeline
 from tests.rank_process import two_layers
 from tests.reference import Recipe
@@ -206,55 +201,6 @@ def test_an_owner_tells_what_its_host_sees_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     assert owner.digest_of(str(tmp_path / "plan.json")) == hashlib.sha256(b"{}").hexdigest()
     assert owner.digest_of(str(tmp_path / "none.json")) is None
-
-
-ELSEWHERE = "10.0.0.2 (host 1)"
-
-
-def owner_elsewhere(folder: Path, *, by_kvikio: bool = False) -> ArenaOwner:
-    files = {"spill-0": SpillFile(folder, 4096)}
-    return ArenaOwner({"a": 4096}, files=files, other=OtherHost(ELSEWHERE, folder, by_kvikio))
-
-
-def test_what_is_wrong_with_the_disk_of_another_host_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its arena owner, which makes the files: what, where, and what to do."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError) as refused:
-        owner_elsewhere(tmp_path / "file" / "spill")
-    assert str(refused.value) == (
-        f"spill.path: cannot write to {tmp_path}/file/spill on {ELSEWHERE}: Not a directory; name a folder on a local "
-        "NVMe drive that can be written to"
-    )
-    monkeypatch.setattr(spill_folder, "unusable", lambda folder: "no driver")
-    with pytest.raises(
-        ConfigError, match=rf"^spill\.io: kvikio does not work for {tmp_path} on 10.* \(host 1\): no dr"
-    ):
-        owner_elsewhere(tmp_path, by_kvikio=True)
-
-    def full(fd: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        DiskFullError, match=rf"^10\.0\.0\.2 \(host 1\): cannot reserve .* {tmp_path}: full, .* lower spill"
-    ):
-        owner_elsewhere(tmp_path)
-
-
-def test_a_folder_in_the_memory_of_another_host_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = owner_elsewhere(tmp_path / "new")
-    assert owner.told_of_memory() is None
-    monkeypatch.setattr(spill_folder, "IN_MEMORY", kinds_of_file_systems())
-    told = owner.told_of_memory()
-    assert told and told.startswith(f"spill.path: {tmp_path}/new on {ELSEWHERE} is on ")
-    assert ArenaOwner({}).told_of_memory() is None, "the driver's was told of with the plan"
-    owner.stop()
-    owner.run()
-
-
-def kinds_of_file_systems() -> tuple[str, ...]:
-    """All that there are here."""
-    return tuple(line.partition(" - ")[2].split()[0] for line in Path("/proc/self/mountinfo").read_text().splitlines())
 
 
 def test_what_gathers_slots_is_a_stage_of_its_own() -> None:

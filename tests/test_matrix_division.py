@@ -10,7 +10,7 @@ import torch
 
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec, Span
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.matrix_division import largest_part, matrix_parts
+from megatrain_ray.engine.matrix_division import MatrixPart, largest_part, matrix_parts
 from megatrain_ray.engine.momenta import Momenta
 from megatrain_ray.engine.muon import step_flops
 from megatrain_ray.engine.ranks import RankParts
@@ -63,10 +63,19 @@ def test_parts_cover_a_layer_and_hold_whole_matrices(matrices: Matrices, num_ran
     assert all(a.span.stop == b.span.start for a, b in itertools.pairwise(parts))
     assert parts[0].span.stop >= flat.adamw.stop, "what AdamW trains is one rank's"
     assert [part.flops for part in parts] == [work(flat, part.span) for part in parts]
-    total, most = (f([step_flops(shape) for _, shape in matrices]) for f in (sum, max))
-    if matrices is DENSE:
-        assert max(part.flops for part in parts) < total / num_ranks + most, "cuts are next to equal work"
-    assert largest_part(flat, num_ranks) == max(part.span.size for part in parts)
+    total = sum(math.prod(shape[:-2]) * step_flops(shape) for _, shape in matrices)
+    most = max(step_flops(shape) for _, shape in matrices)
+    assert max(part.flops for part in parts) < total / num_ranks + most, "cuts are next to equal work"
+
+
+def test_two_ranks_divide_a_block_behind_its_gate_proj() -> None:
+    """In units of 2 · 64³ FLOPs a matrix of attention has 3, one of the MLP 7, all have 33: the cut next to a half
+    is at 19. The norm in front is padded to 2048 elements."""
+    flat, unit = layer(*DENSE), 2 * 64**3
+    first = Span(0, 2048 + 4 * 64 * 64 + 192 * 64)
+    second = Span(first.stop, first.stop + 2 * 192 * 64)
+    assert matrix_parts(flat, 2) == (MatrixPart(first, 19 * unit), MatrixPart(second, 14 * unit))
+    assert largest_part(flat, 2) == 30720
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])

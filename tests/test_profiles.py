@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.config import TrainConfig
+from megatrain_ray.engine import measure_profile
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_GPU, HardwareProfile, MachineName
 from megatrain_ray.engine.measure_profile import Effort, measure
@@ -40,15 +41,24 @@ def test_the_cpu_device_yields_a_profile() -> None:
     assert profile.gpu_link_bytes_per_s is None
 
 
-def test_the_link_between_gpus_is_measured_where_there_are_several() -> None:
+def test_the_link_between_gpus_is_measured_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that knows what an exchange takes, of which there are two in a row in a round."""
+    exchange_s = 2.0**-10
     asked: list[tuple[int, int]] = []
 
     def make_exchange(num_bytes: int) -> Callable[[int], None]:
         return lambda count: asked.append((num_bytes, count))
 
-    profile = measure(MachineName("", "", "2", "some", 2), lambda _: CpuDevice(num_threads=1), 2, LITTLE, make_exchange)
-    assert {num_bytes for num_bytes, _ in asked} == {LITTLE.copy_bytes}
-    assert profile.gpu_link_bytes_per_s is not None
+    def seconds(work: Callable[[], object]) -> float:
+        before = len(asked)
+        work()
+        return sum(exchange_s * count for _, count in asked[before:]) or 1.0
+
+    monkeypatch.setattr(measure_profile, "_seconds", seconds)
+    effort = replace(LITTLE, budget_s=2 * measure_profile.ROUNDS * exchange_s)
+    profile = measure(MachineName("", "", "2", "some", 2), lambda _: CpuDevice(num_threads=1), 2, effort, make_exchange)
+    assert set(asked) == {(effort.copy_bytes, 1), (effort.copy_bytes, 2)}
+    assert profile.gpu_link_bytes_per_s == effort.copy_bytes / exchange_s
 
 
 def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""spill.path and spill.limit: folders that are refused, what a plan is told of the disk, measured once."""
+"""spill.path and spill.limit: what a plan is told of the disk, measured once."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray import spill_folder, spill_space, trainer
+from megatrain_ray import spill_space, trainer
 from megatrain_ray.config import SpillConfig, TrainConfig
 from megatrain_ray.config_file import override
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_DISK_BYTES_PER_S
@@ -20,47 +19,20 @@ from megatrain_ray.engine.plan_request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.blob_store import aligned
-from megatrain_ray.io.disk_io import PLAIN, DiskIo, DiskWay
+from megatrain_ray.io.disk_io import DiskIo, DiskWay
 from megatrain_ray.planning import prepare, question_of
 from megatrain_ray.spill_space import MARGIN_BYTES, PROBE_BYTES, forget_rates, rate_file, with_spill
 from megatrain_ray.startup import Startup
 from tests.runs import config
+from tests.spill_folders import FREE, MACHINE, RATE, imitated_disks, space
 from tests.test_planning import LLAMA
 
-MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
-RATE, FREE = 2.5e9, 10 << 30
 BOTH = {"posix": RATE, "posix with zstd": RATE}
 
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """Folders whose disks were measured, all of one rate and with as much room."""
-    folders: list[Path] = []
-
-    def measure(folder: Path, num_bytes: int, way: DiskWay) -> float:
-        assert num_bytes == PROBE_BYTES
-        assert folder.is_dir()
-        if way == PLAIN:
-            folders.append(folder)
-        return RATE
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(spill_space, "measure_mixed", measure)
-    monkeypatch.setattr(spill_space, "free_bytes", lambda folder: FREE)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # kvikio is not installed
-    return folders
-
-
-def space(
-    folder: Path, limit: int | str | None = None, *, imagined: bool = False, rate: float | None = None, **settings: str
-) -> SpillSpace:
-    """`rate`: that of the profile. `settings`: of spill."""
-    machine = MACHINE if rate is None else replace(MACHINE, profile=replace(TYPICAL_CPU, disk_bytes_per_s=rate))
-    spill = SpillConfig.model_validate({"path": str(folder), "limit": limit, **settings})
-    found = with_spill(machine, spill, imagined=imagined)
-    assert replace(found, spill=None) == machine
-    assert found.spill is not None
-    return found.spill
+    return imitated_disks(monkeypatch, tmp_path / "cache")
 
 
 def test_nothing_is_spilled_without_a_path(measurements: list[Path]) -> None:
@@ -369,20 +341,6 @@ def test_a_plan_alone_makes_no_folder(tmp_path: Path, measurements: list[Path]) 
     assert measurements == [tmp_path]
 
 
-@pytest.mark.parametrize("path", ["file", "file/x", "/proc/none", "/proc/self", "loose"])
-def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path, measurements: list[Path], path: str) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "loose").symlink_to("nowhere")
-    with pytest.raises(
-        ConfigError, match=rf"^spill\.path: cannot write to {tmp_path / path}: .*; name a folder"
-    ) as info:
-        space(tmp_path / path)
-    assert (info.value.exit_code, str(info.value).count("\n")) == (2, 0)
-    if path.startswith("file"):
-        with pytest.raises(ConfigError, match=r"^spill\.path: cannot write to .*: Not a directory; "):
-            space(tmp_path / path, imagined=True)
-
-
 def settings(folder: Path, path: Path) -> TrainConfig:
     tree = config(folder / "run", LLAMA, hardware__ram_limit="64GiB", spill__path=str(path), spill__limit="2GB")
     return TrainConfig.model_validate(tree)
@@ -426,21 +384,3 @@ def test_a_ray_job_takes_absolute_paths_alone(tmp_path: Path, monkeypatch: pytes
     override(tree, f"{key}=relative")
     with pytest.raises(ConfigError, match=rf"^{key}: relative is relative, and a Ray job runs in a folder of its own"):
         trainer.Trainer(TrainConfig.model_validate(tree)).fit()
-
-
-def test_a_folder_in_memory_is_told(
-    tmp_path: Path, measurements: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What spills to tmpfs is in host memory all the same, and no row of a plan has it."""
-    monkeypatch.setattr(spill_folder, "read_text", lambda path: _mounts(tmp_path, "tmpfs"))
-    with_spill(MACHINE, SpillConfig(path=str(tmp_path)))
-    assert "is on tmpfs, which is host memory" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(spill_folder, "read_text", lambda path: _mounts(tmp_path, "ext4"))
-    with_spill(MACHINE, SpillConfig(path=str(tmp_path)))
-    assert "host memory" not in caplog.text
-
-
-def _mounts(folder: Path, kind: str) -> str:
-    device = folder.stat().st_dev
-    return f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw,noatime - {kind} none rw\n"
