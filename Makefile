@@ -27,7 +27,7 @@ unit: $(READY)
 curves: $(READY)
 	$(BIN)/python -m tests.make_curves
 
-# torch first: on a machine without a GPU the constraint picks its small CPU build before anything asks for a range.
+# torch first and alone, at one version: nothing that asks for a range picks another one.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("megatrain-ray needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -53,22 +53,23 @@ class Effort:
 
 
 def measure(
-    machine: MachineName, make_device: MakeDevice, num_threads: int, effort: Effort | None = None,
-    make_exchange: MakeExchange | None = None,
-) -> HardwareProfile:  # fmt: skip
-    """`make_device`: with the numerics of a precision, one at a time. `num_threads`: of the optimizer. `make_exchange`:
-    None where there is one GPU at most."""
-    return _Measurement(make_device, num_threads, effort or Effort(), make_exchange).profile(machine)
+    machine: MachineName, make_device: MakeDevice, num_threads: int, effort: Effort | None = None
+) -> HardwareProfile:
+    """`make_device`: with the numerics of a precision, one at a time. `num_threads`: of the optimizer."""
+    return _Measurement(make_device, num_threads, effort or Effort()).profile(machine)
+
+
+def measure_link(make_exchange: MakeExchange, effort: Effort | None = None) -> float:
+    """Bytes per second each way."""
+    effort = effort or Effort()
+    return effort.copy_bytes / _median_s(make_exchange(effort.copy_bytes), effort.budget_s)
 
 
 class _Measurement:
-    def __init__(
-        self, make_device: MakeDevice, num_threads: int, effort: Effort, make_exchange: MakeExchange | None
-    ) -> None:
+    def __init__(self, make_device: MakeDevice, num_threads: int, effort: Effort) -> None:
         self._make_device = make_device
         self._num_threads = num_threads
         self._effort = effort
-        self._make_exchange = make_exchange
 
     def profile(self, machine: MachineName) -> HardwareProfile:
         effort = self._effort
@@ -95,26 +96,10 @@ class _Measurement:
             launch_s=launch_s,
             matmul={precision.value: tuple(self._matmul(precision)) for precision in COMPUTED},
             attention=attention,
-            gpu_link_bytes_per_s=self._gpu_link_bytes_per_s(),
         )
 
-    def _gpu_link_bytes_per_s(self) -> float | None:
-        if self._make_exchange is None:
-            return None
-        num_bytes = self._effort.copy_bytes
-        return num_bytes / self._median_s(self._make_exchange(num_bytes))
-
     def _median_s(self, work: Callable[[int], object]) -> float:
-        """Seconds of some work. `work`: does it so many times and then waits for all of it. The first call takes memory
-        and is not counted; the second says how many times a round may have, so that waiting costs little."""
-        for count in (1, 1):
-            once_s = _seconds(partial(work, count))
-        count = max(1, int(self._effort.budget_s / ROUNDS / once_s))
-        times: list[float] = []
-        end_s = time.perf_counter() + self._effort.budget_s
-        while len(times) < CALLS or time.perf_counter() < end_s:
-            times.append(_seconds(partial(work, count)) / count)
-        return statistics.median(times)
+        return _median_s(work, self._effort.budget_s)
 
     @contextmanager
     def _host_memory(self) -> Iterator[torch.Tensor]:
@@ -218,6 +203,19 @@ class _Copies:
         yield
         for event in events:
             event.synchronize()
+
+
+def _median_s(work: Callable[[int], object], budget_s: float) -> float:
+    """Seconds of some work. `work`: does it so many times and then waits for all of it. The first call takes memory and
+    is not counted; the second says how many times a round may have, so that waiting costs little."""
+    for count in (1, 1):
+        once_s = _seconds(partial(work, count))
+    count = max(1, int(budget_s / ROUNDS / once_s))
+    times: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    while len(times) < CALLS or time.perf_counter() < end_s:
+        times.append(_seconds(partial(work, count)) / count)
+    return statistics.median(times)
 
 
 def _seconds(work: Callable[[], object]) -> float:

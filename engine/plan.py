@@ -6,7 +6,7 @@ The schema is versioned and stands in docs/plan_format.md; `plan.json` in a run 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Literal
@@ -399,7 +399,9 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """Raises pydantic.ValidationError for text that is no plan of this version."""
-        return TypeAdapter(Plan).validate_json(text)
+        plan = TypeAdapter(Plan).validate_json(text)
+        # Those of several hosts always did, before the plan said so.
+        return replace(plan, gathers_slots=True) if plan.num_hosts > 1 and not plan.gathers_slots else plan
 
 
 def _dtype(name: str) -> torch.dtype:

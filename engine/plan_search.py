@@ -17,8 +17,10 @@ from megatrain_ray.engine.plan_request import Machine, Request
 from megatrain_ray.engine.plan_searches import basis_of, searches
 from megatrain_ray.engine.planner import with_uploads
 from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.engine.split_search import TIE, Found
+from megatrain_ray.engine.split_search import Found
 from megatrain_ray.errors import CapacityError, ConfigError
+
+LINK_ABOVE_PCIE = 2.0  # times as fast copies between GPUs are where they have a link of their own; a guess
 
 
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
@@ -31,7 +33,7 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
     if request.captured:
         plan = _fastest_captured(basis, machine, request, activations)
     else:
-        plan = _fastest_upload(basis, machine, request, activations)
+        plan = _fastest(basis, machine, request, activations)
         of_plan = activations_of(plan, activations, request)
         if request.captured is None and machine.device == "cuda" and is_slowed_by_launches(plan, basis, of_plan):
             with suppress(CapacityError, ConfigError):
@@ -62,27 +64,22 @@ def _fastest_captured(basis: CostBasis, machine: Machine, request: Request, acti
         raise CapacityError(f"hardware.cuda_graphs: with a captured step, all layers in GPU memory: {error}") from None
 
 
-def _fastest_upload(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
-    """Of those in which each GPU uploads whole layers, and, where such a step waits for uploads, of those in which it
-    uploads a part. The latter take more memory, so they fit nowhere else. Raises as `make_plan`."""
-    plan = _fastest(basis, machine, request, activations)
-    assert plan.prediction is not None
-    waits = plan.prediction.exposed_s.get("h2d", 0.0) > TIE * plan.prediction.step_s
-    if request.num_gpus == 1 or request.gathers_slots is not None or not waits:
-        return plan
-    with suppress(CapacityError):
-        other = _fastest(basis, machine, replace(request, gathers_slots=True), activations)
-        assert other.prediction is not None
-        if other.prediction.step_s * (1 + TIE) < plan.prediction.step_s:
-            return other
-    return plan
+def _uploads(basis: CostBasis, request: Request) -> list[Request]:
+    """The request with whole uploads, and with parts where nobody has chosen and these may be faster: over a link that
+    is no part of PCIe, or both would take each other's room."""
+    link, pcie = basis.profile.gpu_link_bytes_per_s, max(basis.profile.h2d_bytes_per_s, basis.profile.d2h_bytes_per_s)
+    if request.num_gpus == 1 or request.gathers_slots is not None or link is None or link < LINK_ABOVE_PCIE * pcie:
+        return [request]
+    return [request, replace(request, gathers_slots=True)]
 
 
 def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
-    """Of all splits. `activations`, here and below: of a micro-batch as requested. Raises as `make_plan`."""
+    """Of all splits, and ways of uploading. `activations`, here and below: of a micro-batch as requested. Raises as
+    `make_plan`."""
     found = Found()
-    for search in searches(basis, machine, request, activations, found):
-        search.run()
+    for way in _uploads(basis, request):
+        for search in searches(basis, machine, way, activations, found):
+            search.run()
     if not found.plans:
         raise misfit(basis, machine, request, activations)
     return found.chosen()

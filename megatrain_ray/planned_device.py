@@ -20,8 +20,15 @@ def make_device(plan: Plan, *, deterministic: bool) -> Device:
     """With the plan's numerics, threads and limit of memory. Changes settings of the whole process."""
     if plan.device == "cuda":
         tf32 = plan.precision.compute == "tf32"
-        return CudaDevice(deterministic=deterministic, tf32=tf32, memory_bytes=plan.hbm_limit_bytes)
+        return CudaDevice(deterministic=deterministic, tf32=tf32, memory_bytes=_own_bytes(plan))
     if deterministic:
         torch.use_deterministic_algorithms(True)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     return CpuDevice(num_threads=plan.num_compute_threads)
+
+
+def _own_bytes(plan: Plan) -> int | None:
+    """Of the device's memory, without what NCCL takes of it beside torch's allocator."""
+    if plan.hbm_limit_bytes is None:
+        return None
+    return plan.hbm_limit_bytes - sum(row.num_bytes for row in plan.rows if row.name == "exchange")

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 MEASURE_S = 300.0  # after which a measurement is given up
+LINK_S = 60.0  # the same of the link between GPUs, which may hang where these cannot reach each other's memory
 
 
 def this_machine(device: str) -> MachineName:
@@ -61,18 +62,24 @@ def with_profile(machine: Machine, setting: str) -> Machine:
     return replace(machine, profile=cached(this_machine(machine.device)))
 
 
-def measured(machine: Machine, setting: str, startup: Startup) -> Machine:
-    """The same for a run, which measures a GPU that nobody has measured yet. One that cannot be measured is no reason
-    not to train."""
+def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 1) -> Machine:
+    """The same for a run on so many GPUs of this host, which measures what nobody has measured yet. What cannot be
+    measured is no reason not to train."""
     machine = with_profile(machine, setting)
-    if machine.profile is not None or machine.device != "cuda":
+    if machine.device != "cuda" or setting != AUTO:
         return machine
+    profile = machine.profile
     try:
-        with startup.phase("measuring this machine, which is done once"):
-            return replace(machine, profile=measure_here(machine.device))
+        if profile is None:
+            with startup.phase("measuring this machine, which is done once"):
+                profile = measure_here(machine.device)
+        if host_gpus > 1 and profile.gpu_link_bytes_per_s is None:
+            with startup.phase("measuring the link between GPUs, which is done once"):
+                profile = measure_link_here(profile)
     except MegatrainError as error:
-        log.warning("plans are made with built-in rates: %s", error)
-        return machine
+        known = "the others were" if profile else "plans are made with built-in rates"
+        log.warning("%s; %s", error, known)
+    return replace(machine, profile=profile)
 
 
 def read_profile(path: Path) -> HardwareProfile:
@@ -99,16 +106,29 @@ def cached(machine: MachineName) -> HardwareProfile | None:
 
 def measure_here(device: str) -> HardwareProfile:
     """Measures this machine in a process of its own, and keeps the result. Raises MegatrainError."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from megatrain_ray.measuring import main; main()"
-    command = [sys.executable, "-c", code, device]
+    return _kept(HardwareProfile.from_json(_run("main", MEASURE_S, device)))
+
+
+def measure_link_here(profile: HardwareProfile) -> HardwareProfile:
+    """The same with the link between this machine's GPUs. Raises MegatrainError."""
+    return _kept(replace(profile, gpu_link_bytes_per_s=float(_run("link", LINK_S))))
+
+
+def _run(function: str, bound_s: float, *arguments: str) -> str:
+    """What a function of measuring.py prints. Raises MegatrainError."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from megatrain_ray import measuring; measuring.{function}()"
+    what = "this machine" if function == "main" else "the link between GPUs"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MEASURE_S)
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=bound_s)
     except subprocess.TimeoutExpired:
-        raise MegatrainError(f"this machine was not measured within {MEASURE_S:.0f} s") from None
+        raise MegatrainError(f"{what} was not measured within {bound_s:.0f} s") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise MegatrainError(f"this machine could not be measured: exit code {done.returncode}: {last}")
-    profile = HardwareProfile.from_json(done.stdout)
+        raise MegatrainError(f"{what} could not be measured: exit code {done.returncode}: {last}")
+    return done.stdout
+
+
+def _kept(profile: HardwareProfile) -> HardwareProfile:
     try:
         file = profile_file(profile.machine)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,8 @@ def refit(run_dir: Path, out: Path) -> Refitted:
         found, plan = _compared(files)
     prediction = plan.prediction
     assert prediction is not None and prediction.profile is not None
-    done = refitted(prediction, found, plan.update_order, predictor(config, plan))
+    predict = predictor(config, plan)
+    done = refitted(prediction, found, plan.update_order, predict, gathered=plan.gathers_slots)
     write_atomically(out, done.profile.to_json())
     return done
 
@@ -84,16 +85,21 @@ def _compared(files: RunFiles) -> tuple[Comparison, Plan]:
     return found, plan
 
 
-def refitted(prediction: Prediction, found: Comparison, order: UpdateOrder, predict: Predict) -> Refitted:
+def refitted(
+    prediction: Prediction, found: Comparison, order: UpdateOrder, predict: Predict, *, gathered: bool = False
+) -> Refitted:
     """`prediction`: of the run's plan, with its profile; `predict`: that of the same plan by other rates. Only what the
-    run timed is changed."""
+    run timed is changed. `gathered`: whether uploads were completed by all-gathers."""
     before = prediction.profile
     assert before is not None
     profile, report = before, []
     for change in (_fit_compute, _fit_updates, _fit_disk):
         profile, told = change(profile, found, order)
         report += told
-    profile, told = _fit_copies(profile, found, predict)
+    if gathered:
+        told = ["copies        not timed: uploads and all-gathers are waited for together"]
+    else:
+        profile, told = _fit_copies(profile, found, predict)
     step_s, now_s = _predictable_s(found), predict(profile).step_s
     report += told
     report.append(

@@ -44,6 +44,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "kept on the host", str(sum(layer.kept is Tier.HOST for layer in plan.layers))
     yield "steps", f"{plan.num_micro_batches} × {plan.micro_batch_size}, {plan.order.value.replace('_', ' ')}"
     yield "slots", str(len(plan.slots))
+    yield "uploads", "parts" if plan.gathers_slots else "whole"
     yield "sums", plan.sums.value
     yield "shards", ", ".join(map(str, plan.shard_homes)) or str(plan.num_shards)
     yield "GPU workers", ", ".join(str(place.home or "anywhere") for place in plan.gpu_homes) or "anywhere"

@@ -171,7 +171,9 @@ def _check_absolute(config: TrainConfig) -> None:
 def _machine(config: TrainConfig, startup: Startup) -> Machine:
     """Measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
-    return with_spill(measured(machine_of(hardware), hardware.profile, startup), config.spill)
+    return with_spill(
+        measured(machine_of(hardware), hardware.profile, startup, hardware.num_gpus // hardware.num_hosts), config.spill
+    )
 
 
 @contextmanager

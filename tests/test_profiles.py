@@ -13,7 +13,7 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine import measure_profile
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_GPU, HardwareProfile, MachineName
-from megatrain_ray.engine.measure_profile import Effort, measure
+from megatrain_ray.engine.measure_profile import Effort, measure, measure_link
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError, MegatrainError
@@ -41,7 +41,7 @@ def test_the_cpu_device_yields_a_profile() -> None:
     assert profile.gpu_link_bytes_per_s is None
 
 
-def test_the_link_between_gpus_is_measured_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_between_gpus_has_the_bytes_of_an_exchange_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that knows what an exchange takes, of which there are two in a row in a round."""
     exchange_s = 2.0**-10
     asked: list[tuple[int, int]] = []
@@ -56,9 +56,32 @@ def test_the_link_between_gpus_is_measured_where_there_are_several(monkeypatch: 
 
     monkeypatch.setattr(measure_profile, "_seconds", seconds)
     effort = replace(LITTLE, budget_s=2 * measure_profile.ROUNDS * exchange_s)
-    profile = measure(MachineName("", "", "2", "some", 2), lambda _: CpuDevice(num_threads=1), 2, effort, make_exchange)
+    assert measure_link(make_exchange, effort) == effort.copy_bytes / exchange_s
     assert set(asked) == {(effort.copy_bytes, 1), (effort.copy_bytes, 2)}
-    assert profile.gpu_link_bytes_per_s == effort.copy_bytes / exchange_s
+
+
+def test_a_run_on_several_gpus_measures_their_link_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where the rest was measured before; and where it cannot be measured the rest counts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("megatrain_ray.profiles.total_memory_bytes", lambda: 24 << 30)
+    monkeypatch.setattr("megatrain_ray.profiles.device_name", lambda: "some GPU")
+    done: list[str] = []
+
+    def run(function: str, bound_s: float, *arguments: str) -> str:
+        done.append(function)
+        if len(done) == 2:
+            raise MegatrainError("the link between GPUs was not measured within 60 s")
+        of_machine = replace(TYPICAL_GPU, machine=this_machine("cuda"), launch_s=0.5)
+        return of_machine.to_json() if function == "main" else "3e11\n"
+
+    monkeypatch.setattr("megatrain_ray.profiles._run", run)
+    assert measured(GPU, "auto", Startup()).rates.launch_s == 0.5
+    assert done == ["main"]
+    assert measured(GPU, "auto", Startup(), host_gpus=2).rates.gpu_link_bytes_per_s is None
+    machine = measured(GPU, "auto", Startup(), host_gpus=2)
+    assert (machine.rates.launch_s, machine.rates.gpu_link_bytes_per_s) == (0.5, 3e11)
+    assert measured(GPU, "auto", Startup(), host_gpus=2) == machine
+    assert done == ["main", "link", "link"]
 
 
 def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:

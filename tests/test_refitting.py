@@ -103,6 +103,14 @@ def test_copies_are_told_from_waits_for_them_alone() -> None:
     assert "copies        not timed: computing hid them" in hidden.report
 
 
+def test_waits_for_uploads_that_others_complete_are_no_rate_of_copies() -> None:
+    slow, plan = replace(PROFILE, both_bytes_per_s=PROFILE.both_bytes_per_s / 20), planned(PROFILE)
+    found = compared(plan, slow)
+    done = refitted(plan.prediction, found, plan.update_order, lambda p: predicted(plan, p), gathered=True)  # type: ignore[arg-type]
+    assert done.profile.both_bytes_per_s == PROFILE.both_bytes_per_s
+    assert "copies        not timed: uploads and all-gathers are waited for together" in done.report
+
+
 @pytest.mark.parametrize(("optimizer", "h2d"), [(0.0, 0.1), (1.0, 1000.0)], ids=["too short", "too long"])
 def test_a_step_that_no_rate_of_copies_explains_leaves_it(optimizer: float, h2d: float) -> None:
     """Updates held the run up less than they take; or copies did longer than all that there are could."""

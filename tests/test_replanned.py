@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+from megatrain_ray.engine.plan import Plan
 from megatrain_ray.replanned import changes, is_same_placement
 from tests.planned_steps import PROFILE, planned
 
@@ -14,6 +16,15 @@ def test_other_rates_and_limits_alone_are_the_same_placement() -> None:
     assert now.sha256 != before.sha256
     assert is_same_placement(before, replace(now, ram_limit_bytes=now.ram_limit_bytes - 1))
     assert changes(before, before) == ""
+
+
+def test_a_plan_of_several_hosts_from_before_it_said_so_uploads_parts() -> None:
+    plan = replace(planned(PROFILE), num_gpus=2)
+    assert changes(plan, replace(plan, gathers_slots=True)) == "uploads whole → parts"
+    tree = json.loads(replace(plan, num_hosts=2).to_json())
+    del tree["gathers_slots"]
+    assert Plan.from_json(json.dumps(tree)).gathers_slots
+    assert not Plan.from_json(json.dumps(tree | {"num_hosts": 1})).gathers_slots
 
 
 def test_what_is_placed_elsewhere_is_named() -> None:
