@@ -42,11 +42,15 @@ def _answer(argv: Sequence[str] | None) -> int:
     options = _parse(argv)
     try:
         return _run(options)
+    except InterruptedRunError as end:
+        show(str(end), sys.stderr)
+        return end.exit_code
     except MegatrainError as error:
         show(f"error: {error}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        show("error: interrupted", sys.stderr)
+        goes_on = ": nothing more was saved; the same command resumes" if options.command == "train" else ""
+        show(f"interrupted{goes_on}", sys.stderr)
         return InterruptedRunError.exit_code
 
 

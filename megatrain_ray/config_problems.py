@@ -16,6 +16,17 @@ from megatrain_ray.units import format_ranges, parse_ranges
 if TYPE_CHECKING:
     from megatrain_ray.config import DataConfig, NodeConfig, OptimizationConfig, TrainConfig
 
+OTHER_NAMES = {  # of Transformers' TrainingArguments, and what they are here
+    "learning_rate": "train.lr",
+    "max_steps": "train.steps",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.accumulate",
+    "max_grad_norm": "train.clip",
+    "lr_scheduler_type": "train.schedule",
+    "max_length": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "output_dir": "run_dir",
+}
 # Keys of data that mean nothing for other kinds.
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
@@ -217,7 +228,7 @@ def _unknown(key: str, root: type[BaseModel]) -> str:
     keys = list(_fields(root))
     siblings = [other for other in keys if other.rpartition(".")[0] == group]
     elsewhere = next((other for other in keys if other.rpartition(".")[2] == name), None)
-    near = elsewhere or _nearest(name, siblings) or _nearest(name, keys)
+    near = elsewhere or OTHER_NAMES.get(name) or _nearest(name, siblings) or _nearest(name, keys)
     hint = f"did you mean {near}?" if near else f"expected one of {', '.join(siblings)}"
     return f"{key}: unknown key; {hint}"
 

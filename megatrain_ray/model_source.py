@@ -210,7 +210,10 @@ def _read_config(path: Path, key: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; expected a Hugging Face config.json") from None
+        expected = "expected a Hugging Face config.json"
+        if (path.parent / "saves").is_dir():
+            expected = f"{path.parent} is a run directory: megatrain export makes a model's folder of it"
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; {expected}") from None
     except ValueError as error:
         raise ConfigError(f"{key}: {path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):

@@ -151,7 +151,9 @@ def test_what_a_run_raises_decides_the_exit_code(
 
     monkeypatch.setattr("megatrain_ray.cli._train", fail)
     assert main(["train", file]) == exit_code
-    assert capsys.readouterr().err == f"error: {error if str(error) else 'interrupted'}\n"
+    ends = exit_code == InterruptedRunError.exit_code
+    told = str(error) or "interrupted: nothing more was saved; the same command resumes"
+    assert capsys.readouterr().err == f"{'' if ends else 'error: '}{told}\n"
 
 
 def test_the_package_and_its_metadata_have_one_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,3 +171,12 @@ def test_exports_are_lazy() -> None:
         "assert 'ray' not in sys.modules\nassert not hasattr(megatrain_ray, 'nothing')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_directory_in_the_place_of_a_model_is_named(
+    file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "earlier" / "saves").mkdir(parents=True)
+    assert main(["plan", file, "model.config=null", f"model.path={tmp_path / 'earlier'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'earlier'} is a run directory: megatrain export makes a model's folder of it" in error

@@ -172,6 +172,7 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"train__stepz": 1}, "train.stepz: unknown key; did you mean train.steps?"),
         ({"trian": {}}, "trian: unknown key; did you mean train?"),
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
+        ({"train__learning_rate": 1.0}, "train.learning_rate: unknown key; did you mean train.lr?"),
         ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
                                 "hardware.num_hosts, hardware.all_gather, "
                                 "hardware.hbm_limit, hardware.ram_limit, hardware.hbm_layers, hardware.num_shards, "
