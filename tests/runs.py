@@ -146,3 +146,9 @@ def assert_equals_reference(
     ours = exported_masters(run_dir, out)
     for name, master in theirs.masters.items():
         assert torch.equal(ours[name], master.flatten()), name
+
+
+def assert_same_masters(run_dir: Path, other: Path, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Of the newest saves of two runs; bit-equal, unless more is allowed."""
+    ours, theirs = (exported_masters(path, path.with_name(f"{path.name}_masters")) for path in (run_dir, other))
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)

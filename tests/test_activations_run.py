@@ -10,30 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.kill_campaign.cases import GPU
 from megatrain_ray.arenas import activations_file
-from megatrain_ray.comparisons import read_comparisons
-from megatrain_ray.engine.activation_space import all_activation_files_bytes
-from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
+from tests.kills import END_S, SECOND_SAVE, kill, training
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
-from tests.spilling import least_ram
-from tests.test_kills import END_S, SECOND_SAVE, kill, training
-from tests.test_spill_run import spill_file_of
+from tests.spilling import assert_traffic_is_as_planned, least_ram, long_model, spill_file_of
 
 pytestmark = pytest.mark.ray
-
-
-def long_model(folder: Path) -> Path:
-    """Of narrow layers, whose activations are more than their weights."""
-    shape = LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False,
-    )  # fmt: skip
-    LlamaForCausalLM(shape).save_pretrained(folder / "model")
-    return folder / "model"
 
 
 LEAST_RAM: dict[str, int] = {}  # by what it is of: it takes a while to find
@@ -69,22 +54,6 @@ def test_a_run_with_activations_on_disk_equals_plain_pytorch(
     assert_traffic_is_as_planned(tmp_path / "run", plan)
     assert re.search(r"\n  disk +\S+ \S+ read and written a step, \S+ \S+ planned, ", done.stdout)
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
-
-
-def assert_traffic_is_as_planned(run_dir: Path, plan: Plan) -> None:
-    """The GPU workers' byte for byte; the shards' but for what saves read, and what is written behind an update."""
-    (found,) = read_comparisons(run_dir)
-    activations, weights, all_of_it = (
-        found.term(name) for name in ("activation traffic", "weights read", "disk traffic")
-    )
-    assert activations and activations.measured == activations.predicted
-    assert activations.measured == 2 * plan.num_sweeps * all_activation_files_bytes(plan)
-    assert bool(weights) == bool(plan.weights_on_disk)
-    assert weights is None or weights.measured == weights.predicted == plan.weight_read_bytes
-    assert all_of_it and 0.5 < all_of_it.measured / all_of_it.predicted < 2
-    disk, taken = found.term("disk"), found.term("on disk")
-    assert disk and 0 < disk.measured < 2 * found.step.measured
-    assert taken and 0 < taken.measured <= taken.predicted == plan.total_bytes(Tier.NVME)
 
 
 def test_a_gpu_worker_that_dies_leaves_nothing_on_the_disk(tmp_path: Path) -> None:

@@ -27,8 +27,7 @@ from megatrain_ray.shard_worker import ShardWorker
 from megatrain_ray.spans import Row, Span
 from megatrain_ray.step_work import RunWork, work_between
 from tests.runs import config, write_config
-from tests.spilling import least_ram
-from tests.test_activations_run import long_model
+from tests.spilling import least_ram, long_model
 from tests.texts import tokens_of
 
 STEPS = 6

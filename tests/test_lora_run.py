@@ -20,8 +20,8 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.exporting import export_run
 from megatrain_ray.io.manifest import read_manifest
 from tests.adapters import build_adapter, peft
+from tests.kills import END_S, kill, prepare, training
 from tests.runs import cli_here, config, losses, reference_of, rows, write_config
-from tests.test_kills import END_S, kill, prepare, training
 from tests.test_objects import RECORDS, settings
 from tests.tiny import build_tiny
 

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.kill_campaign.live_run import LiveRun
 from megatrain_ray.io.save import list_saves, load_manifest
+from tests.gpu_runs import CLOSE, SHAPE, held_out, settings, worst
 from tests.ray_head import end_family
 from tests.ray_nodes import Nodes, actors_of, ray_nodes
-from tests.runs import TIMEOUT_S, cli, command, exported_masters, losses, plan_of, rows, write_config
-from tests.spilling import with_all_on_disk
-from tests.test_several_gpus_run import CLOSE, SHAPE, held_out, settings, worst
-from tests.test_spill_gpus_run import settings as spilling_settings
+from tests.runs import TIMEOUT_S, assert_same_masters, cli, command, losses, plan_of, rows, write_config
+from tests.spilling import spilling_settings, with_all_on_disk
 from tests.tiny import TEXT
 
 pytestmark = pytest.mark.ray
@@ -70,9 +68,7 @@ def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -
     assert worst(two, one) < CLOSE
     assert worst(two, one, "grad_norm") < CLOSE
     assert held_out(two) == pytest.approx(held_out(one), rel=CLOSE)
-    theirs = exported_masters(one, tmp_path / "out_one")
-    for name, ours in exported_masters(two, tmp_path / "out_two").items():
-        torch.testing.assert_close(ours, theirs[name], rtol=1e-4, atol=1e-5)
+    assert_same_masters(two, one, rtol=1e-4, atol=1e-5)
 
 
 def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Cluster) -> None:
@@ -113,8 +109,7 @@ def test_two_hosts_with_a_disk_compute_what_they_do_in_memory(tmp_path: Path, cl
     assert plan.disk_activations and plan.spilled_layers and plan.stored_layers and not plan.weights_on_disk
     assert not list((folders[1] / "spill").iterdir())
     assert losses(folders[1] / "run") == losses(folders[0] / "run")
-    theirs, ours = (exported_masters(folder / "run", folder / "out") for folder in folders)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_masters(folders[1] / "run", folders[0] / "run")
 
 
 @pytest.fixture(scope="module")

@@ -8,30 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.kill_campaign.cases import BACKWARD, GPU, SHARD_0, SHARD_1
 from benchmarks.kill_campaign.live_run import LiveRun
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
-from tests.runs import cli_here, config, exported_masters, losses, plan_of, rows, write_config
-from tests.spilling import with_all_on_disk
-from tests.test_activations_run import assert_traffic_is_as_planned
-from tests.test_kills import END_S, SECOND_SAVE, kill, mid_update, training
+from tests.kills import END_S, SECOND_SAVE, kill, mid_update, training
+from tests.runs import assert_same_masters, cli_here, losses, plan_of, rows, write_config
+from tests.spilling import SHAPE, assert_traffic_is_as_planned, spilling_settings, with_all_on_disk
 
 pytestmark = pytest.mark.ray
-
-SHAPE = {
-    "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
-
-
-def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Of two GPUs, with two sequences an update each."""
-    split = {"train__batch_size": 4, "train__micro_batch_size": 2, "train__accumulate": 1}
-    two = {"hardware__num_gpus": 2, "train__schedule": "constant", "data__seq_len": 256}
-    return config(folder / "run", SHAPE, **split | two | changes)
 
 
 def trained(folder: Path, tree: Mapping[str, Any], **train: Any) -> Plan:
@@ -57,7 +43,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 def test_two_gpus_with_a_disk_compute_what_they_do_in_memory(
     folders: tuple[Path, Path], ray_address: str, changes: dict[str, Any]
 ) -> None:
-    in_memory, spilling = (settings(folder, train__steps=6, **changes) for folder in folders)
+    in_memory, spilling = (spilling_settings(folder, train__steps=6, **changes) for folder in folders)
     assert trained(folders[0], in_memory).total_bytes(Tier.NVME) == 0
     plan, run_dir = trained(folders[1], with_all_on_disk(folders[1], spilling)), folders[1] / "run"
     assert (plan.num_gpus, len(plan.spilled_layers), len(plan.disk_activations)) == (2, 18, 16)
@@ -67,13 +53,12 @@ def test_two_gpus_with_a_disk_compute_what_they_do_in_memory(
     assert rows(run_dir)[0]["host_bytes"] <= plan.total_bytes(Tier.HOST)
     assert_traffic_is_as_planned(run_dir, plan)
     assert losses(run_dir) == losses(folders[0] / "run")
-    theirs, ours = (exported_masters(folder / "run", folder / "out") for folder in folders)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_masters(run_dir, folders[0] / "run")
 
 
 def test_a_save_goes_on_where_things_live_elsewhere(folders: tuple[Path, Path], ray_address: str) -> None:
     """From disk to memory and back, a process each."""
-    whole, common = (settings(folder) for folder in folders)
+    whole, common = (spilling_settings(folder) for folder in folders)
     spilling = with_all_on_disk(folders[1], common)
     trained(folders[0], whole, steps=6)
     for tree, steps in ((spilling, 2), (common, 4), (spilling, 6)):
@@ -87,7 +72,7 @@ WIDE = {**SHAPE, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_laye
 
 def disturbed(folders: tuple[Path, Path], disturb: Callable[[LiveRun], object], **changes: Any) -> tuple[str, Plan]:
     """What a run with a disk says, which ends with the losses of an undisturbed one in memory; and its plan."""
-    in_memory, spilling = (settings(folder, max_failures=4, **changes) for folder in folders)
+    in_memory, spilling = (spilling_settings(folder, max_failures=4, **changes) for folder in folders)
     with training(folders[0], write_config(folders[0] / "config.yaml", in_memory)) as run:
         assert run.process.wait(END_S) == 0, run.text()
     tree = with_all_on_disk(folders[1], spilling)

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
 from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.io.packed_store import Packer
+from tests.kills import END_S, kill, mid_update, training
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
-from tests.spilling import spilling, with_gradients_on_disk
-from tests.test_kills import END_S, kill, mid_update, training
+from tests.spilling import ROUNDED, small_model, spill_file_of, spilling, with_gradients_on_disk
 
 pytestmark = pytest.mark.ray
-
-
-# Gradients that are rounded when they leave never wait on the device.
-ROUNDED = {"train__grad_dtype": "bf16", "train__micro_batch_size": 4, "train__accumulate": 1}
-
-
-def small_model(folder: Path, hidden_size: int = 64, num_layers: int = 6) -> Path:
-    shape = LlamaConfig(
-        vocab_size=320, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
-    )  # fmt: skip
-    LlamaForCausalLM(shape).save_pretrained(folder / "model")
-    return folder / "model"
 
 
 @pytest.mark.parametrize(
@@ -124,13 +109,3 @@ def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> N
         assert run.process.wait(END_S) == 1, run.text()
         assert run.text().count("are not what was written there") == 1
         assert "Traceback" not in run.text()
-
-
-def spill_file_of(folder: Path, name: str = "") -> Path:
-    """As one of the processes has it open. `name`: a part of its own."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            path = str(link.readlink())
-            if path.startswith(f"{folder}/") and name in path:
-                return link
-    raise AssertionError(f"no process has a file of {folder}")

@@ -10,10 +10,9 @@ import pytest
 
 from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
 from megatrain_ray.engine.tier import Tier
+from tests.kills import END_S, kill, mid_update, training
 from tests.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
-from tests.spilling import with_all_on_disk
-from tests.test_kills import END_S, kill, mid_update, training
-from tests.test_spill_run import ROUNDED, small_model, spill_file_of
+from tests.spilling import ROUNDED, small_model, spill_file_of, with_all_on_disk
 
 pytestmark = pytest.mark.ray
 
