@@ -20,7 +20,7 @@ from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.ranks import OneRank, RankParts, Ranks
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.trace import Op
+from megatrain_ray.trace import SUM_OVER_GPUS, Op
 
 SMALL_ELEMENTS = 1 << 20  # a guess: fewer should take a GPU less time than the launch of their copy
 
@@ -48,7 +48,7 @@ class GradientStore:
         """`ranks`: None where there is one."""
         self._ranks = ranks or OneRank()
         self._parts = RankParts(layout, self._ranks.rank, self._ranks.size)
-        self._everywhere = plan.hbm_layers  # that every rank updates for itself
+        self._sums_whole = plan.sums_whole
         # The transfer's own bound, which names what is stuck, comes first.
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
@@ -158,10 +158,8 @@ class GradientStore:
         receives, in FP32), lets this rank's part go. None for one that waits: `take` or `depart` has it."""
         own, flat, layout = self._parts.span(layer), self._open[layer].flat, self._layout.layers[layer]
         if self._ranks.size > 1:
-            with self._device.compute(Op("sum over GPUs", layer, num_bytes=flat.nbytes)):
-                # Parts of whole matrices lie not in the order of ranks, as those of a reduce-scatter must.
-                is_whole = layer in self._everywhere or layout.num_muon
-                self._ranks.sum_part(flat, layout.trained if is_whole else own)
+            with self._device.compute(Op(SUM_OVER_GPUS, layer, num_bytes=flat.nbytes)):
+                self._ranks.sum_part(flat, layout.trained if self._sums_whole(layer) else own)
         if layer in self._waiting:
             self._round_in_place(layer)
             self._measure(layer, flat)

@@ -204,6 +204,11 @@ class Plan:
         """The others, which stream."""
         return frozenset(range(len(self.layers))) - self.hbm_layers
 
+    def sums_whole(self, layer: int) -> bool:
+        """Whether all ranks get a layer's whole sum: each updates it itself, or keeps whole matrices, whose parts do
+        not lie in the order of ranks, as those of a reduce-scatter must."""
+        return layer in self.hbm_layers or self.layers[layer].num_muon > 0
+
     @cached_property
     def spilled_layers(self) -> frozenset[int]:
         """Those whose state is on disk."""
