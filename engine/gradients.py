@@ -156,7 +156,7 @@ class GradientStore:
     def finish(self, layer: int) -> Departure | None:
         """Adds up what the ranks have, rounds where asked, measures each parameter's norm (of what the optimizer
         receives, in FP32), lets this rank's part go. None for one that waits: `take` or `depart` has it."""
-        own, flat, layout = self._parts.span(layer), self._open[layer].flat, self._layout.layers[layer]
+        own, flat, layout = self._parts.gradient_span(layer), self._open[layer].flat, self._layout.layers[layer]
         if self._ranks.size > 1:
             with self._device.compute(Op(SUM_OVER_GPUS, layer, num_bytes=flat.nbytes)):
                 self._ranks.sum_part(flat, layout.trained if self._sums_whole(layer) else own)
@@ -183,7 +183,7 @@ class GradientStore:
 
     def depart(self, layer: int) -> Departure:
         """Lets it go to the host. It has left before its place is written again: a forward needs every update."""
-        own = self._parts.span(layer)
+        own = self._parts.gradient_span(layer)
         flat = self._open.pop(layer).flat[own.start : own.stop]
         return Departure(layer, flat, self._device.record(), Future(), final=True)
 
@@ -203,7 +203,7 @@ class GradientStore:
     def recall(self, layer: int) -> Fetch:
         """Asks for this rank's part of the layer's complete gradient, which waits on the host, when no sum is on the
         device any more."""
-        num_bytes = self._parts.span(layer).size * self._wire_dtype.itemsize
+        num_bytes = self._parts.gradient_span(layer).size * self._wire_dtype.itemsize
         self._fetched[layer] = self._sums.fetch(layer, num_bytes)
         return self._fetched[layer]
 

@@ -86,7 +86,7 @@ class SharedHost:
             return HostWeights(await disk.take(fragment), 0.0)
         await self._reached(fragment.layer, generation)
         if self._uploads_parts:
-            own = self._parts.own(fragment.layer)
+            own = self._parts.upload_spans(fragment.layer)
             return HostWeights([self._arena.of_span(fragment.layer, span) for span in own], 0.0)
         return HostWeights([self._arena.part(fragment)], 0.0)
 
@@ -99,7 +99,7 @@ class SharedHost:
 
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
         await self._reached(layer, generation)
-        return self._momenta.of(layer, self._parts.span(layer))
+        return self._momenta.of(layer, self._parts.gradient_span(layer))
 
     async def lease(self, layer: int, update: int) -> Lease:
         if self._rank:
@@ -124,7 +124,7 @@ class SharedHost:
         if self._num_ranks == 1:
             return lease
         first = self._layout.shares[lease.layer].trained.start
-        start, stop = (itemsize * (edge - first) for edge in self._parts.span(lease.layer))
+        start, stop = (itemsize * (edge - first) for edge in self._parts.gradient_span(lease.layer))
         return replace(lease, region=lease.region[start:stop])
 
     async def _leased(self, leasing: Awaitable[Lease], layer: int, name: str) -> Lease:
