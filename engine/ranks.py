@@ -3,6 +3,8 @@ together make of it what one would have made: sums of gradients, norms, losses.
 
 Each rank completes a part of every layer's gradient, its own, and hands that on to the host: a reduce-scatter; where
 Muon trains something of the layer it is that with the matrices whose directions the rank makes.
+
+`rank`: among the GPU workers of all hosts; `host_rank`: among those of its host.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ def spill_file(shard: int) -> str:
     return f"spill-{shard}"
 
 
-def activations_file(of_host: int) -> str:
-    """Of those that wait on disk; each GPU worker of a host has one. `of_host`: which one of these it is."""
-    return f"spill-activations-{of_host}"
+def activations_file(host_rank: int) -> str:
+    """Of those that wait on disk; each GPU worker of a host has one."""
+    return f"spill-activations-{host_rank}"
 
 
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:

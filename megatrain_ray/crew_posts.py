@@ -27,8 +27,8 @@ SAME_S = 30.0  # in which a file system that hosts share shows them a file that 
 
 def owner_post(prepared: Prepared, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> Post:
     """`left`: as Crew.elsewhere."""
-    name, of_host = owner_name(host), left.get(place.node_of(host), ())
-    arguments = partial(owner_arguments, prepared, place, host, of_host)
+    name, left_there = owner_name(host), left.get(place.node_of(host), ())
+    arguments = partial(owner_arguments, prepared, place, host, left_there)
     return Post(name, host, partial(place.take, name), arguments)
 
 
