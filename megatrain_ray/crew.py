@@ -34,6 +34,7 @@ from megatrain_ray.placement import Placement, crew_spec
 from megatrain_ray.planning import Prepared
 from megatrain_ray.post import AGAIN, CHECK_S, Post, Task, actor_id, answer, await_begin, could_not_start, held
 from megatrain_ray.roles import DATA, GPU, gpu_name
+from megatrain_ray.work_calls import WorkCalls
 
 log = logging.getLogger(__name__)
 
@@ -333,12 +334,11 @@ class Crew:
         of_gpus = {gpu_name(rank): call for rank, call in enumerate(self._side.ask_each("spans", last))}
         return {**of_gpus, **shards, DATA: self.data.spans.remote()}
 
-    def work(self) -> list[Any]:
-        """Calls of the optimizer shards of the first host: what each has done (ShardWork); then of its GPU workers
-        (GpuWork). Clocks of several hosts, by which they know when, are not one."""
+    def work(self) -> WorkCalls:
+        """What each has done, on the first host: clocks of several hosts, by which they know when, are not one."""
         assert self._side is not None  # start came first
         of_gpus = self._side.ask_each("work")[: self._prepared.plan.host_gpus]
-        return [*(post.actor.work.remote() for post in self._shards if not post.host), *of_gpus]
+        return WorkCalls([post.actor.work.remote() for post in self._shards if not post.host], of_gpus)
 
     def whereabouts(self) -> str:
         """What the GPU worker does, for the message about a step that does not end."""
