@@ -325,6 +325,16 @@ class Plan:
         return self.num_live_micro_batches * tuple(b for layer in self.layers for b in layer.disk_activations)
 
     @property
+    def activation_file_bytes(self) -> int:
+        """Of one GPU, on disk: whole pages."""
+        return sum(map(aligned, self.disk_activations))
+
+    @property
+    def activation_files_bytes(self) -> int:
+        """Of all GPUs of a host, each of which has a file of its own."""
+        return self.host_gpus * self.activation_file_bytes
+
+    @property
     def num_sweeps(self) -> int:
         """Forwards through all layers in a step, each with as many micro-batches as are live."""
         return self.num_micro_batches // self.num_live_micro_batches
@@ -332,8 +342,7 @@ class Plan:
     @property
     def written_bytes(self) -> int:
         """To the disk of a host in a step, and read from it as much."""
-        of_sweep = self.host_gpus * sum(map(aligned, self.disk_activations))
-        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * of_sweep
+        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * self.activation_files_bytes
 
     @property
     def moves_activations(self) -> bool:
