@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatrain_ray.base_check import base_checksums, checksums_in
 from megatrain_ray.config import SaveCompression
-from megatrain_ray.crew_posts import check_run_dir, owner_post, shard_post, tell_of_spilling
+from megatrain_ray.crew_posts import check_run_dir, owner_post, shard_post, warn_of_memory
 from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
@@ -99,7 +99,7 @@ class Crew:
             self._assign(owner, lambda actor: actor.run.remote(), serves=True)
         if plan.num_hosts > 1:
             check_run_dir(self._prepared, place, self._posts)
-            tell_of_spilling(self._posts)
+            warn_of_memory(self._posts)
         with held(self._posts[0].handles) as self._own_handles:  # nobody but their owner holds them yet
             self._start_others(place, side)
         self._own_handles = {}
