@@ -93,7 +93,7 @@ class ActivationFile:
     """Of one plan. `send`, `expect`, `want`, `wait` and `clear` are the compute thread's."""
 
     def __init__(self, plan: Plan, device: Device, store: BlobStore, name: str, *, poison: bool = False) -> None:
-        """`name`: of a blob in `store`, of `activation_file_bytes(plan)`; it moves blocks of the device where the plan
+        """`name`: of a blob in `store`, of `plan.activation_file_bytes`; it moves blocks of the device where the plan
         has windows there. `poison`: windows that are let go of are filled with NaN.
 
         Raises MegatrainError for a blob that is not there.

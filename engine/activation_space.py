@@ -68,16 +68,6 @@ class Windows(NamedTuple):
         return self.number * self.num_bytes + ALIGN_BYTES
 
 
-def activation_file_bytes(plan: Plan) -> int:
-    """On disk, of one GPU: whole pages."""
-    return sum(map(aligned, plan.disk_activations))
-
-
-def all_activation_files_bytes(plan: Plan) -> int:
-    """The same of all GPUs of a host, each of which has a file of its own."""
-    return plan.host_gpus * activation_file_bytes(plan)
-
-
 def windows_of(plan: Plan) -> Windows:
     return Windows(plan.num_windows, plan.window_bytes)
 
@@ -101,7 +91,7 @@ class Places:
     """Places on disk, from its start on until all of it is free again."""
 
     def __init__(self, plan: Plan) -> None:
-        self._file_bytes = activation_file_bytes(plan)
+        self._file_bytes = plan.activation_file_bytes
         self._block_bytes = plan.window_bytes
         self.clear()
 

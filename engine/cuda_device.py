@@ -310,13 +310,18 @@ def total_memory_bytes() -> int | None:
     """Memory of the GPU that this process would use; None without one. Makes no context on it."""
     if not torch.cuda.is_available():
         return None
-    _expand_segments()
-    return torch.cuda.get_device_properties(0).total_memory
+    return _properties().total_memory
 
 
 def device_name() -> str:
     """Of that GPU, as its maker calls it."""
-    return str(torch.cuda.get_device_name(0))
+    return _properties().name
+
+
+def _properties(index: int = 0) -> torch.cuda._CudaDeviceProperties:
+    """What torch knows of a GPU. The first question fixes how the process's allocator works."""
+    _expand_segments()
+    return torch.cuda.get_device_properties(index)
 
 
 def _expand_segments() -> None:
@@ -328,12 +333,11 @@ def _expand_segments() -> None:
 def pci_addresses() -> tuple[str | None, ...]:
     """Of each GPU that this process sees, in torch's order, as /sys/bus/pci/devices names it; None where torch does not
     say. Makes no context on any."""
-    _expand_segments()
     return tuple(map(_pci_address, range(num_gpus())))
 
 
 def _pci_address(index: int) -> str | None:
-    found = torch.cuda.get_device_properties(index)
+    found = _properties(index)
     parts = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     if None in parts:
         return None

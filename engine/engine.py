@@ -94,9 +94,9 @@ class Engine:
         spill: tuple[BlobStore, str] | None = None, ranks: Ranks | None = None, poison: bool = False,
     ) -> None:  # fmt: skip
         """`muon`: its constants, where it trains something. `device_shard`: the layers that live on the device, where
-        there are any; `gate`: where these are saved. `spill`: a blob of `activation_file_bytes`, where activations wait
-        on disk, by its store and name. `ranks`: where others compute the rest of a step. `poison` fills released device
-        memory with NaN: a use after release becomes a wrong loss."""
+        there are any; `gate`: where these are saved. `spill`: a blob of `Plan.activation_file_bytes`, where activations
+        wait on disk, by its store and name. `ranks`: where others compute the rest of a step. `poison` fills released
+        device memory with NaN: a use after release becomes a wrong loss."""
         self.device = device
         self._plan = plan
         self._host = host

@@ -20,7 +20,7 @@ from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.ranks import OneRank, RankParts, Ranks
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.trace import Op
+from megatrain_ray.trace import SUM_OVER_GPUS, Op
 
 SMALL_ELEMENTS = 1 << 20  # a guess: fewer should take a GPU less time than the launch of their copy
 
@@ -48,7 +48,7 @@ class GradientStore:
         """`ranks`: None where there is one."""
         self._ranks = ranks or OneRank()
         self._parts = RankParts(layout, self._ranks.rank, self._ranks.size)
-        self._everywhere = plan.hbm_layers  # that every rank updates for itself
+        self._sums_whole = plan.sums_whole
         # The transfer's own bound, which names what is stuck, comes first.
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
@@ -156,12 +156,10 @@ class GradientStore:
     def finish(self, layer: int) -> Departure | None:
         """Adds up what the ranks have, rounds where asked, measures each parameter's norm (of what the optimizer
         receives, in FP32), lets this rank's part go. None for one that waits: `take` or `depart` has it."""
-        own, flat, layout = self._parts.span(layer), self._open[layer].flat, self._layout.layers[layer]
+        own, flat, layout = self._parts.gradient_span(layer), self._open[layer].flat, self._layout.layers[layer]
         if self._ranks.size > 1:
-            with self._device.compute(Op("sum over GPUs", layer, num_bytes=flat.nbytes)):
-                # Parts of whole matrices lie not in the order of ranks, as those of a reduce-scatter must.
-                is_whole = layer in self._everywhere or layout.num_muon
-                self._ranks.sum_part(flat, layout.trained if is_whole else own)
+            with self._device.compute(Op(SUM_OVER_GPUS, layer, num_bytes=flat.nbytes)):
+                self._ranks.sum_part(flat, layout.trained if self._sums_whole(layer) else own)
         if layer in self._waiting:
             self._round_in_place(layer)
             self._measure(layer, flat)
@@ -185,7 +183,7 @@ class GradientStore:
 
     def depart(self, layer: int) -> Departure:
         """Lets it go to the host. It has left before its place is written again: a forward needs every update."""
-        own = self._parts.span(layer)
+        own = self._parts.gradient_span(layer)
         flat = self._open.pop(layer).flat[own.start : own.stop]
         return Departure(layer, flat, self._device.record(), Future(), final=True)
 
@@ -205,7 +203,7 @@ class GradientStore:
     def recall(self, layer: int) -> Fetch:
         """Asks for this rank's part of the layer's complete gradient, which waits on the host, when no sum is on the
         device any more."""
-        num_bytes = self._parts.span(layer).size * self._wire_dtype.itemsize
+        num_bytes = self._parts.gradient_span(layer).size * self._wire_dtype.itemsize
         self._fetched[layer] = self._sums.fetch(layer, num_bytes)
         return self._fetched[layer]
 

@@ -65,7 +65,7 @@ def shard_homes(nodes: tuple[NumaNode, ...], num_shards: int) -> tuple[Home, ...
     """Of each optimizer shard. As many as nodes: one each. More: shards share nodes, and each has cores of its own, as
     long as there are enough; none is split between two. Fewer: a shard has several nodes, and memory of all.
 
-    None where there is one node: the kernel puts everything there by itself.
+    Empty where there is one node: the kernel puts everything there by itself.
     """
     if len(nodes) < 2:
         return ()
@@ -81,8 +81,8 @@ def shard_homes(nodes: tuple[NumaNode, ...], num_shards: int) -> tuple[Home, ...
 @lru_cache
 def gpu_homes(nodes: tuple[NumaNode, ...], gpus: tuple[Gpu, ...]) -> tuple[GpuHome, ...]:
     """Of the worker of each GPU: all of the node that the GPU is attached to, whoever else works there. Anywhere where
-    nobody knows that node, or none of its CPUs may be used. None where that is so of every GPU, or there is one node.
-    """
+    nobody knows that node, or none of its CPUs may be used. Empty where that is so of every GPU, or there is one
+    node."""
     of_node = {node.number: _home([node]) for node in nodes} if len(nodes) > 1 else {}
     homes = tuple(GpuHome(gpu.address, None if gpu.node is None else of_node.get(gpu.node)) for gpu in gpus)
     return homes if any(place.home for place in homes) else ()

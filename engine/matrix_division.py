@@ -64,7 +64,7 @@ def _cuts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int) -> Itera
     yield _Cut(size, flops)
 
 
-def divided(layout: ModelLayout, num_ranks: int) -> Mapping[int, tuple[Span, ...]]:
+def matrix_spans(layout: ModelLayout, num_ranks: int) -> Mapping[int, tuple[Span, ...]]:
     """The part of every rank, by rank, of each layer that Muon trains something of. Where parts of a layer are not
     equal, the largest is that of the rank which has the least of the layers before: in sum all have about as much."""
     had = [0] * num_ranks

@@ -27,7 +27,7 @@ class Momenta:
 
     def of(self, layer: int, span: Span) -> list[MomentumPart]:
         """Together those of the span, which is in padded coordinates of the layer; of an empty one a part without
-        elements."""
+        elements, since the end of the last part's copy is what a fetch waits for."""
         found = []
         for layout, m in self._shards:
             held, own = layout.spans[layer], m[layout.slice(layer)]

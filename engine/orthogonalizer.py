@@ -88,13 +88,13 @@ class Orthogonalizer:
             self._transfer(completion)
 
     def _ask(self, layer: int) -> None:
-        num_bytes = self._parts.span(layer).size * torch.float32.itemsize
+        num_bytes = self._parts.gradient_span(layer).size * torch.float32.itemsize
         self._asked[layer] = fetch = self._momenta.fetch(layer, num_bytes)
         self._transfer(MomentumFetch(fetch))
 
     def _direct(self, layer: int, gradient: torch.Tensor, scale: float) -> Completion:
         """Submits the work. `gradient`: this rank's part, 1-D; is only read."""
-        own, fetch = self._parts.span(layer), self._asked.pop(layer)
+        own, fetch = self._parts.gradient_span(layer), self._asked.pop(layer)
         wait_for(self._device, fetch.done, "h2d", self._timeout_s)
         momentum = fetch.region.view(torch.float32)
         made = self._directions.take(layer, own.size * DIRECTION_BYTES).view(torch.bfloat16)

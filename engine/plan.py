@@ -150,7 +150,9 @@ class Plan:
     window_bytes: int = 0  # of each
     windows: Tier = Tier.HOST  # where these are; hbm: what reads and writes the file moves memory of the device
     shard_homes: tuple[Home, ...] = ()  # CPUs and memory of each shard; empty: one node, nothing is put on any
-    gpu_homes: tuple[GpuHome, ...] = ()  # of a GPU worker, by the GPU that it gets; empty: nobody knows a GPU's node
+    gpu_homes: tuple[
+        GpuHome, ...
+    ] = ()  # of a GPU worker, by the GPU that it gets; empty: one node, or no GPU's is known
     num_gpus: int = 1  # each computes so many micro-batches of a step, and has what is said of the device to itself
     num_hosts: int = 1  # among which these are divided; each has a share of every layer, and such shards of its own
     gathers_slots: bool = False  # each GPU uploads its part of a layer alone, and has the rest from the others
@@ -203,6 +205,11 @@ class Plan:
     def host_layers(self) -> frozenset[int]:
         """The others, which stream."""
         return frozenset(range(len(self.layers))) - self.hbm_layers
+
+    def sums_whole(self, layer: int) -> bool:
+        """Whether all ranks get a layer's whole sum: each updates it itself, or keeps whole matrices, whose parts do
+        not lie in the order of ranks, as those of a reduce-scatter must."""
+        return layer in self.hbm_layers or self.layers[layer].num_muon > 0
 
     @cached_property
     def spilled_layers(self) -> frozenset[int]:
@@ -320,6 +327,16 @@ class Plan:
         return self.num_live_micro_batches * tuple(b for layer in self.layers for b in layer.disk_activations)
 
     @property
+    def activation_file_bytes(self) -> int:
+        """Of one GPU, on disk: whole pages."""
+        return sum(map(aligned, self.disk_activations))
+
+    @property
+    def activation_files_bytes(self) -> int:
+        """Of all GPUs of a host, each of which has a file of its own."""
+        return self.host_gpus * self.activation_file_bytes
+
+    @property
     def num_sweeps(self) -> int:
         """Forwards through all layers in a step, each with as many micro-batches as are live."""
         return self.num_micro_batches // self.num_live_micro_batches
@@ -327,8 +344,7 @@ class Plan:
     @property
     def written_bytes(self) -> int:
         """To the disk of a host in a step, and read from it as much."""
-        of_sweep = self.host_gpus * sum(map(aligned, self.disk_activations))
-        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * of_sweep
+        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * self.activation_files_bytes
 
     @property
     def moves_activations(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatrain_ray.engine.activation_space import all_activation_files_bytes, windows_of
+from megatrain_ray.engine.activation_space import windows_of
 from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import ByteCount, Plan
@@ -107,7 +107,7 @@ def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         times = "once" if plan.num_sweeps == 1 else f"{plan.num_sweeps} times"
         of = f"of {len(plan.disk_activations)} layers and micro-batches{_of_each(plan)}"
         formula = f"{of}, written and read {times} a step"
-        yield ByteCount(Tier.NVME, "activations", all_activation_files_bytes(plan), formula)
+        yield ByteCount(Tier.NVME, "activations", plan.activation_files_bytes, formula)
 
 
 def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from megatrain_ray.engine.plan_loss import logits_bytes
 from megatrain_ray.engine.precision import SECOND_MOMENT_BYTES
 from megatrain_ray.engine.prediction import WEIGHTS_SHARE
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.trace import Op, Stage
+from megatrain_ray.trace import SUM_OVER_GPUS, Op, Stage
 
 # Bytes that the operations between products read and write, as multiples of what autograd keeps of a layer. From one
 # eager decoder layer (Qwen2.5-7B's, 16 × 1024 tokens, 595 model TFLOPS on an H200).
@@ -84,7 +84,7 @@ class Prices:
                 return self._profile.copy_s + 2 * op.num_bytes / self._profile.device_bytes_per_s
             # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
-        if stage is Stage.ALL_GATHER or op.name == "sum over GPUs":
+        if stage is Stage.ALL_GATHER or op.name == SUM_OVER_GPUS:
             return self._exchange_s(op)
         if stage is Stage.DISK:
             return self._disk_s(op)
@@ -101,8 +101,7 @@ class Prices:
     def _exchange_s(self, op: Op) -> float:
         """Each GPU sends what it has of the others' parts, or has from them what it lacks; of a sum that all of them
         get whole both."""
-        is_whole = op.layer in self._plan.hbm_layers or self._plan.layers[op.layer].num_muon
-        times = 2 if is_whole and op.name == "sum over GPUs" else 1
+        times = 2 if op.name == SUM_OVER_GPUS and self._plan.sums_whole(op.layer) else 1
         guess = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
         copied = self._profile.gpu_link_bytes_per_s
         rate = EXCHANGED * copied if copied else guess

@@ -3,6 +3,8 @@ together make of it what one would have made: sums of gradients, norms, losses.
 
 Each rank completes a part of every layer's gradient, its own, and hands that on to the host: a reduce-scatter; where
 Muon trains something of the layer it is that with the matrices whose directions the rank makes.
+
+`rank`: among the GPU workers of all hosts; `host_rank`: among those of its host.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.layout import PART_ELEMENTS, ModelLayout
-from megatrain_ray.engine.matrix_division import divided
+from megatrain_ray.engine.matrix_division import matrix_spans
 
 
 class Ranks(Protocol):
@@ -67,22 +69,24 @@ class RankParts:
         self._rank = rank
         self._size = size
         self._parts: dict[int, tuple[tuple[Span, ...], tuple[Span, ...]]] = {}
-        self._of_matrices = divided(layout, size)
+        self._of_matrices = matrix_spans(layout, size)
 
-    def span(self, layer: int) -> Span:
-        """Of the gradient; the parts of all ranks cover it."""
+    def gradient_span(self, layer: int) -> Span:
+        """This rank's part of the gradient, which it completes and hands on; those of all ranks cover it. One that has
+        no matrix of the layer has an empty one."""
         if layer in self._of_matrices:
             return self._of_matrices[layer][self._rank]
-        return self.of_all(layer)[0][self._rank]
+        return self.upload_spans_of_all(layer)[0][self._rank]
 
-    def own(self, layer: int) -> tuple[Span, ...]:
+    def upload_spans(self, layer: int) -> tuple[Span, ...]:
         """Of the working copy: of what is trained, and of what is frozen, where it has some of it; an empty one where
         it has nothing, as of a layer that has fewer than 64 elements for each rank."""
-        of_rank = [of_ranks[self._rank] for of_ranks in self.of_all(layer)]
+        of_rank = [of_ranks[self._rank] for of_ranks in self.upload_spans_of_all(layer)]
         return tuple(span for span in of_rank if span.size) or (of_rank[0],)
 
-    def of_all(self, layer: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """The same of every rank, one behind the other: of what is trained, and of what is frozen."""
+    def upload_spans_of_all(self, layer: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Of every rank, by rank: its part of the working copy, of what is trained and of what is frozen. Gradients of
+        layers without Muon are divided in the same way."""
         if layer not in self._parts:
             flat, num_hosts = self._layout.layers[layer], self._layout.num_hosts
             trained, frozen = (
@@ -101,5 +105,5 @@ class RankParts:
         that the part has of them. `flat`: 1-D, padded, of all that is trained."""
         if self._size == 1:
             return self._layout.layers[layer].trained_views(flat)
-        runs = self._layout.layers[layer].runs(self.span(layer))
+        runs = self._layout.layers[layer].runs(self.gradient_span(layer))
         return {run.segment.name: flat[run.padded : run.padded + run.length] for run in runs}

@@ -50,7 +50,7 @@ class SharedHost:
         """`layout`: of this host. `working`: 1-D, the working copies in host memory, one after the other. `slab`: 1-D
         uint8, gradients and then Muon's directions. `disk`: the other working copies, where there are any. `rank`:
         among those of all hosts."""
-        self._rank = rank % plan.host_gpus
+        self._host_rank = rank % plan.host_gpus
         self._num_ranks = plan.host_gpus
         self._uploads_parts = plan.gathers_slots
         self._parts = RankParts(layout, rank, plan.num_gpus)
@@ -86,7 +86,7 @@ class SharedHost:
             return HostWeights(await disk.take(fragment), 0.0)
         await self._reached(fragment.layer, generation)
         if self._uploads_parts:
-            own = self._parts.own(fragment.layer)
+            own = self._parts.upload_spans(fragment.layer)
             return HostWeights([self._arena.of_span(fragment.layer, span) for span in own], 0.0)
         return HostWeights([self._arena.part(fragment)], 0.0)
 
@@ -99,10 +99,10 @@ class SharedHost:
 
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
         await self._reached(layer, generation)
-        return self._momenta.of(layer, self._parts.span(layer))
+        return self._momenta.of(layer, self._parts.gradient_span(layer))
 
     async def lease(self, layer: int, update: int) -> Lease:
-        if self._rank:
+        if self._host_rank:
             lease = await self._leased(self._followed.lease(layer, update), layer, "gradient")
         else:
             lease = await self._leased(self._slab.lease(layer), layer, "gradient")
@@ -111,7 +111,7 @@ class SharedHost:
         return self._own_part(lease, self._itemsize)
 
     async def lease_direction(self, layer: int, update: int) -> Lease:
-        if self._rank:
+        if self._host_rank:
             lease = await self._leased(self._followed_directions.lease(layer, update), layer, "directions")
         else:
             lease = await self._leased(self._directions.lease(layer), layer, "directions")
@@ -124,7 +124,7 @@ class SharedHost:
         if self._num_ranks == 1:
             return lease
         first = self._layout.shares[lease.layer].trained.start
-        start, stop = (itemsize * (edge - first) for edge in self._parts.span(lease.layer))
+        start, stop = (itemsize * (edge - first) for edge in self._parts.gradient_span(lease.layer))
         return replace(lease, region=lease.region[start:stop])
 
     async def _leased(self, leasing: Awaitable[Lease], layer: int, name: str) -> Lease:
@@ -138,13 +138,13 @@ class SharedHost:
             ) from None
 
     async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
-        if self._rank == 0:
+        if self._host_rank == 0:
             self._held[lease.layer] = update
         directions = direction.start_bytes if direction else 0
-        self._words.land(lease.layer, update, lease.start_bytes, directions, self._rank)
+        self._words.land(lease.layer, update, lease.start_bytes, directions, self._host_rank)
 
     async def commit(self, header: UpdateHeader, at_s: float) -> None:
-        if self._rank == 0:
+        if self._host_rank == 0:
             self._words.commit(header)
 
     async def drain(self, generation: int) -> None:

@@ -14,7 +14,7 @@ from megatrain_ray.engine.simulated_slab import SimulatedSlab
 from megatrain_ray.engine.simulated_spill import SimulatedSpill
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import WITH_GRADIENT, Visit
-from megatrain_ray.trace import Op, Stage
+from megatrain_ray.trace import SUM_OVER_GPUS, Op, Stage
 
 
 class SimulatedGradients:
@@ -78,7 +78,7 @@ class SimulatedGradients:
         """What happens to the sum after the visit."""
         layer = visit.layer
         if visit.last and self._plan.num_gpus > 1:
-            op = Op("sum over GPUs", layer, num_bytes=self._bytes(layer, self._plan.accumulation_dtype))
+            op = Op(SUM_OVER_GPUS, layer, num_bytes=self._bytes(layer, self._plan.accumulation_dtype))
             self._clocks.run(Stage.COMPUTE, op)
         if visit.last and layer in self._waiting:
             if not self._stays(layer):

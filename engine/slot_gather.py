@@ -31,7 +31,7 @@ class SlotGather:
         """`flat`: of the layer, 1-D uint8, this rank's part in it after the event. Returns the event of all of it."""
 
         def work() -> None:
-            for parts in self._parts.of_all(layer):
+            for parts in self._parts.upload_spans_of_all(layer):
                 if parts[-1].stop > parts[0].start:
                     self._ranks.all_gather(flat, [self._in_bytes(part) for part in parts])
 

@@ -16,7 +16,7 @@ from megatrain_ray.io.arena import ArenaHandle
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.spill_file import SpillFile
 from megatrain_ray.process_end import wait_gone
-from megatrain_ray.spill_folder import OtherHost, told_of_memory
+from megatrain_ray.spill_folder import OtherHost, memory_warning
 
 
 class ArenaOwner:
@@ -48,11 +48,11 @@ class ArenaOwner:
         except MegatrainError as error:
             raise type(error)(f"{self._other.name}: {error}") from error
 
-    def told_of_memory(self) -> str | None:
+    def memory_warning(self) -> str | None:
         """What to say where spill.path is in memory on this host; None elsewhere."""
         if self._other is None or self._other.folder is None:
             return None
-        return told_of_memory(self._other.folder, f" on {self._other.name}")
+        return memory_warning(self._other.folder, f" on {self._other.name}")
 
     def handles(self) -> dict[str, ArenaHandle]:
         """For `ArenaHolder.adopt` in any process of this machine."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.engine.activation_space import activation_file_bytes
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
@@ -36,9 +35,9 @@ def spill_file(shard: int) -> str:
     return f"spill-{shard}"
 
 
-def activations_file(of_host: int) -> str:
-    """Of those that wait on disk; each GPU worker of a host has one. `of_host`: which one of these it is."""
-    return f"spill-activations-{of_host}"
+def activations_file(host_rank: int) -> str:
+    """Of those that wait on disk; each GPU worker of a host has one."""
+    return f"spill-activations-{host_rank}"
 
 
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
@@ -72,7 +71,7 @@ def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str
     this process: another one may work elsewhere."""
     shards = range(plan.num_shards)
     num_bytes = {spill_file(k): spill_layout(plan, shard_layout(plan, layout, k)).blob_bytes for k in shards}
-    num_bytes |= {activations_file(k): activation_file_bytes(plan) for k in range(plan.host_gpus)}
+    num_bytes |= {activations_file(k): plan.activation_file_bytes for k in range(plan.host_gpus)}
     return {name: SpillFile(Path(folder or ".").absolute(), nbytes) for name, nbytes in num_bytes.items() if nbytes}
 
 

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from megatrain_ray.units import format_ranges, parse_ranges
 
 if TYPE_CHECKING:
-    from megatrain_ray.config import DataConfig, NodeConfig, OptimizationConfig, TrainConfig
+    from megatrain_ray.config import DataConfig, HardwareConfig, NodeConfig, OptimizationConfig, TrainConfig
 
 OTHER_NAMES = {  # of Transformers' TrainingArguments, and what they are here
     "learning_rate": "train.lr",
@@ -79,6 +79,7 @@ def disagreements(config: TrainConfig) -> Iterator[str]:
     yield from _node_disagreements(config.hardware.nodes)
     yield from _several_hosts_disagreements(config)
     yield from _several_gpus_disagreements(config)
+    yield from _upload_disagreements(config.hardware)
     yield from _missing_paths(config)
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
@@ -103,8 +104,19 @@ def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
         yield "hardware.nodes: gpu: true is all GPUs, and gpus some of them; give one of the two keys alone"
 
 
+def _upload_disagreements(hardware: HardwareConfig) -> Iterator[str]:
+    """Who has whole layers to upload."""
+    if hardware.all_gather is True and hardware.num_gpus == 1:
+        yield "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
+    if hardware.all_gather is False and hardware.num_hosts > 1:
+        yield (
+            f"hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: "
+            f"{hardware.num_hosts} has a part; leave it out"
+        )
+
+
 def _several_hosts_disagreements(config: TrainConfig) -> Iterator[str]:
-    """What one host alone can do so far."""
+    """What does not go with several hosts."""
     num_gpus, num_hosts = config.hardware.num_gpus, config.hardware.num_hosts
     if num_gpus % num_hosts:
         yield (
@@ -126,19 +138,12 @@ def _several_hosts_disagreements(config: TrainConfig) -> Iterator[str]:
     for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
         if path is not None and not Path(path).is_absolute():
             yield f"{key}: {path} is relative, and other hosts have other working directories; give an absolute path"
-    if config.hardware.all_gather is False:
-        yield (
-            f"hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: {num_hosts} "
-            "has a part; leave it out"
-        )
 
 
 def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
-    """What one GPU alone can do so far."""
+    """What does not go with several GPUs."""
     train, num_gpus = config.train, config.hardware.num_gpus
     if num_gpus == 1:
-        if config.hardware.all_gather is True:
-            yield "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
         return
     if train.split_is_free and (train.batch_size or num_gpus) % num_gpus:
         yield (

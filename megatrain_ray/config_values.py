@@ -95,7 +95,7 @@ def cpu_list(value: Any) -> str:
 
 
 def gpu_list(value: Any) -> str:
-    """In the same way."""
+    """GPUs as torch numbers them, written as the kernel writes CPUs."""
     return _number_list(value, "GPUs, as in 0-3")
 
 

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatrain_ray.base_check import base_checksums, checksums_in
 from megatrain_ray.config import SaveCompression
-from megatrain_ray.crew_posts import check_run_dir, owner_post, shard_post, tell_of_spilling
+from megatrain_ray.crew_posts import check_run_dir, owner_post, shard_post, warn_of_memory
 from megatrain_ray.engine.deadlines import transfer_deadline_s
 from megatrain_ray.engine.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
@@ -34,6 +34,7 @@ from megatrain_ray.placement import Placement, crew_spec
 from megatrain_ray.planning import Prepared
 from megatrain_ray.post import AGAIN, CHECK_S, Post, Task, actor_id, answer, await_begin, could_not_start, held
 from megatrain_ray.roles import DATA, GPU, gpu_name
+from megatrain_ray.work_calls import WorkCalls
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Crew:
             self._assign(owner, lambda actor: actor.run.remote(), serves=True)
         if plan.num_hosts > 1:
             check_run_dir(self._prepared, place, self._posts)
-            tell_of_spilling(self._posts)
+            warn_of_memory(self._posts)
         with held(self._posts[0].handles) as self._own_handles:  # nobody but their owner holds them yet
             self._start_others(place, side)
         self._own_handles = {}
@@ -333,12 +334,11 @@ class Crew:
         of_gpus = {gpu_name(rank): call for rank, call in enumerate(self._side.ask_each("spans", last))}
         return {**of_gpus, **shards, DATA: self.data.spans.remote()}
 
-    def work(self) -> list[Any]:
-        """Calls of the optimizer shards of the first host: what each has done (ShardWork); then of its GPU workers
-        (GpuWork). Clocks of several hosts, by which they know when, are not one."""
+    def work(self) -> WorkCalls:
+        """What each has done, on the first host: clocks of several hosts, by which they know when, are not one."""
         assert self._side is not None  # start came first
         of_gpus = self._side.ask_each("work")[: self._prepared.plan.host_gpus]
-        return [*(post.actor.work.remote() for post in self._shards if not post.host), *of_gpus]
+        return WorkCalls([post.actor.work.remote() for post in self._shards if not post.host], of_gpus)
 
     def whereabouts(self) -> str:
         """What the GPU worker does, for the message about a step that does not end."""

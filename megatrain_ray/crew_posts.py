@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.arenas import arena_sizes, spill_files
-from megatrain_ray.engine.plan import Plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.io.disk_io import DiskIo
-from megatrain_ray.io.spill_file import SpillFile
 from megatrain_ray.logs import say
 from megatrain_ray.placement import Placement
 from megatrain_ray.planning import Prepared
@@ -27,8 +25,8 @@ SAME_S = 30.0  # in which a file system that hosts share shows them a file that 
 
 def owner_post(prepared: Prepared, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> Post:
     """`left`: as Crew.elsewhere."""
-    name, of_host = owner_name(host), left.get(place.node_of(host), ())
-    arguments = partial(owner_arguments, prepared, place, host, of_host)
+    name, left_there = owner_name(host), left.get(place.node_of(host), ())
+    arguments = partial(owner_arguments, prepared, place, host, left_there)
     return Post(name, host, partial(place.take, name), arguments)
 
 
@@ -51,20 +49,14 @@ def owner_arguments(
     plan = prepared.plan
     layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
     files = spill_files(plan, layout, prepared.config.spill.path)
-    other = OtherHost(_called(place, host), _folder(files), _by_kvikio(plan)) if host else None
+    folder = next((file.folder for file in files.values()), None)
+    by_kvikio = DiskIo.KVIKIO in (plan.disk_io, plan.activations_io)
+    other = OtherHost(_called(place, host), folder, by_kvikio) if host else None
     return arena_sizes(plan, layout), holders, files, left, other
 
 
 def _called(place: Placement, host: int) -> str:
     return f"{place.addresses[host]} (host {host})"
-
-
-def _folder(files: Mapping[str, SpillFile]) -> Path | None:
-    return next((file.folder for file in files.values()), None)
-
-
-def _by_kvikio(plan: Plan) -> bool:
-    return DiskIo.KVIKIO in (plan.disk_io, plan.activations_io)
 
 
 def shard_arguments(
@@ -92,8 +84,8 @@ def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[Post]) 
         )
 
 
-def tell_of_spilling(owners: Sequence[Post]) -> None:
+def warn_of_memory(owners: Sequence[Post]) -> None:
     """Where spill.path is in memory on another host: the driver's own was told of with the plan."""
     for post in owners:
-        if told := answer(f"{post.name} did not answer", post.actor.told_of_memory.remote()):
-            say(f"warning: {told}")
+        if text := answer(f"{post.name} did not answer", post.actor.memory_warning.remote()):
+            say(f"warning: {text}")

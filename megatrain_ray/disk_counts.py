@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import ray
 
@@ -14,11 +13,11 @@ from megatrain_ray.crew import Crew
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.faults import kind_of
-from megatrain_ray.gpu_work import GpuWork
 from megatrain_ray.io.measured_store import NOTHING, Moved
 from megatrain_ray.metric_sinks import Count, MetricSinks
 from megatrain_ray.roles import gpu_name, shard_name
-from megatrain_ray.shard_work import ShardWork
+from megatrain_ray.step_work import RunWork
+from megatrain_ray.work_calls import WorkCalls
 
 log = logging.getLogger(__name__)
 
@@ -29,40 +28,39 @@ class DiskCounts:
     """Into the sinks of a run. Nothing waits for an answer: it is taken with the step after it came."""
 
     def __init__(self, plan: Plan, sinks: MetricSinks, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_shards = plan.num_shards
         self._uses_disk = plan.total_bytes(Tier.NVME) > 0
         self._sinks = sinks
         self._clock = clock
         self._asked_s = -EVERY_S
-        self._calls: Sequence[Any] = ()
+        self._calls: WorkCalls | None = None
         self._before: dict[tuple[str, int], Moved] = {}  # by process and its pid: another one counts from 0
 
     def ended(self, crew: Crew) -> None:
         """A step has."""
         if not self._uses_disk:
             return
-        if self._calls and len(ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)[1]) == 0:
-            calls, self._calls = self._calls, ()
+        if self._calls and len(ray.wait(self._calls.all, num_returns=len(self._calls.all), timeout=0)[1]) == 0:
+            calls, self._calls = self._calls, None
             self._take(calls)
-        if not self._calls and self._clock() - self._asked_s >= EVERY_S:
+        if self._calls is None and self._clock() - self._asked_s >= EVERY_S:
             self._asked_s, self._calls = self._clock(), crew.work()
 
-    def _take(self, calls: Sequence[Any]) -> None:
+    def _take(self, calls: WorkCalls) -> None:
         try:
-            done = ray.get(list(calls))
+            work = calls.done()
         except ray.exceptions.RayError as error:  # the crew replaces who died, or ends the run
             log.info("what was moved on the disk is not counted this time: %s", error)
             return
-        self.add(done[: self._num_shards], done[self._num_shards :])
+        self.add(work)
 
-    def add(self, shards: Sequence[ShardWork], gpus: Sequence[GpuWork]) -> None:
+    def add(self, work: RunWork) -> None:
         """What they have done since they were asked before."""
-        for k, work in enumerate(shards):
-            self._count(shard_name(k), work.pid, work.moved)
-        for rank, gpu in enumerate(gpus):
+        for k, shard in enumerate(work.shards):
+            self._count(shard_name(k), shard.pid, shard.moved)
+        for rank, gpu in enumerate(work.gpus):
             self._count(gpu_name(rank), gpu.pid, gpu.weights.plus(gpu.activations))
-        of_gpus = sum(gpu.spill_bytes for gpu in gpus)
-        self._sinks.holds(Tier.NVME, of_gpus + sum(work.spill_bytes for work in shards))
+        of_gpus = sum(gpu.spill_bytes for gpu in work.gpus)
+        self._sinks.holds(Tier.NVME, of_gpus + sum(shard.spill_bytes for shard in work.shards))
 
     def _count(self, process: str, pid: int, moved: Moved) -> None:
         more = moved.since(self._before.get((process, pid), NOTHING))

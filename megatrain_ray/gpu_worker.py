@@ -100,18 +100,18 @@ class GpuWorker:
         plan = prepared.plan
         self._seat = seat
         self._rank = seat.rank if seat else 0
-        host, self._of_host = divmod(self._rank, plan.host_gpus)  # and which one of that host it is
+        host, self._host_rank = divmod(self._rank, plan.host_gpus)
         self._layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
         self._fetch_batch = fetch_batch
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
         # Before there are threads, and before the slab is registered, which touches it.
-        self.home_problems = settle_gpu_worker(plan, self._arenas, self._of_host, pinned=pinned)
+        self.home_problems = settle_gpu_worker(plan, self._arenas, self._host_rank, pinned=pinned)
         self._words = words_in(self._arenas[WORDS].buffer, plan, host)
         # What lives on the device is signalled by the first one of each host; the others tell nobody.
         self._device_words = self._words
-        if self._of_host:
+        if self._host_rank:
             self._device_words = words_in(memoryview(mmap.mmap(-1, words_bytes(plan))), plan)
         self._device_layers: DeviceLayers | None = None
         with memory_explained(plan, "opening the device"):
@@ -121,7 +121,7 @@ class GpuWorker:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._device_words)
                 if self._rank:  # the first one of all saves them: updates of the others wait for nobody
                     self._device_layers.abandon_save(EVERY_ATTEMPT)
-        file = self._holder.handles.get(activations_file(self._of_host))
+        file = self._holder.handles.get(activations_file(self._host_rank))
         self._moved = GpuDisk(file.fd if file else None)
         arenas = (handle for handle in self._holder.handles.values() if not handle.path)  # not on disk
         self._rows = StepRows(prepared, sum(handle.nbytes for handle in arenas))
@@ -194,7 +194,7 @@ class GpuWorker:
                 muon=muon_of(self._prepared.config.train),
                 device_shard=layers.shard if layers else None,
                 gate=layers.gate if layers else None,
-                spill=open_activations(plan, self._holder, self._moved.of_activations, self._of_host),
+                spill=open_activations(plan, self._holder, self._moved.of_activations, self._host_rank),
                 ranks=self._group,
             )  # fmt: skip
             await self._engine.rehearse(self._coming())
@@ -211,7 +211,7 @@ class GpuWorker:
     async def start(self, progress: Progress) -> None:
         """After `build`; `progress`: where the weights in the arenas stand. Of several the first one of each host
         begins."""
-        if self._of_host == 0:
+        if self._host_rank == 0:
             self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._begin(progress)
 
@@ -227,7 +227,7 @@ class GpuWorker:
                 f"update {words.committed} had begun when the GPU worker died, and step {step} was the last that ended"
             )
         await self._engine.drain(step)
-        if self._of_host == 0:
+        if self._host_rank == 0:
             words.withdraw(step)
         self._begin(progress)
 

@@ -56,16 +56,15 @@ def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, 
     return _told(problem, _take(home.memory, arenas, shard_stretches(plan, part, sizes)))
 
 
-def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], number: int, *, pinned: bool) -> tuple[str, ...]:
-    """The same of a GPU worker and the slab. `number`: of the worker on its host. Ray decides which GPU a worker gets,
-    so that is asked here; on the CPU device it is the one of its number. What a worker alone has in host memory its
-    threads touch first, at home."""
+def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *, pinned: bool) -> tuple[str, ...]:
+    """The same of a GPU worker and the slab. Ray decides which GPU a worker gets, so that is asked here; on the CPU
+    device it is the one of its `host_rank`. What a worker alone has in host memory its threads touch first, at home."""
     if not plan.gpu_homes:
         return ()
-    home, problem = _home_here(plan, number)
+    home, problem = _home_here(plan, host_rank)
     if home and pinned:
         problem += pin_process(home.cpu_set)
-    of_slab = [] if number else [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)]
+    of_slab = [] if host_rank else [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)]
     return _told(problem, _take(slab_memory(plan, home), arenas, of_slab))
 
 
@@ -76,10 +75,10 @@ def slab_memory(plan: Plan, home: Home | None) -> tuple[int, ...]:
     return memory_of([home] if home and plan.host_gpus == 1 else [place.home for place in plan.gpu_homes])
 
 
-def _home_here(plan: Plan, number: int) -> tuple[Home | None, str]:
+def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
     """Of this process's GPU, and what is wrong with the plan's knowledge of it."""
     if plan.device == "cpu":
-        return plan.gpu_homes[number].home, ""
+        return plan.gpu_homes[host_rank].home, ""
     address = next(iter(pci_addresses()), None)
     home = home_at(plan.gpu_homes, address)
     if home or address in [place.address for place in plan.gpu_homes]:

@@ -62,8 +62,8 @@ def page_places(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlaces]:
             found = pages_of(pids[name])
             for arena in (WORKING, state_arena(k), journal_arena(k)):  # of `working` it maps all and touches its part
                 yield PagePlaces(name, arena, home.memory, found.get(arena, {}))
-    for number in range(plan.host_gpus if plan.gpu_homes else 0):
-        if (name := gpu_name(number)) in pids:
+    for host_rank in range(plan.host_gpus if plan.gpu_homes else 0):
+        if (name := gpu_name(host_rank)) in pids:
             yield from _of_gpu_worker(plan, name, pids[name])
 
 

@@ -21,6 +21,7 @@ from megatrain_ray.logs import say
 from megatrain_ray.prediction_check import MIN_STEPS, Comparison, compare, warning
 from megatrain_ray.process_memory import pss_of_run
 from megatrain_ray.step_work import RunWork, work_between
+from megatrain_ray.work_calls import WorkCalls
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class PlanCheck:
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=NEWEST)
         self._num_usual = 0
         self._next = MIN_STEPS
-        self._before: Sequence[Any] = ()  # calls of all who work, after the first step
+        self._before = WorkCalls((), ())  # after the first step
         self._done_before: RunWork | None = None
         self._host_bytes: int | None = None
         self._told: frozenset[str] = frozenset()  # names of terms that were warned of
@@ -84,12 +85,11 @@ class PlanCheck:
         self._thread.start()
 
     def _compare(
-        self, rows: Sequence[Mapping[str, Any]], calls: Sequence[Any], pids: Mapping[str, int], at_end: bool
+        self, rows: Sequence[Mapping[str, Any]], calls: WorkCalls, pids: Mapping[str, int], at_end: bool
     ) -> None:
         try:
-            num_shards = self._plan.num_shards
-            self._done_before = self._done_before or _answers(self._before, num_shards)
-            work = work_between(self._done_before, _answers(calls, num_shards))
+            self._done_before = self._done_before or _answers(self._before)
+            work = work_between(self._done_before, _answers(calls))
             if self._host_bytes is None:
                 self._host_bytes = _host_bytes(pids)
             found = compare(self._plan, rows, work, self._host_bytes)
@@ -111,11 +111,10 @@ class PlanCheck:
         self._told = off
 
 
-def _answers(calls: Sequence[Any], num_shards: int) -> RunWork | None:
+def _answers(calls: WorkCalls) -> RunWork | None:
     """None where somebody does not live any more."""
     with suppress(ray.exceptions.RayError):
-        done = ray.get(list(calls), timeout=ANSWER_S)
-        return RunWork(done[:num_shards], done[num_shards:])
+        return calls.done(ANSWER_S)
     return None
 
 

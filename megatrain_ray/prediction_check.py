@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatrain_ray.engine.activation_space import all_activation_files_bytes
 from megatrain_ray.engine.hardware_profile import HardwareProfile
 from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.prediction import Prediction
@@ -166,7 +165,7 @@ def _disk(plan: Plan, work: StepWork) -> Iterator[Term]:
     on_disk = plan.total_bytes(Tier.NVME)
     if not on_disk:
         return
-    activations = all_activation_files_bytes(plan)
+    activations = plan.activation_files_bytes
     of_saves = 2 * (on_disk - activations)
     yield Term("disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, work.disk_bytes, of_saves)
     if plan.weights_on_disk:

@@ -43,12 +43,12 @@ def open_disk_weights(
     return DiskWeights(plan, layout, files, spans=spans)
 
 
-def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter, of_host: int) -> tuple[BlobStore, str] | None:
+def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter, host_rank: int) -> tuple[BlobStore, str] | None:
     """The blob of activations of one of the host's GPU workers, by its store and name; None where none wait on disk.
     `meter`: counts what moves."""
     if not plan.disk_activations:
         return None
-    store, name = holder.spill(activations_file(of_host), plan.activations_io)
+    store, name = holder.spill(activations_file(host_rank), plan.activations_io)
     return MeasuredStore(store, meter), name
 
 

@@ -55,7 +55,7 @@ def check_folder(folder: Path, *, make: bool, where: str = "") -> bool:
     return is_here
 
 
-def told_of_memory(folder: Path, where: str = "") -> str | None:
+def memory_warning(folder: Path, where: str = "") -> str | None:
     """What to say where the folder's file system keeps files in memory; None elsewhere."""
     if (kind := _memory_file_system(folder)) is None:
         return None

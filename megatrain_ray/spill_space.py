@@ -31,7 +31,7 @@ from megatrain_ray.io.disk_io import DIRECT, DiskIo, DiskWay
 from megatrain_ray.io.disk_rate import measure_mixed
 from megatrain_ray.io.kvikio_store import unusable
 from megatrain_ray.logs import say
-from megatrain_ray.spill_folder import check_folder, nearest, told_of_memory
+from megatrain_ray.spill_folder import check_folder, memory_warning, nearest
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
         return machine
     folder = Path(spill.path).absolute()
     is_here = check_folder(folder, make=not imagined)
-    if is_here and (told := told_of_memory(folder)):
+    if is_here and (told := memory_warning(folder)):
         log.warning("%s", told)
     limit_bytes = spill.limit or ANY_ROOM
     if is_here:

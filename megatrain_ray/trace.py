@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 
+SUM_OVER_GPUS = "sum over GPUs"  # name of the operation that the engine, its simulation and its prices speak of
+
 
 class Stage(Enum):
     """What works concurrently: the compute stream, the two directions of PCIe, what fills slots from other GPUs,

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.activation_space import activation_file_bytes, with_windows
+from megatrain_ray.engine.activation_space import with_windows
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
@@ -98,6 +98,6 @@ def measured(
     spilled = plan.total_bytes(Tier.NVME)
     update_s, disk_s = slower * on_machine.busy_s.get("optimizer", 0.0), slower * on_machine.disk_s
     moved = 2.0 * plan.written_bytes + plan.weight_read_bytes
-    of_activations = 2.0 * plan.num_sweeps * activation_file_bytes(plan)
+    of_activations = 2.0 * plan.num_sweeps * plan.activation_file_bytes
     work = StepWork(update_s, moved, disk_s, spilled, plan.weight_read_bytes, of_activations)
     return [{**row, "step": i + 1} for i, row in enumerate([compiling, *[usual] * count])], work

@@ -32,7 +32,7 @@ def check(ranks: RankGroup, frozen: Sequence[int]) -> None:
     layout = two_layers((1500, 64), frozen).on_host(ranks.rank, ranks.size)
     expected = torch.arange(layout.layers[1].size, dtype=torch.float32)
     slot = torch.full_like(expected, torch.nan)
-    for span in RankParts(layout, ranks.rank, ranks.size).own(1):
+    for span in RankParts(layout, ranks.rank, ranks.size).upload_spans(1):
         slot[span.start : span.stop] = expected[span.start : span.stop]
     device = CpuDevice()
     try:

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from megatrain_ray.config import LoraConfig, ModelConfig
-from megatrain_ray.engine.activation_space import activation_file_bytes
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device import Device
@@ -240,7 +239,7 @@ def train_engine(
         if plan.hbm_layers:
             state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
             state.device_shard.load(source.weights())
-        spill = disk(activation_file_bytes(plan)) if plan.disk_activations else None
+        spill = disk(plan.activation_file_bytes) if plan.disk_activations else None
         engine = Engine(
             source.factory, structure, plan, device, host,
             muon=muon_of(recipe), device_shard=state.device_shard, spill=spill, poison=mode.poison,

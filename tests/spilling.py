@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.config_file import load_config
-from megatrain_ray.engine.activation_space import all_activation_files_bytes
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
@@ -126,7 +125,7 @@ def assert_traffic_is_as_planned(run_dir: Path, plan: Plan) -> None:
         found.term(name) for name in ("activation traffic", "weights read", "disk traffic")
     )
     assert activations and activations.measured == activations.predicted
-    assert activations.measured == 2 * plan.num_sweeps * all_activation_files_bytes(plan)
+    assert activations.measured == 2 * plan.num_sweeps * plan.activation_files_bytes
     assert bool(weights) == bool(plan.weights_on_disk)
     assert weights is None or weights.measured == weights.predicted == plan.weight_read_bytes
     assert all_of_it and 0.5 < all_of_it.measured / all_of_it.predicted < 2

@@ -15,12 +15,13 @@ import torch
 
 from megatrain_ray.engine import activation_file
 from megatrain_ray.engine.activation_file import ActivationFile, OnDisk
-from megatrain_ray.engine.activation_space import Part, Places, Windows, activation_file_bytes
+from megatrain_ray.engine.activation_space import Part, Places, Windows
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.io.blob_store import aligned
 from megatrain_ray.io.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.trace import Op, Stage
 from tests.apart_device import ApartDevice, ApartStore
@@ -36,6 +37,7 @@ LAYERS = (1, 2, 3)
 def plan_of(num_windows: int, activations: tuple[int, ...] = (SIZE,) * len(LAYERS), windows: Tier = Tier.HOST) -> Plan:
     plan = SimpleNamespace(
         num_windows=num_windows, window_bytes=PAGE, windows=windows, disk_activations=activations,
+        activation_file_bytes=sum(map(aligned, activations)),
         total_bytes=lambda tier: 0,
     )  # fmt: skip
     return cast(Plan, plan)
@@ -72,7 +74,7 @@ class Desk:
 @contextmanager
 def desk(num_windows: int, windows: Tier = Tier.HOST) -> Iterator[Desk]:
     plan, device = plan_of(num_windows, windows=windows), CpuDevice()
-    store = Watched(activation_file_bytes(plan))
+    store = Watched(plan.activation_file_bytes)
     file = ActivationFile(plan, device, store, BLOB, poison=True)
     try:
         file.begin()

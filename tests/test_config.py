@@ -229,19 +229,24 @@ def test_what_several_gpus_cannot_do_is_refused(changes: dict[str, Any], message
             {"hardware__num_gpus": 2, "run_dir": "runs/a"},
             "run_dir: runs/a is relative, and other hosts have other working directories; give an absolute path",
         ),
-        (
-            {"hardware__num_gpus": 2, "hardware__all_gather": False},
-            "hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: 2 has a "
-            "part; leave it out",
-        ),
-        (
-            {"hardware__num_hosts": 1, "hardware__all_gather": True},
-            "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out",
-        ),
     ],
 )
 def test_what_several_hosts_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
     assert refusal(**{"hardware__num_hosts": 2, "run_dir": "/runs/a"} | changes) == message
+
+
+def test_an_all_gather_takes_several_gpus_and_several_hosts_take_it() -> None:
+    hosts = {"hardware__num_hosts": 2, "hardware__num_gpus": 2, "run_dir": "/runs/a"}
+    assert refusal(hardware__all_gather=True) == (
+        "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
+    )
+    assert refusal(hardware__all_gather=False, **hosts) == (
+        "hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: 2 has a part; "
+        "leave it out"
+    )
+    assert config(hardware__all_gather=False).hardware.all_gather is False
+    assert config(hardware__all_gather=False, hardware__num_gpus=2).hardware.all_gather is False
+    assert config(hardware__all_gather=True, **hosts).hardware.all_gather is True
 
 
 def test_several_gpus_share_a_batch() -> None:

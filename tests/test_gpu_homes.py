@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from megatrain_ray import machine, node_findings, node_memory, page_places
 from megatrain_ray.arenas import SLAB, arena_sizes
 from megatrain_ray.config import NodeConfig
-from megatrain_ray.engine import cuda_device
+from megatrain_ray.engine.cuda_device import device_name, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.homes import Gpu, GpuHome, Home, NumaNode, gpu_homes, home_at
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.plan_report import describe
@@ -55,11 +55,30 @@ def test_the_address_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told[index])
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    assert cuda_device.pci_addresses() == ("0000:1b:00.0", None)
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True", "which torch reads with the first one"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # so that what is set here is as before afterwards
+    assert pci_addresses() == ("0000:1b:00.0", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cuda_device.pci_addresses() == ()
+    assert pci_addresses() == ()
+
+
+@pytest.mark.parametrize("question", [total_memory_bytes, device_name, pci_addresses])
+def test_whoever_asks_first_what_a_gpu_is_has_segments_expand(
+    monkeypatch: pytest.MonkeyPatch, question: Callable[[], object]
+) -> None:
+    """torch reads that with the first question."""
+    read: list[str | None] = []
+
+    def properties(index: int) -> SimpleNamespace:
+        read.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+        return SimpleNamespace(total_memory=1, name="some GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    question()
+    assert read == ["expandable_segments:True"]
 
 
 def test_the_node_of_a_gpu(tmp_path: Path) -> None:

@@ -69,14 +69,14 @@ def test_parts_of_the_ranks_of_a_host_cover_its_share(num_hosts: int, num_ranks:
     whole = two_layers((5000, 64, 300), (4100,))
     for rank in range(num_ranks):
         parts = RankParts(whole.on_host(rank * num_hosts // num_ranks, num_hosts), rank, num_ranks)
-        for number, of_ranks in enumerate(parts.of_all(0)):
+        for number, of_ranks in enumerate(parts.upload_spans_of_all(0)):
             count = num_ranks // num_hosts
             for host in range(num_hosts):
                 share = whole.on_host(host, num_hosts).shares[0][number]
                 mine = of_ranks[host * count : (host + 1) * count]
                 assert (mine[0].start, mine[-1].stop) == share
                 assert all(a.stop == b.start for a, b in itertools.pairwise(mine))
-        assert parts.span(0) == parts.of_all(0)[0][rank]
+        assert parts.gradient_span(0) == parts.upload_spans_of_all(0)[0][rank]
 
 
 def test_shards_of_all_hosts_have_each_element_once(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_rank_without_a_part_of_a_small_layer_uploads_nothing_of_it() -> None:
     """A head that is tied is its norm alone: 32 blocks of 64 elements."""
     whole = two_layers((128,))
     num_ranks = 64
-    parts = [RankParts(whole.on_host(rank // 32, 2), rank, num_ranks).own(0) for rank in range(num_ranks)]
+    parts = [RankParts(whole.on_host(rank // 32, 2), rank, num_ranks).upload_spans(0) for rank in range(num_ranks)]
     assert all(len(of_rank) == 1 for of_rank in parts)
     assert sum(span.size for (span,) in parts) == whole.layers[0].size
     assert min(span.size for (span,) in parts) == 0

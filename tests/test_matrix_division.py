@@ -82,7 +82,9 @@ def test_two_ranks_divide_a_block_behind_its_gate_proj() -> None:
 def test_ranks_have_as_much_of_all_layers_together(num_ranks: int) -> None:
     """Of one layer two cannot: of three matrices of the MLP one has two."""
     layout = model(*DENSE, num_layers=24)
-    spans = [[RankParts(layout, rank, num_ranks).span(i) for i in layout.with_muon] for rank in range(num_ranks)]
+    spans = [
+        [RankParts(layout, rank, num_ranks).gradient_span(i) for i in layout.with_muon] for rank in range(num_ranks)
+    ]
     for i, of_ranks in zip(layout.with_muon, zip(*spans, strict=True), strict=True):
         assert sorted(of_ranks) == sorted(part.span for part in matrix_parts(layout.layers[i], num_ranks))
     loads = [sum(work(layout.layers[i], span) for i, span in zip(layout.with_muon, own, strict=True)) for own in spans]
@@ -102,9 +104,9 @@ def test_layers_of_adamw_are_divided_as_ever_and_uploads_too() -> None:
     layout = model(*DENSE)
     for rank in range(4):
         parts = RankParts(layout, rank, 4)
-        assert parts.span(0) == parts.of_all(0)[0][rank]
-        assert parts.own(1) == (parts.of_all(1)[0][rank],)
-        assert parts.own(1)[0].size == layout.layers[1].trained.size // 4
+        assert parts.gradient_span(0) == parts.upload_spans_of_all(0)[0][rank]
+        assert parts.upload_spans(1) == (parts.upload_spans_of_all(1)[0][rank],)
+        assert parts.upload_spans(1)[0].size == layout.layers[1].trained.size // 4
 
 
 def test_momenta_of_a_part_come_from_whichever_shards_have_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatrain_ray.arenas import activations_file, spill_files
 from megatrain_ray.engine.activation_moves import away, is_on_disk
-from megatrain_ray.engine.activation_space import NUM_WINDOWS, activation_file_bytes
+from megatrain_ray.engine.activation_space import NUM_WINDOWS
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.drafts import Drafts
@@ -137,7 +137,7 @@ def test_the_arithmetic_counts_windows_files_and_every_sweep() -> None:
         candidate = replace(CANDIDATE, order=order)
         plan = planned(needed_bytes(candidate, **several) - (1 << 30), candidate, **several)
         assert len(plan.disk_activations) == live * sum(moving(plan))
-        assert row(plan, Tier.NVME, "activations") == activation_file_bytes(plan) == sum(plan.disk_activations)
+        assert row(plan, Tier.NVME, "activations") == plan.activation_file_bytes == sum(plan.disk_activations)
         windows = row(plan, Tier.HOST, "activation windows")
         assert windows == NUM_WINDOWS * BLOCK_BYTES + 8 * sum(-(-b // BLOCK_BYTES) for b in plan.disk_activations)
         kept = live * sum(layer.kept_bytes for layer in plan.layers if layer.kept is Tier.HOST)
@@ -164,7 +164,7 @@ def test_each_gpu_of_a_host_has_windows_and_a_file_and_they_share_the_disk(disk:
         assert moved_bytes(three, structure)["disk"] == three.num_gpus * moved_bytes(one, structure)["disk"]
         files = spill_files(three, structure.layout(), "/nvme")
         assert {name: file.nbytes for name, file in files.items()} == {
-            activations_file(k): activation_file_bytes(one) for k in range(3)
+            activations_file(k): one.activation_file_bytes for k in range(3)
         }
         of_three, of_one = (Prices(plan, basis, activations)(Stage.DISK, op) for plan in (three, one))
         assert of_three == pytest.approx(3 * of_one)

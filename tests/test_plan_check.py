@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from megatrain_ray import plan_check
 from megatrain_ray.comparisons import read_comparisons
@@ -16,7 +17,7 @@ from megatrain_ray.engine.plan import Plan
 from megatrain_ray.gpu_work import GpuWork
 from megatrain_ray.plan_check import PlanCheck
 from megatrain_ray.shard_work import ShardWork
-from megatrain_ray.step_work import RunWork
+from megatrain_ray.work_calls import WorkCalls
 from tests.planned_steps import PROFILE, measured, planned
 
 
@@ -29,14 +30,16 @@ class Shards:
         self._update_s = update_s
         self.num_asked = 0
 
-    def work(self) -> list[Any]:
+    def work(self) -> WorkCalls:
+        """With the answers themselves in the place of calls."""
         self.num_asked += 1
-        return [ShardWork(7, self.num_asked, self._update_s * self.num_asked), GpuWork(self.num_asked)]
+        shard = ShardWork(7, self.num_asked, self._update_s * self.num_asked)
+        return WorkCalls([shard], [GpuWork(self.num_asked)])
 
 
 @pytest.fixture(autouse=True)
 def answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_check, "_answers", lambda calls, num_shards: RunWork(calls[:-1], calls[-1:]))
+    monkeypatch.setattr(ray, "get", lambda calls, timeout: calls)
     monkeypatch.setattr(plan_check, "pss_of_run", lambda pids: {"driver": {"private": 3 << 30}})
 
 

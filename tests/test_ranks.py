@@ -74,7 +74,7 @@ def on_ranks(size: int, work: Callable[[Threads], T]) -> list[T]:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_parts_of_all_ranks_cover_what_is_trained(size: int) -> None:
     model = layout(5000, 64, 300)
-    spans = [RankParts(model, rank, size).span(0) for rank in range(size)]
+    spans = [RankParts(model, rank, size).gradient_span(0) for rank in range(size)]
     assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
     assert spans[-1].stop == model.layers[0].trained.size
     assert all(span.start % 64 == 0 for span in spans)
@@ -119,7 +119,7 @@ def test_each_rank_keeps_its_part_of_a_sum_and_all_have_the_same_norms(
     found = on_ranks(size, work)
     squares = 0.0
     for layer, flat in enumerate(model.layers):
-        spans = [RankParts(model, rank, size).span(layer) for rank in range(size)]
+        spans = [RankParts(model, rank, size).gradient_span(layer) for rank in range(size)]
         parts = [found[rank][0][layer] for rank in sorted(range(size), key=spans.__getitem__)]
         whole = parts[0] if on_device else torch.cat(parts)
         for name in (segment.name for segment in flat.trained_segments):

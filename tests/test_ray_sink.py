@@ -21,6 +21,7 @@ from megatrain_ray.ray_sink import RaySink
 from megatrain_ray.run_dir import RunFiles
 from megatrain_ray.run_history import History
 from megatrain_ray.shard_work import ShardWork
+from megatrain_ray.work_calls import WorkCalls
 from tests.planned_steps import PROFILE, planned
 from tests.runs import cli_here, config, plan_of, rows, write_config
 from tests.scraping import await_series
@@ -70,10 +71,11 @@ class Now:
         return self.seconds
 
 
-def work(read: int, written: int, pid: int = 1) -> list[Any]:
+def work(read: int, written: int, pid: int = 1) -> WorkCalls:
     """Answers of a shard and of the GPU worker."""
     shard = ShardWork(pid, 1, 0.5, Moved(read, written), spill_bytes=4096)
-    return [ray.put(shard), ray.put(GpuWork(1, weights=Moved(7, 0), activations=Moved(1, 2), spill_bytes=1))]
+    gpu = GpuWork(1, weights=Moved(7, 0), activations=Moved(1, 2), spill_bytes=1)
+    return WorkCalls([ray.put(shard)], [ray.put(gpu)])
 
 
 def test_faults_and_the_disk_can_be_scraped(tmp_path: Path, ray_address: str) -> None:

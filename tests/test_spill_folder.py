@@ -91,11 +91,11 @@ def test_what_is_wrong_with_the_disk_of_another_host_is_told(tmp_path: Path, mon
 
 def test_a_folder_in_the_memory_of_another_host_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = owner_elsewhere(tmp_path / "new")
-    assert owner.told_of_memory() is None
+    assert owner.memory_warning() is None
     monkeypatch.setattr(spill_folder, "IN_MEMORY", kinds_of_file_systems())
-    told = owner.told_of_memory()
+    told = owner.memory_warning()
     assert told and told.startswith(f"spill.path: {tmp_path}/new on {ELSEWHERE} is on ")
-    assert ArenaOwner({}).told_of_memory() is None, "the driver's was told of with the plan"
+    assert ArenaOwner({}).memory_warning() is None, "the driver's was told of with the plan"
     owner.stop()
     owner.run()
 
