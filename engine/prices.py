@@ -16,7 +16,7 @@ from megatrain_ray.engine.activation_moves import Activations, is_on_disk
 from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.layer_work import Product
-from megatrain_ray.engine.layout import DIRECTION_BYTES
+from megatrain_ray.engine.layout import DIRECTION_BYTES, PART_ELEMENTS
 from megatrain_ray.engine.matrix_division import matrix_parts
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import Plan, UpdateOrder
@@ -100,8 +100,9 @@ class Prices:
 
     def _exchange_s(self, op: Op) -> float:
         """Each GPU sends what it has of the others' parts, or has from them what it lacks; of a sum that all of them
-        get whole both."""
-        times = 2 if op.name == SUM_OVER_GPUS and self._plan.sums_whole(op.layer) else 1
+        get whole both, as they do where parts are not equally large (RankGroup.sum_part)."""
+        is_even = self._basis.layout.layers[op.layer].trained.size % (PART_ELEMENTS * self._plan.num_gpus) == 0
+        times = 2 if op.name == SUM_OVER_GPUS and (self._plan.sums_whole(op.layer) or not is_even) else 1
         guess = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
         copied = self._profile.gpu_link_bytes_per_s
         rate = EXCHANGED * copied if copied else guess

@@ -132,10 +132,10 @@ class SharedHost:
             async with asyncio.timeout(self._deadline_s):
                 return await leasing
         except TimeoutError:
-            raise DeadlineError(
-                f"no room for the {name} of layer {layer} within {self._deadline_s:.0f} s: the optimizer shards do "
-                "not get on"
-            ) from None
+            waited = f"for the {name} of layer {layer} within {self._deadline_s:.0f} s"
+            if self._host_rank:
+                raise DeadlineError(f"no place {waited}: the first GPU worker of the host does not get on") from None
+            raise DeadlineError(f"no room {waited}: the optimizer shards do not get on") from None
 
     async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
         if self._host_rank == 0:

@@ -70,8 +70,8 @@ def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *
 
 def slab_memory(plan: Plan, home: Home | None) -> tuple[int, ...]:
     """Nodes that its pages are taken from in turn: that of the host's only GPU worker, whose home is `home`, else those
-    of all GPUs. Each GPU copies its part of a gradient to wherever there is room, and the shards read it from there, so
-    no page is one node's; all of them on one had the memory and the link of that node carry everything."""
+    of all GPUs. Each GPU copies its part of a gradient to wherever there is room, and shards of all nodes read it, so no
+    page belongs to one node; on one node its memory and its link would carry everything. Reasoned, not measured."""
     return memory_of([home] if home and plan.host_gpus == 1 else [place.home for place in plan.gpu_homes])
 
 
@@ -81,7 +81,7 @@ def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
         return plan.gpu_homes[host_rank].home, ""
     address = next(iter(pci_addresses()), None)
     home = home_at(plan.gpu_homes, address)
-    if home or address in [place.address for place in plan.gpu_homes]:
+    if home or (address and address in [place.address for place in plan.gpu_homes]):
         return home, ""
     return None, f"the plan does not know the GPU at {address or 'an unknown address'}, so its worker runs on any CPUs"
 

@@ -37,6 +37,10 @@ def test_several_gpus_share_what_leaves_and_updates_and_compute_more_at_a_time()
     assert four.model_tflops == pytest.approx(4 * one.model_tflops, rel=0.05), "of all of them"
     twice = predicted(replace(REQUEST, num_gpus=2), candidate).compute_s["sum over GPUs"]
     assert sums_s == pytest.approx(1.5 * twice), "each sends what it has of the others' parts: three quarters, a half"
+    three = predicted(replace(REQUEST, num_gpus=3), candidate).compute_s["sum over GPUs"]
+    assert three == pytest.approx(2 * 4 / 3 * twice, rel=0.1), (
+        "parts of most layers are not equal: sums go whole to all"
+    )
 
 
 def with_muon(request: Request) -> tuple[Plan, Prediction]:

@@ -206,6 +206,10 @@ def test_a_gpu_without_a_home_has_its_worker_run_anywhere(
     [problem] = settle_gpu_worker(planned(FOUR, 4), arenas, 1, pinned=True)
     assert problem == "the plan does not know the GPU at 0000:ff:00.0, so its worker runs on any CPUs"
     assert settle_gpu_worker(planned((*FOUR, GpuHome("0000:ff:00.0", None)), 4), arenas, 1, pinned=True) == ()
+    see(monkeypatch, [None])
+    nowhere = [replace(of_gpu, address=None) for of_gpu in FOUR]
+    [problem] = settle_gpu_worker(planned(nowhere, 4), arenas, 1, pinned=True)
+    assert problem == "the plan does not know the GPU at an unknown address, so its worker runs on any CPUs"
     assert asked == []
 
 
