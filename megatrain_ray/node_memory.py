@@ -70,8 +70,8 @@ def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *
 
 def slab_memory(plan: Plan, home: Home | None) -> tuple[int, ...]:
     """Nodes that its pages are taken from in turn: that of the host's only GPU worker, whose home is `home`, else those
-    of all GPUs. Each GPU copies its part of a gradient to wherever there is room, and shards of all nodes read it, so no
-    page belongs to one node; on one node its memory and its link would carry everything. Reasoned, not measured."""
+    of all GPUs. Each GPU copies its part of a gradient to wherever there is room, and shards of all nodes read it, so
+    no page belongs to one node; on one node its memory and its link would carry everything. Reasoned, not measured."""
     return memory_of([home] if home and plan.host_gpus == 1 else [place.home for place in plan.gpu_homes])
 
 

@@ -39,7 +39,7 @@ def test_several_gpus_share_what_leaves_and_updates_and_compute_more_at_a_time()
     assert sums_s == pytest.approx(1.5 * twice), "each sends what it has of the others' parts: three quarters, a half"
     three = predicted(replace(REQUEST, num_gpus=3), candidate).compute_s["sum over GPUs"]
     assert three == pytest.approx(2 * 4 / 3 * twice, rel=0.1), (
-        "parts of most layers are not equal: sums go whole to all"
+        "parts are not equal: sums go whole to all"
     )
 
 

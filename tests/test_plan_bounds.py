@@ -81,7 +81,8 @@ def plans(request: Request, machine: Machine = MACHINE) -> Iterator[tuple[Plan, 
 )
 def test_no_plan_is_faster(changes: dict[str, Any], profile: str) -> None:
     """The search would leave a plan out that is."""
-    request, basis, prices = replace(REQUEST, **changes), basis_of(PROFILES[profile]), SharedPrices()
+    request, prices = replace(REQUEST, **changes), SharedPrices()
+    basis = basis_of(PROFILES[profile], num_hosts=request.num_hosts)
     for plan, activations in plans(request):
         step_s = predict(plan, basis, activations, prices).step_s
         bounds = Bounds(plan, basis, activations, prices)
