@@ -38,9 +38,7 @@ def test_several_gpus_share_what_leaves_and_updates_and_compute_more_at_a_time()
     twice = predicted(replace(REQUEST, num_gpus=2), candidate).compute_s["sum over GPUs"]
     assert sums_s == pytest.approx(1.5 * twice), "each sends what it has of the others' parts: three quarters, a half"
     three = predicted(replace(REQUEST, num_gpus=3), candidate).compute_s["sum over GPUs"]
-    assert three == pytest.approx(2 * 4 / 3 * twice, rel=0.1), (
-        "parts are not equal: sums go whole to all"
-    )
+    assert three == pytest.approx(2 * 4 / 3 * twice, rel=0.1), "parts are not equal: sums go whole to all"
 
 
 def with_muon(request: Request) -> tuple[Plan, Prediction]:
