@@ -47,17 +47,16 @@ class TornLayer(NamedTuple):
     update: int
 
 
-class _Place(IntEnum):
-    """Of a layer, before what its ranks have landed."""
+class Placed(IntEnum):
+    """What of a layer waits in the slab. Its three words, before what the layer's ranks have landed: the byte where it
+    begins, which update has been given a place, and the byte where that begins."""
 
     GRADIENT = 0
-    DIRECTIONS = 1
-    PLACED = 2  # the update whose gradient has a place
-    NEXT = 3  # and which it is
-    DIRECTIONS_PLACED = 4  # the same of its directions
-    DIRECTIONS_NEXT = 5
+    DIRECTIONS = 3
 
 
+_START, _PLACED, _NEXT = range(3)
+_PLACES = 3 * len(Placed)
 _FIRST_LAYER = len(_Word) + NUM_HEADERS * len(_Header)
 _SHARD_WORDS = 3
 
@@ -79,7 +78,7 @@ class HostWords:
 
     @staticmethod
     def num_words(num_layers: int, num_shards: int, num_ranks: int = 1) -> int:
-        return _FIRST_LAYER + num_layers * (len(_Place) + num_ranks + _SHARD_WORDS * num_shards)
+        return _FIRST_LAYER + num_layers * (_PLACES + num_ranks + _SHARD_WORDS * num_shards)
 
     def reset(self, generation: int, updated: Sequence[Collection[int]]) -> None:
         """Before any shard runs: every layer has `generation`, nothing has landed since. `updated`: the layers that
@@ -134,29 +133,17 @@ class HostWords:
         first = self._header(generation)
         return self._words.load(first + _Header.UPDATE) == generation and bool(self._words.load(first + _Header.SAVE))
 
-    def place(self, layer: int, update: int, gradient_start: int) -> None:
-        """By the first rank, for the others: where the layer's gradient of this update is to lie."""
-        self._words.store(self._places(layer) + _Place.NEXT, gradient_start)
-        self._words.store(self._places(layer) + _Place.PLACED, update)
+    def place(self, what: Placed, layer: int, update: int, start: int) -> None:
+        """By the first rank, for the others: at which byte of the slab it is to begin."""
+        self._words.store(self._place(what, layer) + _NEXT, start)
+        self._words.store(self._place(what, layer) + _PLACED, update)
         self._words.add(_Word.GENERATION_BELL, 1)
 
-    def placed_at(self, layer: int, update: int) -> int | None:
-        """Where; None while nobody has said so."""
-        if self._words.load(self._places(layer) + _Place.PLACED) < update:
+    def placed_at(self, what: Placed, layer: int, update: int) -> int | None:
+        """At which; None while nobody has said so."""
+        if self._words.load(self._place(what, layer) + _PLACED) < update:
             return None
-        return self._words.load(self._places(layer) + _Place.NEXT)
-
-    def place_directions(self, layer: int, update: int, direction_start: int) -> None:
-        """The same of its directions."""
-        self._words.store(self._places(layer) + _Place.DIRECTIONS_NEXT, direction_start)
-        self._words.store(self._places(layer) + _Place.DIRECTIONS_PLACED, update)
-        self._words.add(_Word.GENERATION_BELL, 1)
-
-    def directions_placed_at(self, layer: int, update: int) -> int | None:
-        """Where; None while nobody has said so."""
-        if self._words.load(self._places(layer) + _Place.DIRECTIONS_PLACED) < update:
-            return None
-        return self._words.load(self._places(layer) + _Place.DIRECTIONS_NEXT)
+        return self._words.load(self._place(what, layer) + _NEXT)
 
     def land(self, layer: int, update: int, gradient_start: int, direction_start: int = 0, rank: int = 0) -> None:
         """This rank's part of the layer's gradient is complete in the slab, where the whole begins at byte
@@ -170,8 +157,8 @@ class HostWords:
                 f"{self.generation(layer)}, expected {update - 1}"
             )
         if rank == 0:
-            self._words.store(self._places(layer) + _Place.GRADIENT, gradient_start)
-            self._words.store(self._places(layer) + _Place.DIRECTIONS, direction_start)
+            self._words.store(self._place(Placed.GRADIENT, layer) + _START, gradient_start)
+            self._words.store(self._place(Placed.DIRECTIONS, layer) + _START, direction_start)
         self._words.store(self._landed(layer, rank), update)
         self._words.add(_Word.LANDED_BELL, 1)
 
@@ -193,11 +180,11 @@ class HostWords:
 
     def gradient_start(self, layer: int) -> int:
         """Byte offset in the slab of the gradient that landed last."""
-        return self._words.load(self._places(layer) + _Place.GRADIENT)
+        return self._words.load(self._place(Placed.GRADIENT, layer) + _START)
 
     def direction_start(self, layer: int) -> int:
         """Byte offset in the slab of the directions that landed last."""
-        return self._words.load(self._places(layer) + _Place.DIRECTIONS)
+        return self._words.load(self._place(Placed.DIRECTIONS, layer) + _START)
 
     def wait_landed(self, layer: int, update: int, timeout_s: float) -> bool:
         """Waits until the update is committed and the layer's gradient is there; False after `timeout_s` or on stop."""
@@ -335,11 +322,14 @@ class HostWords:
     def _header(self, update: int) -> int:
         return len(_Word) + update % NUM_HEADERS * len(_Header)
 
+    def _place(self, what: Placed, layer: int) -> int:
+        return self._places(layer) + what
+
     def _places(self, layer: int) -> int:
-        return _FIRST_LAYER + (len(_Place) + self._num_ranks) * layer
+        return _FIRST_LAYER + (_PLACES + self._num_ranks) * layer
 
     def _landed(self, layer: int, rank: int) -> int:
-        return self._places(layer) + len(_Place) + rank
+        return self._places(layer) + _PLACES + rank
 
     def _last_landed(self, layer: int) -> int:
         """The last update for which all ranks have landed their parts."""
@@ -347,13 +337,13 @@ class HostWords:
 
     def _forget_landed(self, layer: int, update: int) -> None:
         """Nothing has landed, nor has it a place, for any update after this one."""
-        for placed in (_Place.PLACED, _Place.DIRECTIONS_PLACED):
-            self._words.store(self._places(layer) + placed, update)
+        for what in Placed:
+            self._words.store(self._place(what, layer) + _PLACED, update)
         for rank in range(self._num_ranks):
             self._words.store(self._landed(layer, rank), update)
 
     def _begun(self, shard: int, layer: int) -> int:
-        of_layers = (len(_Place) + self._num_ranks) * self._num_layers
+        of_layers = (_PLACES + self._num_ranks) * self._num_layers
         return _FIRST_LAYER + of_layers + _SHARD_WORDS * (self._num_layers * shard + layer)
 
     def _generation(self, shard: int, layer: int) -> int:

@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from megatrain_ray.engine.device import Event
 from megatrain_ray.engine.disk_weights import DiskWeights
-from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.host_words import HostWords, Placed
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
@@ -64,11 +65,13 @@ class SharedHost:
         held, sizes = held_slab_bytes(plan, layout), layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
         passing, aliased = plan.passing_layers, held < plan.slab_bytes
         self._slab = SlabPool(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
-        # Where this rank is not the first.
-        self._followed = FollowedSlab(slab[:held], sizes, words.placed_at, self._check)
-        self._followed_directions = FollowedSlab(slab, layout.direction_bytes, words.directions_placed_at, self._check)
         self._stored = frozenset(plan.stored_layers)
         self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
+        self._pools = {Placed.GRADIENT: self._slab, Placed.DIRECTIONS: self._directions}
+        self._followed = {  # where this rank is not the first
+            what: FollowedSlab(slab, of_layers, partial(words.placed_at, what), self._check)
+            for what, of_layers in ((Placed.GRADIENT, sizes), (Placed.DIRECTIONS, layout.direction_bytes))
+        }
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()
         self._closed = False
@@ -102,22 +105,19 @@ class SharedHost:
         return self._momenta.of(layer, self._parts.gradient_span(layer))
 
     async def lease(self, layer: int, update: int) -> Lease:
-        if self._host_rank:
-            lease = await self._leased(self._followed.lease(layer, update), layer, "gradient")
-        else:
-            lease = await self._leased(self._slab.lease(layer), layer, "gradient")
-            if self._num_ranks > 1:
-                self._words.place(layer, update, lease.start_bytes)
-        return self._own_part(lease, self._itemsize)
+        return self._own_part(await self._lease(Placed.GRADIENT, layer, update), self._itemsize)
 
     async def lease_direction(self, layer: int, update: int) -> Lease:
+        return self._own_part(await self._lease(Placed.DIRECTIONS, layer, update), DIRECTION_BYTES)
+
+    async def _lease(self, what: Placed, layer: int, update: int) -> Lease:
+        """Of what all ranks of the host have of it."""
         if self._host_rank:
-            lease = await self._leased(self._followed_directions.lease(layer, update), layer, "directions")
-        else:
-            lease = await self._leased(self._directions.lease(layer), layer, "directions")
-            if self._num_ranks > 1:
-                self._words.place_directions(layer, update, lease.start_bytes)
-        return self._own_part(lease, DIRECTION_BYTES)
+            return await self._leased(self._followed[what].lease(layer, update), what, layer)
+        lease = await self._leased(self._pools[what].lease(layer), what, layer)
+        if self._num_ranks > 1:
+            self._words.place(what, layer, update, lease.start_bytes)
+        return lease
 
     def _own_part(self, lease: Lease, itemsize: int) -> Lease:
         """`itemsize`: bytes of an element of what lies there."""
@@ -127,12 +127,12 @@ class SharedHost:
         start, stop = (itemsize * (edge - first) for edge in self._parts.gradient_span(lease.layer))
         return replace(lease, region=lease.region[start:stop])
 
-    async def _leased(self, leasing: Awaitable[Lease], layer: int, name: str) -> Lease:
+    async def _leased(self, leasing: Awaitable[Lease], what: Placed, layer: int) -> Lease:
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await leasing
         except TimeoutError:
-            waited = f"for the {name} of layer {layer} within {self._deadline_s:.0f} s"
+            waited = f"for the {what.name.lower()} of layer {layer} within {self._deadline_s:.0f} s"
             if self._host_rank:
                 raise DeadlineError(f"no place {waited}: the first GPU worker of the host does not get on") from None
             raise DeadlineError(f"no room {waited}: the optimizer shards do not get on") from None
@@ -197,10 +197,9 @@ class SharedHost:
             await self._wake()
 
     async def _wake(self) -> None:
-        await self._slab.wake()
-        await self._followed.wake()
-        await self._directions.wake()
-        await self._followed_directions.wake()
+        for what in Placed:
+            await self._pools[what].wake()
+            await self._followed[what].wake()
         async with self._changed:
             self._changed.notify_all()
 

@@ -75,16 +75,20 @@ class Crew:
         self._own_handles: Handles = {}
 
     @property
+    def side(self) -> GpuSide:
+        """GPU workers and data process; after `start`."""
+        assert self._side is not None
+        return self._side
+
+    @property
     def gpu(self) -> Any:
         """Handle of the present GPU worker, of several the first one; after `start`."""
-        assert self._side is not None
-        return self._side.gpu
+        return self.side.gpu
 
     @property
     def data(self) -> Any:
         """Handle of the present data process; after `start`."""
-        assert self._side is not None
-        return self._side.data
+        return self.side.data
 
     def start(self, data_arguments: Callable[[], Mapping[str, Any]]) -> None:
         """Places and starts all actors; weights are not loaded yet. `data_arguments`: of a data process that goes on
@@ -124,8 +128,7 @@ class Crew:
         """Once, of all: training goes on wherever threads run and pages are."""
         if not self._prepared.plan.shard_homes:
             return
-        assert self._side is not None  # it has just begun
-        calls = self._side.ask_each("home_problems")
+        calls = self.side.ask_each("home_problems")
         of_gpus = [answer("a GPU worker did not start", call) for call in calls]
         problems = {problem for found in (*self._ask_shards("home_problems"), *of_gpus) for problem in found}
         if problems:
@@ -157,9 +160,8 @@ class Crew:
 
         for post in self._shards:
             self._assign(post, task, serves=False)
-        assert self._side is not None  # start came first
-        filling = self._side.ask_each("fill", save_folder, manifest)
-        self._building = self._side.ask_each("build")
+        filling = self.side.ask_each("fill", save_folder, manifest)
+        self._building = self.side.ask_each("build")
         of_gpu = [*filling, *self._building]
         plan = self._prepared.plan
         limit_s = transfer_deadline_s(plan.updated_bytes + plan.frozen_bytes)
@@ -189,12 +191,11 @@ class Crew:
     def begin(self, progress: Callable[[], Progress]) -> None:
         """Once the engine is built, which began beside `load`: starts it, which resets the signal words, and then the
         shards that obey them. `progress`: where training stands when it is called."""
-        assert self._side is not None
-        self._side.all_of(self._building, self._until, "did not build its engine")
-        self._side.begin("start", progress, self._until, "did not start its engine")
+        self.side.all_of(self._building, self._until, "did not build its engine")
+        self.side.begin("start", progress, self._until, "did not start its engine")
         for post in self._shards:
             self._assign(post, lambda actor: actor.run.remote(self._newest_save), serves=True)
-        self._side.watch()
+        self.side.watch()
         self._progress = progress
 
     def wait(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -218,13 +219,11 @@ class Crew:
 
     def step(self, step: int, save: bool) -> Any:
         """Begins a step; the call whose result is all GPU workers'."""
-        assert self._side is not None  # start came first
-        return self._side.ask("step", step, save)
+        return self.side.ask("step", step, save)
 
     def evaluate(self, step: int, index: int) -> Any:
         """The same of a batch of the held-out data."""
-        assert self._side is not None  # start came first
-        return self._side.ask("evaluate", step, index)
+        return self.side.ask("evaluate", step, index)
 
     def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
         """Calls of all who hold state, which write their parts of the save of a step while training goes on."""
@@ -271,9 +270,8 @@ class Crew:
     def replace_gpu(self, reason: str) -> None:
         """Puts others in the place of all GPU workers, one of which is of no use any more; they stand where training
         does, and what was asked of those before is to be asked again. Raises as `replace`."""
-        assert self._side is not None  # there are steps
         assert self._progress is not None
-        side = self._side
+        side = self.side
         start_s = self._lose(GPU, side.gpu_ids, reason)
         try:
             side.replace_gpus(self._holders, self._progress, self._until)
@@ -330,14 +328,12 @@ class Crew:
     def spans(self, last: int) -> dict[str, Any]:
         """Calls of all that record spans, by name: answered once step `last` and its update are over."""
         shards = {post.name: post.actor.spans.remote(last) for post in self._shards}
-        assert self._side is not None  # start came first
-        of_gpus = {gpu_name(rank): call for rank, call in enumerate(self._side.ask_each("spans", last))}
+        of_gpus = {gpu_name(rank): call for rank, call in enumerate(self.side.ask_each("spans", last))}
         return {**of_gpus, **shards, DATA: self.data.spans.remote()}
 
     def work(self) -> WorkCalls:
         """What each has done, on the first host: clocks of several hosts, by which they know when, are not one."""
-        assert self._side is not None  # start came first
-        of_gpus = self._side.ask_each("work")[: self._prepared.plan.host_gpus]
+        of_gpus = self.side.ask_each("work")[: self._prepared.plan.host_gpus]
         return WorkCalls([post.actor.work.remote() for post in self._shards if not post.host], of_gpus)
 
     def whereabouts(self) -> str:
@@ -350,9 +346,8 @@ class Crew:
 
     def stop(self) -> None:
         """Ends a run that went well: everybody closes what they hold, then the processes end."""
-        assert self._side is not None
-        self._side.stop_watching()
-        for closing in self._side.ask_each("close"):
+        self.side.stop_watching()
+        for closing in self.side.ask_each("close"):
             with suppress(RayActorError, LostProcessError):  # what was to be saved is
                 self._until(closing, "the GPU worker did not close", self._prepared.plan.update_deadline_s)
         for post in self._posts:
@@ -400,16 +395,15 @@ class Crew:
     def _side_ended(self, call: Any) -> None:
         """The data process died, and a batch is wanted; or a GPU worker did, or has done what it was asked. Raises
         what it raised."""
-        assert self._side is not None
-        if call not in self._side.watched:  # of a worker that was replaced just now
+        if call not in self.side.watched:  # of a worker that was replaced just now
             return
         try:
             ray.get(call)
         except RayActorError as error:
             self.replace(error)
         else:
-            if not self._side.heard(call):
-                self._replace_data(self._side, "the GPU worker asked it for a batch")
+            if not self.side.heard(call):
+                self._replace_data(self.side, "the GPU worker asked it for a batch")
 
     def _fill(self, post: Post, after_pid: int | None) -> bool:
         post.fill(self._holders(post.host, but=post), after_pid)

@@ -7,6 +7,7 @@ import mmap
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ import torch
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec, Span
 from megatrain_ray.engine.gradients import GradientStore
-from megatrain_ray.engine.host_words import HostWords
+from megatrain_ray.engine.host_words import HostWords, Placed
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.ranks import RankParts
 from megatrain_ray.engine.slab import FollowedSlab
@@ -157,21 +158,21 @@ def test_a_gradient_has_landed_when_all_ranks_have_landed_their_parts() -> None:
 
 def test_what_part_of_the_ranks_has_landed_is_withdrawn() -> None:
     words = words_of(2)
-    words.place(0, 5, 128)
-    words.place_directions(0, 5, 256)
+    words.place(Placed.GRADIENT, 0, 5, 128)
+    words.place(Placed.DIRECTIONS, 0, 5, 256)
     words.land(0, 5, 128, rank=1)
     words.withdraw(4)
-    assert words.placed_at(0, 5) is words.directions_placed_at(0, 5) is None
+    assert words.placed_at(Placed.GRADIENT, 0, 5) is words.placed_at(Placed.DIRECTIONS, 0, 5) is None
     words.land(0, 5, 128)
     assert not words.has_landed(0, 5), "the other one's is to come again"
 
 
 async def test_a_rank_leases_where_the_first_one_does() -> None:
     words = words_of(2)
-    slab = FollowedSlab(torch.arange(256, dtype=torch.uint8), [64, 32], words.placed_at)
+    slab = FollowedSlab(torch.arange(256, dtype=torch.uint8), [64, 32], partial(words.placed_at, Placed.GRADIENT))
     leasing = asyncio.create_task(slab.lease(1, 5))
     await asyncio.sleep(0)
-    words.place(1, 5, 128)
+    words.place(Placed.GRADIENT, 1, 5, 128)
     await asyncio.sleep(0)
     assert not leasing.done(), "it looks when it is woken"
     await slab.wake()
@@ -182,8 +183,8 @@ async def test_a_rank_leases_where_the_first_one_does() -> None:
 
 def test_directions_have_a_place_of_their_own() -> None:
     words = words_of(2)
-    words.place(1, 5, 128)
-    assert words.directions_placed_at(1, 5) is None
-    words.place_directions(1, 5, 192)
-    assert (words.placed_at(1, 5), words.directions_placed_at(1, 5)) == (128, 192)
-    assert words.directions_placed_at(0, 5) is words.directions_placed_at(1, 6) is None
+    words.place(Placed.GRADIENT, 1, 5, 128)
+    assert words.placed_at(Placed.DIRECTIONS, 1, 5) is None
+    words.place(Placed.DIRECTIONS, 1, 5, 192)
+    assert (words.placed_at(Placed.GRADIENT, 1, 5), words.placed_at(Placed.DIRECTIONS, 1, 5)) == (128, 192)
+    assert words.placed_at(Placed.DIRECTIONS, 0, 5) is words.placed_at(Placed.DIRECTIONS, 1, 6) is None
