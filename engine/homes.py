@@ -85,17 +85,17 @@ def gpu_homes(nodes: tuple[NumaNode, ...], gpus: tuple[Gpu, ...]) -> tuple[GpuHo
     node."""
     of_node = {node.number: _home([node]) for node in nodes} if len(nodes) > 1 else {}
     homes = tuple(GpuHome(gpu.address, None if gpu.node is None else of_node.get(gpu.node)) for gpu in gpus)
-    return homes if any(place.home for place in homes) else ()
+    return homes if any(of_gpu.home for of_gpu in homes) else ()
 
 
 def home_at(homes: Iterable[GpuHome], address: str | None) -> Home | None:
     """Of the worker of the GPU at an address. One that is not among them has the home that all of them have, if they
     have one."""
-    found = {place.home for place in homes if place.address == address} or {place.home for place in homes}
+    found = {of_gpu.home for of_gpu in homes if of_gpu.address == address} or {of_gpu.home for of_gpu in homes}
     return found.pop() if len(found) == 1 else None
 
 
-def memory_of(homes: Iterable[Home | None]) -> tuple[int, ...]:
+def _memory_of(homes: Iterable[Home | None]) -> tuple[int, ...]:
     """The nodes from which they take memory."""
     return tuple(sorted({node for home in homes if home for node in home.memory}))
 
@@ -118,3 +118,11 @@ def _portions(items: Sequence[T], count: int) -> list[Sequence[T]]:
     if len(items) < count:
         return [[items[k * len(items) // count]] for k in range(count)]
     return [items[k * len(items) // count : (k + 1) * len(items) // count] for k in range(count)]
+
+
+def slab_nodes(homes: Sequence[GpuHome], host_gpus: int, home: Home | None) -> tuple[int, ...]:
+    """Nodes that the slab's pages are taken from in turn: that of the host's only GPU worker, with its home, else those
+    of all GPUs. Each GPU copies its part of a gradient to wherever there is room, and shards of all nodes read
+    it, so no page belongs to one node; on one node its memory and its link would carry everything. Reasoned, not
+    measured."""
+    return _memory_of([home] if home and host_gpus == 1 else [of_gpu.home for of_gpu in homes])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatrain_ray.engine.homes import Home, memory_of
+from megatrain_ray.engine.homes import Home, slab_nodes
 from megatrain_ray.engine.layout import DIRECTION_BYTES
 from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
 from megatrain_ray.engine.plan_limits import beyond_device, beyond_disk, host_bytes, spare_ram
@@ -72,13 +72,13 @@ def _home_lines(plan: Plan) -> list[str]:
         return []
     line = f"shards    {plan.num_shards}: {', '.join(map(str, plan.shard_homes))}"
     by_home: dict[Home | None, list[int]] = {}
-    for number, place in enumerate(plan.gpu_homes):
-        by_home.setdefault(place.home, []).append(number)
+    for number, of_gpu in enumerate(plan.gpu_homes):
+        by_home.setdefault(of_gpu.home, []).append(number)
     if len(by_home) < 2:
         workers = "GPU worker" if plan.host_gpus == 1 else "GPU workers"
         return [line + "".join(f"; {workers} and gradients that wait: {home}" for home in by_home)]
     gpus = (f"{format_ranges(numbers)} on {home or 'any node'}" for home, numbers in by_home.items())
-    nodes = f"in turn on nodes {format_ranges(memory_of(by_home))}"
+    nodes = f"in turn on nodes {format_ranges(slab_nodes(plan.gpu_homes, plan.host_gpus, None))}"
     gradients = "with their GPU" if plan.host_gpus == 1 else nodes
     return [line, f"GPUs      worker of {', '.join(gpus)}; gradients that wait: {gradients}"]
 

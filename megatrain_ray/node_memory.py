@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatrain_ray.arenas import SLAB, WORKING, journal_arena, state_arena
 from megatrain_ray.engine.cuda_device import pci_addresses
 from megatrain_ray.engine.flat_layout import round_up
-from megatrain_ray.engine.homes import Home, home_at, memory_of
+from megatrain_ray.engine.homes import Home, home_at, slab_nodes
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.io.arena import HUGE_PAGE, Arena, mapped_bytes
@@ -65,14 +65,7 @@ def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *
     if home and pinned:
         problem += pin_process(home.cpu_set)
     of_slab = [] if host_rank else [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)]
-    return _told(problem, _take(slab_memory(plan, home), arenas, of_slab))
-
-
-def slab_memory(plan: Plan, home: Home | None) -> tuple[int, ...]:
-    """Nodes that its pages are taken from in turn: that of the host's only GPU worker, whose home is `home`, else those
-    of all GPUs. Each GPU copies its part of a gradient to wherever there is room, and shards of all nodes read it, so
-    no page belongs to one node; on one node its memory and its link would carry everything. Reasoned, not measured."""
-    return memory_of([home] if home and plan.host_gpus == 1 else [place.home for place in plan.gpu_homes])
+    return _told(problem, _take(slab_nodes(plan.gpu_homes, plan.host_gpus, home), arenas, of_slab))
 
 
 def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
@@ -81,7 +74,7 @@ def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
         return plan.gpu_homes[host_rank].home, ""
     address = next(iter(pci_addresses()), None)
     home = home_at(plan.gpu_homes, address)
-    if home or (address and address in [place.address for place in plan.gpu_homes]):
+    if home or (address and address in [of_gpu.address for of_gpu in plan.gpu_homes]):
         return home, ""
     return None, f"the plan does not know the GPU at {address or 'an unknown address'}, so its worker runs on any CPUs"
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain_ray.arenas import SLAB, WORKING, journal_arena, state_arena
+from megatrain_ray.engine.homes import slab_nodes
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.io.memory_policy import nodes_of_pages
-from megatrain_ray.node_memory import slab_memory
 from megatrain_ray.roles import gpu_name, shard_name
 from megatrain_ray.units import format_ranges
 
@@ -70,8 +70,8 @@ def page_places(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlaces]:
 def _of_gpu_worker(plan: Plan, name: str, pid: int) -> Iterator[PagePlaces]:
     """Its CPUs tell which GPU it has got."""
     cpus = os.sched_getaffinity(pid)
-    home = next((place.home for place in plan.gpu_homes if place.home and place.home.cpu_set == cpus), None)
-    yield PagePlaces(name, SLAB, slab_memory(plan, home), pages_of(pid).get(SLAB, {}))
+    home = next((of_gpu.home for of_gpu in plan.gpu_homes if of_gpu.home and of_gpu.home.cpu_set == cpus), None)
+    yield PagePlaces(name, SLAB, slab_nodes(plan.gpu_homes, plan.host_gpus, home), pages_of(pid).get(SLAB, {}))
     if home and plan.host_activation_bytes >= LEAST_OWN_BYTES:
         yield PagePlaces(name, OWN, home.memory, own_pages_of(pid, plan.host_activation_bytes))
 

@@ -21,7 +21,7 @@ def _placement(plan: Plan) -> Plan:
     return replace(
         plan, prediction=None, rows=(), hbm_limit_bytes=None, ram_limit_bytes=0, spill_limit_bytes=None,
         disk_io=DiskIo.POSIX, disk_packed=False, windows=Tier.HOST, save_copy_bytes=0, device_copy_bytes=0,
-        gpu_homes=tuple(replace(place, address=None) for place in plan.gpu_homes),
+        gpu_homes=tuple(replace(of_gpu, address=None) for of_gpu in plan.gpu_homes),
     )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "uploads", "parts" if plan.gathers_slots else "whole"
     yield "sums", plan.sums.value
     yield "shards", ", ".join(map(str, plan.shard_homes)) or str(plan.num_shards)
-    yield "GPU workers", ", ".join(str(place.home or "anywhere") for place in plan.gpu_homes) or "anywhere"
+    yield "GPU workers", ", ".join(str(of_gpu.home or "anywhere") for of_gpu in plan.gpu_homes) or "anywhere"
     yield "predicted", f"{plan.prediction.step_s:.3g} s a step" if plan.prediction else "nothing"
 
 
