@@ -38,6 +38,7 @@ from tests import machines
 from tests.machines import address, gpu_files, plant
 from tests.test_node_memory import planned_large
 
+MAP_NORESERVE = 0x4000  # of <sys/mman.h>
 FIRST, SECOND = Home((0,), "0-3", (0,)), Home((1,), "4-7", (1,))
 NODES = tuple(NumaNode(k, tuple((cpu,) for cpu in range(4 * k, 4 * k + 4)), k) for k in range(2))
 FOUR = tuple(GpuHome(address(k), (FIRST, SECOND)[k // 2]) for k in range(4))  # two on each node
@@ -232,17 +233,20 @@ def test_plans_say_it_of_each_gpu() -> None:
 
 
 def test_own_pages_are_those_of_large_mappings_of_no_file() -> None:
-    least_bytes, large = 1 << 30, 1 << 31
-    before = own_pages_of(os.getpid(), least_bytes)
-    with mmap.mmap(-1, large) as shared, mmap.mmap(-1, least_bytes // 8, flags=mmap.MAP_PRIVATE) as small:
+    """Of address space alone but for a page, and more of it than anything else in this process has."""
+    least_bytes, large = 1 << 38, 1 << 39
+    private = mmap.MAP_PRIVATE | MAP_NORESERVE
+    assert own_pages_of(os.getpid(), least_bytes) == {}
+    with (
+        mmap.mmap(-1, large, flags=mmap.MAP_SHARED | MAP_NORESERVE) as shared,
+        mmap.mmap(-1, least_bytes // 8, flags=private) as small,
+    ):
         shared[0] = small[0] = 1
-        assert own_pages_of(os.getpid(), least_bytes) == before
-        with mmap.mmap(-1, large, flags=mmap.MAP_PRIVATE) as own:
-            assert own_pages_of(os.getpid(), least_bytes) == before, "nobody has touched it"
+        assert own_pages_of(os.getpid(), least_bytes) == {}
+        with mmap.mmap(-1, large, flags=private) as own:
+            assert own_pages_of(os.getpid(), least_bytes) == {}, "nobody has touched it"
             own[0] = 1
-            found = own_pages_of(os.getpid(), least_bytes)
-    assert sum(found.values()) > sum(before.values())
-    assert found.keys() == before.keys() | {0}
+            assert own_pages_of(os.getpid(), least_bytes) == {0: 1}
 
 
 def test_pages_of_each_gpu_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,6 +277,15 @@ def fill_small(ring: SpillRing) -> None:
         assert set(ring.read(layer, Span(0, PAGE))) == {layer}
 
 
+def all_are_read(ring: SpillRing) -> bool:
+    return all(slot.state is SlotState.READY for slot in ring._slots)
+
+
+def await_all_read(ring: SpillRing) -> None:
+    with ring._changed:
+        assert ring._changed.wait_for(lambda: all_are_read(ring), WAIT_S)
+
+
 def small_slots() -> Tensor:
     return torch.frombuffer(aligned_block(4 * PAGE), dtype=torch.uint8)
 
@@ -529,13 +538,10 @@ def test_what_is_left_behind_what_came_after_it_is_not_read_again() -> None:
             ring.leave(layer)
         ring.bring(3)
 
-        def is_idle() -> bool:
-            return all(slot.state is SlotState.READY for slot in ring._slots)
-
+        await_all_read(ring)  # what comes first in the next update is there
         with ring._changed:
-            assert ring._changed.wait_for(is_idle, WAIT_S)  # what comes first in the next update is there
             ring.leave(0)
-            assert is_idle()
+            assert all_are_read(ring)
 
 
 def test_what_is_wanted_is_read_though_all_slots_hold_what_comes_after_it() -> None:
@@ -544,6 +550,7 @@ def test_what_is_wanted_is_read_though_all_slots_hold_what_comes_after_it() -> N
     with closing(small_ring(store, small_slots(), 2, timeout_s=20.0)) as ring:
         fill_small(ring)
         ring.bring(0)
+        await_all_read(ring)  # or the read of layer 1 would be held up
         store.held.add("read")
         store.calls.clear()
         with ring._changed:
