@@ -31,6 +31,7 @@ class Variant(Enum):
     CLIPPED = "bf16, exact clipping: updates under the next step's forward"
     UNCLIPPED = "fp32, no clipping: updates under the backward"
     TIGHT = "bf16, little device memory: layers recomputed, sums of gradients wait on the host"
+    TWO_GPUS = "bf16, exact clipping, two GPU workers that upload parts"
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -41,6 +42,9 @@ class Variant(Enum):
         elif self is Variant.TIGHT:
             changes |= {"hardware__hbm_limit": 43_500_000, "train__steps": 30}
             changes |= {"train__batch_size": 32, "data__seq_len": 128}
+        elif self is Variant.TWO_GPUS:
+            changes |= {"hardware__num_gpus": 2, "hardware__all_gather": True, "train__steps": 60}
+            changes |= {"train__batch_size": 4, "train__micro_batch_size": 1, "train__accumulate": 2}
         return changes
 
 
@@ -212,5 +216,7 @@ def _of_others(case: Callable[..., Case], num_layers: int) -> Iterator[Case]:
     waiting = by_stack("sums waiting on the host", "gradients.py", "suspend", "fetch", "_total", near=IN_STEP)
     yield case(GPU, at=waiting, variant=Variant.TIGHT)
     yield case(SHARD_0, at=mid_layer(0, num_layers // 2), variant=Variant.TIGHT)
+    for actor, phase in ((GPU, BACKWARD), (GPU, LANDED), (SHARD_0, middle), (OWNER, UPDATE), (DRIVER, BACKWARD)):
+        yield case(actor, at=phase, variant=Variant.TWO_GPUS)
     steps = Variant.UNCLIPPED.changes["train__steps"]
     yield case(DRIVER, at=by_words("the end", lambda m: m.committed == steps), variant=Variant.UNCLIPPED)
