@@ -39,7 +39,8 @@ def probe_machine(
                 "needs only hardware.hbm_limit)"
             )
         hbm = hbm_limit
-    if hbm is not None and not imagined and gpus_here() < num_gpus // num_hosts:
+    host_gpus = num_gpus // num_hosts
+    if hbm is not None and not imagined and gpus_here() < host_gpus:
         of_hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
         raise ConfigError(
             f"hardware.num_gpus: {num_gpus}{of_hosts}, and torch sees {gpus_here()} on this machine; set it to at most "
@@ -51,7 +52,7 @@ def probe_machine(
         hbm_bytes = None
     topology = read_topology(root)
     addresses = pci_addresses() if hbm is not None else ()
-    addresses += (None,) * (num_gpus // num_hosts - len(addresses))  # on the CPU device, or not here
+    addresses += (None,) * max(0, host_gpus - len(addresses))  # on the CPU device, or not here
     usable, gpus = topology.usable, tuple(Gpu(address, gpu_node(address, root)) for address in addresses)
     if nodes:
         usable = named_nodes(nodes, topology, imagined=imagined)

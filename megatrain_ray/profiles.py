@@ -77,7 +77,7 @@ def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 
             with startup.phase("measuring the link between GPUs, which is done once"):
                 profile = measure_link_here(profile)
     except MegatrainError as error:
-        known = "the others were" if profile else "plans are made with built-in rates"
+        known = "nothing is uploaded in parts by itself" if profile else "plans are made with built-in rates"
         log.warning("%s; %s", error, known)
     return replace(machine, profile=profile)
 
