@@ -150,9 +150,7 @@ class Plan:
     window_bytes: int = 0  # of each
     windows: Tier = Tier.HOST  # where these are; hbm: what reads and writes the file moves memory of the device
     shard_homes: tuple[Home, ...] = ()  # CPUs and memory of each shard; empty: one node, nothing is put on any
-    gpu_homes: tuple[
-        GpuHome, ...
-    ] = ()  # of a GPU worker, by the GPU that it gets; empty: one node, or no GPU's is known
+    gpu_homes: tuple[GpuHome, ...] = ()  # of a worker, by the GPU that it gets; empty: one node, or no GPU's is known
     num_gpus: int = 1  # each computes so many micro-batches of a step, and has what is said of the device to itself
     num_hosts: int = 1  # among which these are divided; each has a share of every layer, and such shards of its own
     gathers_slots: bool = False  # each GPU uploads its part of a layer alone, and has the rest from the others
