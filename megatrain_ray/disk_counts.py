@@ -14,7 +14,8 @@ from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.faults import kind_of
 from megatrain_ray.io.measured_store import NOTHING, Moved
-from megatrain_ray.metric_sinks import Count, MetricSinks
+from megatrain_ray.metric_sink import Count
+from megatrain_ray.metric_sinks import MetricSinks
 from megatrain_ray.roles import gpu_name, shard_name
 from megatrain_ray.step_work import RunWork
 from megatrain_ray.work_calls import WorkCalls

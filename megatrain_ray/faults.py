@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from megatrain_ray.metric_sinks import Count, MetricSinks
+from megatrain_ray.metric_sink import Count
+from megatrain_ray.metric_sinks import MetricSinks
 from megatrain_ray.run_history import History
 
 

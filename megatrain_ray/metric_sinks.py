@@ -8,10 +8,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.config import TrainConfig
@@ -19,6 +18,7 @@ from megatrain_ray.config_file import config_to_dict
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.logs import say
+from megatrain_ray.metric_sink import Count, CountingSink, End, MetricSink
 from megatrain_ray.run_dir import RunFiles
 
 ID_NAME = "tracker_id"  # in the run directory
@@ -26,47 +26,6 @@ MOST_PARAMS = 100  # that MLflow takes at once
 MOST_CHARS = 500  # of one
 # mlflow-skinny, which is enough for a server, has no database of its own.
 ADVICE = {"log.mlflow": "name a server in MLFLOW_TRACKING_URI, or pip install mlflow for a database here, or "}
-
-
-class End(Enum):
-    """How a run came to its end, in the words of MLflow, and as an exit code."""
-
-    FINISHED = 0
-    FAILED = 1
-    KILLED = 130  # interrupted; the same command goes on
-
-
-class MetricSink(Protocol):
-    """Takes numbers by name: `loss`, `lr`, `exposed_s/h2d`, …"""
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Of one update; steps come in order. Whatever it raises costs the sink, not the run."""
-
-    def close(self, end: End) -> None:
-        """Nothing more comes."""
-
-
-class Count(Enum):
-    """What is counted beside rows. Its value: the name of the counter."""
-
-    DEATHS = "deaths"
-    REPLACEMENTS = "replacements"
-    DISK_READ = "disk_read_bytes"
-    DISK_WRITTEN = "disk_written_bytes"
-
-
-@runtime_checkable
-class CountingSink(Protocol):
-    """Takes what comes between rows, too."""
-
-    def count(self, what: Count, amount: float, kind: str) -> None:
-        """`kind`: of the processes concerned."""
-
-    def holds(self, tier: Tier, num_bytes: float) -> None:
-        """So much is there."""
-
-    def keep(self) -> None:
-        """What was told still holds. Called all the time."""
 
 
 class TensorBoardSink:

@@ -15,7 +15,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.metric_sinks import Count, End
+from megatrain_ray.metric_sink import Count, End
 
 EXPOSED = "exposed_s/"
 KEEP_S = 5.0  # how often gauges are set again

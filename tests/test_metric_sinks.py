@@ -15,7 +15,8 @@ import pytest
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
-from megatrain_ray.metric_sinks import End, MetricSinks, check_packages, open_sinks
+from megatrain_ray.metric_sink import End
+from megatrain_ray.metric_sinks import MetricSinks, check_packages, open_sinks
 from tests.runs import config
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.faults import Faults, kind_of
-from megatrain_ray.metric_sinks import Count, End, MetricSinks
+from megatrain_ray.metric_sink import Count, End
+from megatrain_ray.metric_sinks import MetricSinks
 from megatrain_ray.run_history import History, newest_start, read_history
 
 
