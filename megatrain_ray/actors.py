@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.early_imports import import_first
@@ -37,10 +40,18 @@ def waiting(kind: type) -> type:
     )
 
 
+def show_own_gpus() -> None:
+    """Has this process see the GPUs that Ray gave it, and no others. Before torch looks at any: Ray itself leaves it to
+    see all where a job has RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (deploy/README.md)."""
+    if ids := ray.get_runtime_context().get_accelerator_ids()["GPU"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
+
+
 class GpuActor:
     """GpuWorker on this actor's event loop, once there is a plan: `take_up` comes first."""
 
     def __init__(self, modules: Sequence[str]) -> None:
+        show_own_gpus()
         import_first(modules)
 
     async def open_meeting(self, address: str) -> Place:
@@ -53,12 +64,13 @@ class GpuActor:
         prepared: Prepared,
         holders: Sequence[Handles],
         data: Any,
-        after_pid: int | None = None,
+        after_pids: Sequence[int] = (),
         seat: Seat | None = None,
     ) -> None:
-        """`after_pid`: of whom it follows, whose device memory is free once it has ended. `seat`: among several."""
-        if after_pid is not None:
-            await asyncio.to_thread(wait_gone, after_pid, DEADLINE_S)
+        """`after_pids`: of those one of whom it follows, whose device memory is free once they have ended. `seat`:
+        among several."""
+        for pid in after_pids:
+            await asyncio.to_thread(wait_gone, pid, DEADLINE_S)
         self._feed = Feed(data)
         self._worker = GpuWorker(prepared, holders, self._feed.batch, self._feed.held_out_batch, True, seat)
         self._filled = asyncio.Event()

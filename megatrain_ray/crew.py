@@ -191,8 +191,8 @@ class Crew:
     def begin(self, progress: Callable[[], Progress]) -> None:
         """Once the engine is built, which began beside `load`: starts it, which resets the signal words, and then the
         shards that obey them. `progress`: where training stands when it is called."""
-        self.side.all_of(self._building, self._until, "did not build its engine")
-        self.side.begin("start", progress, self._until, "did not start its engine")
+        self.side.all_of(self._building, self._until_all, "did not build its engine")
+        self.side.begin("start", progress, self._until_all, "did not start its engine")
         for post in self._shards:
             self._assign(post, lambda actor: actor.run.remote(self._newest_save), serves=True)
         self.side.watch()
@@ -274,11 +274,10 @@ class Crew:
         side = self.side
         start_s = self._lose(GPU, side.gpu_ids, reason)
         try:
-            side.replace_gpus(self._holders, self._progress, self._until)
+            side.replace_gpus(self._holders, self._progress, self._until_all, lambda: self._record(self.pids))
         except RayActorError as error:
             self.replace(error)
             return
-        self._record(self.pids)
         self._tell(GPU, start_s)
 
     def _replace_data(self, side: GpuSide, reason: str) -> None:
@@ -372,11 +371,18 @@ class Crew:
 
     def _until(self, call: Any, late: str, timeout_s: float) -> Any:
         """The answer of a call that takes time; who dies meanwhile is replaced."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self.wait([call], 1.0):
-            if time.monotonic() > deadline_s:
-                raise DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}")
+        self._until_all({call: late}, timeout_s)
         return ray.get(call)
+
+    def _until_all(self, calls: Mapping[Any, str], timeout_s: float) -> None:
+        """The same for several, by how each is called when it is late. Raises what the first that failed raised."""
+        waiting, deadline_s = dict(calls), time.monotonic() + timeout_s
+        while waiting:
+            for call in self.wait(list(waiting), 1.0):
+                ray.get(call)
+                del waiting[call]
+            if waiting and time.monotonic() > deadline_s:
+                raise DeadlineError(f"{next(iter(waiting.values()))} within {timeout_s:.0f} s; {AGAIN}")
 
     def _assign(self, post: Post, task: Task, *, serves: bool) -> None:
         post.task, post.serves = task, serves

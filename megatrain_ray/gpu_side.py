@@ -21,7 +21,7 @@ from megatrain_ray.roles import DATA, gpu_name
 log = logging.getLogger(__name__)
 
 Holders = Callable[[int], Sequence[Handles]]  # of the arenas of a host
-Until = Callable[[Any, str, float], Any]  # the answer of a call, how it is called when late, its bound in seconds
+Until = Callable[[Mapping[Any, str], float], None]  # calls, how each is called when late, their bound in seconds
 
 
 class GpuSide:
@@ -93,9 +93,9 @@ class GpuSide:
         self._asked.remove(call)
         return True
 
-    def take_gpus(self, holders: Holders, after_pids: Mapping[str, int] | None = None) -> list[Any]:
-        """Has GPU workers attach; what it returns ends when that is done. `after_pids`: of those before, by name."""
-        plan, pids = self._prepared.plan, after_pids or {}
+    def take_gpus(self, holders: Holders) -> list[Any]:
+        """Has GPU workers attach, once those before have ended; what it returns ends when that is done."""
+        plan, before = self._prepared.plan, self.pids_on_hosts
         self._gpus = [self._place.take(gpu_name(rank)) for rank in range(plan.num_gpus)]
         seats: list[Seat | None] = [None]
         if plan.num_gpus > 1:
@@ -105,7 +105,12 @@ class GpuSide:
             seats = [Seat(rank, place, addresses[rank // plan.host_gpus]) for rank in range(plan.num_gpus)]
         return [
             gpu.take_up.remote(
-                self._prepared, holders(rank // plan.host_gpus), self.data, pids.get(gpu_name(rank)), seats[rank]
+                self._prepared,
+                holders(rank // plan.host_gpus),
+                self.data,
+                # Of all on its host: whose GPU it gets is up to Ray.
+                [pid for host, pid in before if pid is not None and host == rank // plan.host_gpus],
+                seats[rank],
             )
             for rank, gpu in enumerate(self._gpus)
         ]
@@ -148,15 +153,19 @@ class GpuSide:
             answer("a GPU worker did not take the data process", call)
         self.watch()
 
-    def replace_gpus(self, holders: Holders, progress: Callable[[], Progress], until: Until) -> None:
-        """Others build their engines and stand where training does. `holders`: others than they.
+    def replace_gpus(
+        self, holders: Holders, progress: Callable[[], Progress], until: Until, begun: Callable[[], None]
+    ) -> None:
+        """Others build their engines and stand where training does. `holders`: others than they. `begun`: their process
+        ids are known, from before they have what takes long to give back.
         Raises LostProcessError where the step cannot be made once more, and RayActorError where one dies as well."""
         for gpu in self._gpus:
             ray.kill(gpu)
         self._watching, self._asked, self.handles = [], [], {}
         if not self._prepared.plan.repeats_steps:
             raise LostProcessError("the GPU worker died with what lives on the device, or an update under way")
-        self._introduce_gpus(self.take_gpus(holders, self.pids))
+        self._introduce_gpus(self.take_gpus(holders))
+        begun()
         filled = self.ask_each("fill", None, None)  # nothing lives on the device
         self.all_of(self.ask_each("build"), until, "did not build its engine")
         for call in filled:
@@ -170,12 +179,11 @@ class GpuSide:
     def begin(self, method: str, progress: Callable[[], Progress], until: Until, late: str) -> None:
         """Has the GPU workers begin, the others behind the first one, which sets the signal words."""
         for rank, gpu in enumerate(self._gpus):
-            until(getattr(gpu, method).remote(progress()), f"the {gpu_name(rank)} {late}", STEP_DEADLINE_S)
+            until({getattr(gpu, method).remote(progress()): f"the {gpu_name(rank)} {late}"}, STEP_DEADLINE_S)
 
     def all_of(self, calls: Sequence[Any], until: Until, late: str) -> None:
-        """Waits for calls of all GPU workers."""
-        for rank, call in enumerate(calls):
-            until(call, f"the {gpu_name(rank)} {late}", STEP_DEADLINE_S)
+        """Waits for calls of all GPU workers at once: while one waits for another that dies, the death is told."""
+        until({call: f"the {gpu_name(rank)} {late}" for rank, call in enumerate(calls)}, STEP_DEADLINE_S)
 
     def _begin_data(self) -> None:
         self.data = self._place.take(DATA)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from ray.experimental import get_object_locations
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
-from megatrain_ray.errors import LostProcessError, MegatrainError
+from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.placement import CrewSpec, Placement
 from megatrain_ray.planning import Prepared, prepare
@@ -174,6 +175,29 @@ def test_shards_and_owner_are_replaced_and_nothing_changes(tmp_path: Path, ray_a
         crew.stop()
         assert {name for name, pid in crew.pids.items() if before[name] != pid} == {"arena owner", "optimizer shard 0"}
     assert disturbed == undisturbed
+
+
+@ray.remote(num_cpus=0)
+class Waiting:
+    def wait(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_death_is_told_while_another_one_is_waited_for(tmp_path: Path, ray_address: str) -> None:
+    crew = Crew(prepared(tmp_path, SHAPES[300_000]))
+    actors = [Waiting.remote() for _ in range(2)]
+    calls = {actor.wait.remote(): "too late" for actor in actors}
+    try:
+        ray.kill(actors[1])
+        with pytest.raises(RayActorError) as told:
+            crew._until_all(calls, 60)
+        assert told.value.actor_id == actors[1]._actor_id.hex()
+        with pytest.raises(DeadlineError, match=r"too late within 0 s"):
+            crew._until_all({next(iter(calls)): "too late"}, 0.0)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        crew.kill()
 
 
 def test_one_death_more_than_allowed_ends_the_run(tmp_path: Path, ray_address: str) -> None:
