@@ -16,7 +16,7 @@ if [ ! -e "$lock" ]; then
 fi
 if ! flock --nonblock "$lock" true; then
     # The driver holds the lock and has written its process id into it; once more would end it without a save.
-    kill -TERM "$(cut -d ' ' -f 1 "$lock")"
+    kill -TERM "$(cut -d ' ' -f 1 "$lock")" || true # it has ended meanwhile, or the wait below says who has not
 fi
 if ! flock --timeout "$seconds" "$lock" true; then
     echo "$1 is still in use after $seconds s: it saves, or hangs; wait for it, a second signal ends it without that save" >&2

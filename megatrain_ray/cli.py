@@ -278,13 +278,13 @@ def _doctor(folder: Path, *, measure: bool) -> int:
     from megatrain_ray.doctor import examine
     from megatrain_ray.finding import State
     from megatrain_ray.machine import probe_machine
-    from megatrain_ray.profiles import measure_here
+    from megatrain_ray.profiles import measure_everything
     from megatrain_ray.spill_space import forget_rates
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder: name the one where runs will be")
     if measure:
-        measure_here(probe_machine("auto", None, None).device)
+        measure_everything(probe_machine("auto", None, None).device)
         forget_rates()
     states = set()
     for finding in examine(folder):

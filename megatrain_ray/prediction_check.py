@@ -150,8 +150,8 @@ def _work(prediction: Prediction, work: StepWork) -> Iterator[Term]:
 def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | None) -> Iterator[Term]:
     of = {(row.tier, row.name): row.num_bytes for row in plan.rows}
     on_device = plan.total_bytes(Tier.HBM)
-    if plan.device == "cuda":  # without its context, which is not among its tensors
-        tensors = on_device - of.get((Tier.HBM, "context"), 0)
+    if plan.device == "cuda":  # what is not among its tensors is not in what is measured
+        tensors = on_device - sum(of.get((Tier.HBM, name), 0) for name in ("context", "exchange"))
         yield Term("HBM", Kind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
     if host_bytes is not None:
         planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)

@@ -17,7 +17,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.atomic_file import write_atomically
-from megatrain_ray.engine.cuda_device import device_name, total_memory_bytes
+from megatrain_ray.engine.cuda_device import device_name, num_gpus, total_memory_bytes
 from megatrain_ray.engine.hardware_profile import HardwareProfile, MachineName
 from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError, MegatrainError
@@ -107,6 +107,17 @@ def cached(machine: MachineName) -> HardwareProfile | None:
 def measure_here(device: str) -> HardwareProfile:
     """Measures this machine in a process of its own, and keeps the result. Raises MegatrainError."""
     return _kept(HardwareProfile.from_json(_run("main", MEASURE_S, device)))
+
+
+def measure_everything(device: str) -> HardwareProfile:
+    """The same with the link between GPUs, where there are several that reach each other. Raises MegatrainError."""
+    profile = measure_here(device)
+    if device == "cuda" and num_gpus() > 1:
+        try:
+            return measure_link_here(profile)
+        except MegatrainError as error:
+            log.warning("%s", error)
+    return profile
 
 
 def measure_link_here(profile: HardwareProfile) -> HardwareProfile:

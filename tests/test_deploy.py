@@ -219,6 +219,19 @@ def test_the_hook_says_when_its_time_was_too_short(tmp_path: Path) -> None:
     assert "still in use after 0 s" in done.stderr
 
 
+def test_the_hook_does_without_a_process_that_has_ended(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run"], cwd=ROOT, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == b"held\n"
+        (tmp_path / "run" / "lock").write_text(f"{ended.pid} gone\n")
+        done = subprocess.run(["bash", SCRIPTS[0], tmp_path / "run", "0"], capture_output=True, text=True)
+        holder.kill()
+    assert done.returncode == 1
+    assert "still in use after 0 s" in done.stderr
+
+
 def test_the_hook_says_how_it_is_called() -> None:
     done = subprocess.run(["bash", SCRIPTS[0]], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "usage: stop_run.sh RUN_DIR [SECONDS]\n")

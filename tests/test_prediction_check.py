@@ -131,6 +131,11 @@ def test_more_memory_than_planned_is_named_and_less_is_not() -> None:
         assert found is not None
         assert warned(plan, found).startswith(told)
         assert bool(warned(plan, found)) == bool(told)
+    context = next(row for row in plan.rows if row.name == "context")
+    of_several = replace(plan, rows=(*plan.rows, replace(context, name="exchange", num_bytes=tensors)))
+    found = compare(of_several, [{**row, "hbm_peak_bytes": int(1.07 * tensors)} for row in rows], work)
+    assert found is not None
+    assert warned(of_several, found).startswith("HBM: planned ")  # what NCCL takes is not among tensors
 
 
 def test_a_spill_file_larger_than_planned_is_named_and_what_saves_read_is_not() -> None:

@@ -19,7 +19,15 @@ from megatrain_ray.engine.plan_request import Machine
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.machine import cpu_name, driver_version
 from megatrain_ray.planning import question_of
-from megatrain_ray.profiles import cached, measure_here, measured, profile_file, this_machine, with_profile
+from megatrain_ray.profiles import (
+    cached,
+    measure_everything,
+    measure_here,
+    measured,
+    profile_file,
+    this_machine,
+    with_profile,
+)
 from megatrain_ray.startup import Startup
 from tests.runs import config
 from tests.test_planning import LLAMA
@@ -171,6 +179,26 @@ def test_a_gpu_that_cannot_be_measured_is_trained_on(monkeypatch: pytest.MonkeyP
         measure_here("cuda")
     assert measured(GPU, "auto", Startup()).rates is TYPICAL_GPU
     assert list(tmp_path.glob("**/*.json")) == []
+
+
+@pytest.mark.parametrize(("count", "link"), [(1, None), (2, 3e11)])
+def test_the_link_is_measured_with_everything_else(
+    count: int, link: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are several GPUs. Of those that do not reach each other the rest is known."""
+    alone = replace(TYPICAL_GPU, gpu_link_bytes_per_s=None)
+    monkeypatch.setattr("megatrain_ray.profiles.num_gpus", lambda: count)
+    monkeypatch.setattr("megatrain_ray.profiles.measure_here", lambda device: alone)
+    monkeypatch.setattr(
+        "megatrain_ray.profiles.measure_link_here", lambda profile: replace(profile, gpu_link_bytes_per_s=3e11)
+    )
+    assert measure_everything("cuda").gpu_link_bytes_per_s == link
+
+    def fail(profile: object) -> None:
+        raise MegatrainError("they do not meet")
+
+    monkeypatch.setattr("megatrain_ray.profiles.measure_link_here", fail)
+    assert measure_everything("cuda") == alone
 
 
 def test_names_of_what_is_in_a_machine(tmp_path: Path) -> None:
