@@ -24,11 +24,12 @@ def state_share(plan: Plan) -> dict[str, float]:
 
 
 def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
-    """Bytes that a step copies in each direction between host and device, and between all hosts and their disks both
-    ways."""
+    """Bytes that a step copies in each direction between host and device, of each GPU, and between all hosts and their
+    disks both ways."""
     layout = structure.layout(plan.num_fragments)
     of_muon = _muon_bytes(plan, layout)
     leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
+    divided = leaving * plan.wire_dtype.itemsize + sum(layout.direction_bytes)  # each GPU has its part of these
     sums = _suspensions(plan) * updated * plan.accumulation_dtype.itemsize
     spilled = plan.precision.state_bytes * sum(layout.layers[i].trained.size for i in plan.spilled_layers)
     weights = plan.precision.working_dtype.itemsize * sum(layout.layers[i].size for i in plan.weights_on_disk)
@@ -36,8 +37,8 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     on_disk = sum(plan.disk_activations) * plan.num_sweeps
     activations = plan.host_activation_bytes * plan.num_sweeps + on_disk
     return {
-        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + activations + of_muon,
-        Stage.D2H.value: leaving * plan.wire_dtype.itemsize + sums + activations + sum(layout.direction_bytes),
+        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + activations + of_muon // plan.num_gpus,
+        Stage.D2H.value: sums + activations + divided // plan.num_gpus,
         Stage.DISK.value: 2 * (spilled + stored + weights + plan.num_gpus * on_disk) + plan.weight_read_bytes,
     }
 
@@ -57,8 +58,8 @@ def _suspensions(plan: Plan) -> int:
 
 
 def _muon_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """Of what comes to the device for Muon, always for whole layers: momenta, and with clipping gradients that have
-    waited for the scale."""
+    """Of what comes to all GPUs together for Muon, whose matrices are divided among them: momenta, and with clipping
+    gradients that have waited for the scale."""
     momenta = torch.float32.itemsize
     each = momenta if plan.update_order is UpdateOrder.BACKWARD else momenta + plan.wire_dtype.itemsize
     return each * sum(layout.layers[layer].trained.size for layer in layout.with_muon)

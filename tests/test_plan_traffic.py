@@ -86,6 +86,19 @@ def test_gradients_that_wait_on_the_device_move_all_the_same(tmp_path: Path) -> 
     assert on_host["d2h"] > 0
 
 
+def test_each_of_several_gpus_copies_its_part_of_gradients_and_matrices(tmp_path: Path) -> None:
+    recipe = Recipe(2, micro_batch_size=4, muon=MUON)
+    factory = folder_source(build_tiny(tmp_path / "model")).factory
+    structure, plan = plan_for(factory, recipe, Mode(num_shards=2), (4, 32))
+    one, two, parts = (
+        moved_bytes(each, structure)
+        for each in (plan, replace(plan, num_gpus=2), replace(plan, num_gpus=2, gathers_slots=True))
+    )
+    assert two["d2h"] == one["d2h"] // 2
+    assert one["h2d"] // 2 < two["h2d"] < one["h2d"]  # working copies are uploaded whole
+    assert parts["h2d"] == one["h2d"] // 2
+
+
 def test_shares_of_the_state(tmp_path: Path) -> None:
     recipe = Recipe(2, micro_batch_size=4, precision="bf16")
     _, plan = plan_for(folder_source(build_tiny(tmp_path / "model")).factory, recipe, Mode(), (4, 32))
