@@ -132,5 +132,5 @@ class GpuActor:
     async def whereabouts(self) -> str:
         return self._worker.whereabouts()
 
-    async def close(self) -> None:
-        await self._worker.close()
+    async def close(self, last: int) -> None:
+        await self._worker.close(last)

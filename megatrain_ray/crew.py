@@ -346,7 +346,8 @@ class Crew:
     def stop(self) -> None:
         """Ends a run that went well: everybody closes what they hold, then the processes end."""
         self.side.stop_watching()
-        for closing in self.side.ask_each("close"):
+        assert self._progress is not None
+        for closing in self.side.ask_each("close", self._progress().step):
             with suppress(RayActorError, LostProcessError):  # what was to be saved is
                 self._until(closing, "the GPU worker did not close", self._prepared.plan.update_deadline_s)
         for post in self._posts:

@@ -337,8 +337,11 @@ class GpuWorker:
             return f"waiting for the {self._waits_for} from the data process"
         return self._engine.whereabouts if self._engine else "building the engine"
 
-    async def close(self) -> None:
-        """Waits until the last step's update is done everywhere, then stops what works in the background."""
+    async def close(self, last: int = 0) -> None:
+        """Waits until step `last` is over here, as it is on the first of several GPU workers, and its update done
+        everywhere, then stops what works in the background."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step >= last)
         self._next_batch.cancel()
         assert self._engine is not None  # start came first
         await self._engine.drain(self._progress.step)

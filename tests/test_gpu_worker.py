@@ -74,12 +74,13 @@ async def run(
     poison: bool = False,
     evaluations: Sequence[int] = (),
     spans: list[RecordedSpans] | None = None,
+    closed_early: bool = False,
 ) -> list[dict[str, Any]]:
     """Rows of steps called in this order, all before the first has run; in the order of calls.
 
     `poison`: one weight of the final norm, the last of the working copy, is infinite. `evaluations`: held-out batches
     that are asked for before the first step, in this order; their losses are checked. `spans` gets those of worker and
-    shards.
+    shards. `closed_early`: the worker is asked to close while the steps run.
     """
     data = batches(ready)
 
@@ -112,13 +113,16 @@ async def run(
                 losses = await asyncio.gather(*(evaluate(index) for index in evaluations))
                 assert done == sorted(evaluations), "every GPU takes them in this order"
                 assert all(loss.num_supervised == 128 and 5 < loss.total / 128 < 6 for loss in losses)
-                results = await asyncio.gather(*(worker.step(step, save=False) for step in calls))
+                steps = asyncio.gather(*(worker.step(step, save=False) for step in calls))
+                if not closed_early:
+                    await steps
                 if spans is not None:
                     spans += [await worker.spans(2), *[await asyncio.to_thread(shard.spans, 2) for shard in shards]]
         finally:
-            await worker.close()
+            await worker.close(len(calls) if closed_early else 0)
             for shard in shards:
                 shard.stop()
+    results = await steps
     rows = [result.row for result in results]
     last = max((result.progress for result in results), key=lambda progress: progress.step)
     assert last == Progress(len(calls), len(calls) - sum(row["skipped"] for row in rows))
@@ -141,6 +145,13 @@ async def test_steps_called_in_another_order_give_the_same_rows(ready: Prepared,
     assert [row["step"] for row in wrong] == [3, 2, 1]
     assert [[row[key] for key in NUMBERS] for row in right] == [[row[key] for key in NUMBERS] for row in wrong[::-1]]
     assert right[0]["loss"] > right[2]["loss"]
+
+
+async def test_closing_waits_for_the_last_step(ready: Prepared, handles: Handles) -> None:
+    """The driver hears of it from the first of several."""
+    plain = await run(ready, handles, (1, 2))
+    closed = await run(ready, handles, (1, 2), closed_early=True)
+    assert [[row[key] for key in NUMBERS] for row in plain] == [[row[key] for key in NUMBERS] for row in closed]
 
 
 async def test_evaluations_change_no_row(ready: Prepared, handles: Handles) -> None:
