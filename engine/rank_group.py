@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -84,7 +85,7 @@ class RankGroup:
         """Waits for the others. `place`: of the meeting. `timeout_s`: that the ranks may be apart in a call. `address`:
         of this host, by whose interface it is connected. `gathers`: whether `all_gather` will be called.
 
-        Raises MegatrainError where the place cannot be reached.
+        Raises MegatrainError where the place cannot be reached, LostPeerError where one of the others fails.
         """
         surroundings = SURROUNDINGS | (OF_TWO_GROUPS if gathers else {}) | _connections(interface_of(address))
         for name, value in surroundings.items():
@@ -95,16 +96,17 @@ class RankGroup:
         on_gpu = device.type == "cuda"
         store = _reach(place)
         store.set_timeout(bound)
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=bound,
-            device_id=device if on_gpu else None,
-        )
-        # What fills slots runs beside what sums gradients: each has an order of its own.
-        self._gathering = dist.new_group(timeout=bound) if gathers else None
+        with self._others_told():
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=bound,
+                device_id=device if on_gpu else None,
+            )
+            # What fills slots runs beside what sums gradients: each has an order of its own.
+            self._gathering = dist.new_group(timeout=bound) if gathers else None
 
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:
         if part.size * self.size == flat.numel():
@@ -134,9 +136,14 @@ class RankGroup:
         return found
 
     def _exchange(self, call: Callable[[], object]) -> None:
+        with self._others_told(), torch.no_grad():
+            call()
+
+    @contextmanager
+    def _others_told(self) -> Iterator[None]:
+        """What torch says of a call of all ranks is said as what it means here."""
         try:
-            with torch.no_grad():
-                call()
+            yield
         except torch.OutOfMemoryError:  # a RuntimeError, too
             raise
         except RuntimeError as error:

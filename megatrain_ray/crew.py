@@ -32,7 +32,18 @@ from megatrain_ray.io.manifest import Manifest
 from megatrain_ray.logs import say
 from megatrain_ray.placement import Placement, crew_spec
 from megatrain_ray.planning import Prepared
-from megatrain_ray.post import AGAIN, CHECK_S, Post, Task, actor_id, answer, await_begin, could_not_start, held
+from megatrain_ray.post import (
+    AGAIN,
+    CHECK_S,
+    Post,
+    Task,
+    actor_id,
+    answer,
+    await_begin,
+    could_not_start,
+    held,
+    result_among,
+)
 from megatrain_ray.roles import DATA, GPU, gpu_name
 from megatrain_ray.work_calls import WorkCalls
 
@@ -170,8 +181,8 @@ class Crew:
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s; {AGAIN}")
             for call in self.wait(of_gpu, 1.0):
-                ray.get(call)  # raises what it failed by: shards may be loading for minutes yet
                 of_gpu.remove(call)
+                result_among(call, of_gpu)  # raises what it failed by: shards may be loading for minutes yet
         for call in filling:
             self._until(call, "the layers on the device were not filled", limit_s)
         if not plan.saves_frozen:
@@ -376,12 +387,13 @@ class Crew:
         return ray.get(call)
 
     def _until_all(self, calls: Mapping[Any, str], timeout_s: float) -> None:
-        """The same for several, by how each is called when it is late. Raises what the first that failed raised."""
+        """The same for several, by how each is called when it is late. Raises what the first that failed raised, or the
+        death of another that made it fail."""
         waiting, deadline_s = dict(calls), time.monotonic() + timeout_s
         while waiting:
             for call in self.wait(list(waiting), 1.0):
-                ray.get(call)
                 del waiting[call]
+                result_among(call, list(waiting))
             if waiting and time.monotonic() > deadline_s:
                 raise DeadlineError(f"{next(iter(waiting.values()))} within {timeout_s:.0f} s; {AGAIN}")
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatrain_ray.engine.deadlines import DEADLINE_S
-from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.errors import DeadlineError, LostPeerError, MegatrainError
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 
 CHECK_S = 1.0  # how often somebody who waits for an actor asks whether it can still begin
+DEATH_TOLD_S = 10.0  # in which Ray tells that a process has ended
 AGAIN = "the same command starts again from the last save"
 
 Task = Callable[[Any], Any]  # from an actor to its answer to come
@@ -84,6 +85,32 @@ def await_begin(name: str, begun: Any, check: Callable[[], None]) -> None:
         if isinstance(error.cause, MegatrainError):
             raise
         raise MegatrainError(could_not_start(name, error)) from error
+
+
+def result_among(call: Any, others: Sequence[Any]) -> Any:
+    """What a call that has ended returned. Raises what it raised; of a rank that lost the others the death of one of
+    them, of whom Ray may tell later. `others`: calls of the same kind that have not been heard of."""
+    try:
+        return ray.get(call)
+    except RayTaskError as error:
+        if isinstance(error.cause, LostPeerError) and (death := _death_among(others)):
+            raise death from error
+        raise
+
+
+def _death_among(calls: Sequence[Any]) -> RayActorError | None:
+    """The first one within a moment."""
+    waiting, deadline_s = list(calls), time.monotonic() + DEATH_TOLD_S
+    while waiting and (left_s := deadline_s - time.monotonic()) > 0:
+        ended, waiting = ray.wait(waiting, timeout=left_s)
+        for call in ended:
+            try:
+                ray.get(call)
+            except RayActorError as death:
+                return death
+            except RayError:  # another that lost it
+                continue
+    return None
 
 
 def could_not_start(name: str, error: RayError) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.experimental import get_object_locations
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
-from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
+from megatrain_ray.errors import DeadlineError, LostPeerError, LostProcessError, MegatrainError
 from megatrain_ray.gpu_worker import Progress
 from megatrain_ray.placement import CrewSpec, Placement
 from megatrain_ray.planning import Prepared, prepare
@@ -196,6 +196,31 @@ def test_a_death_is_told_while_another_one_is_waited_for(tmp_path: Path, ray_add
             crew._until_all({next(iter(calls)): "too late"}, 0.0)
     finally:
         for actor in actors:
+            ray.kill(actor)
+        crew.kill()
+
+
+@ray.remote(num_cpus=0)
+class Lost:
+    def meet(self) -> None:
+        raise LostPeerError("the others are gone")
+
+
+def test_the_death_behind_a_failure_is_told_instead_of_it(tmp_path: Path, ray_address: str) -> None:
+    """A rank fails because another has died, and is heard of first. Where nobody died it speaks for itself."""
+    crew = Crew(prepared(tmp_path, SHAPES[300_000]))
+    lost, dies = [Lost.remote() for _ in range(2)], Waiting.remote()
+    of_lost, of_dead = [actor.meet.remote() for actor in lost], dies.wait.remote()
+    try:
+        ray.wait(of_lost, num_returns=2)
+        with pytest.raises(RayTaskError, match="the others are gone"):
+            crew._until_all(dict.fromkeys(of_lost, "too late"), 60)
+        ray.kill(dies)
+        with pytest.raises(RayActorError) as told:
+            crew._until_all(dict.fromkeys([*of_lost, of_dead], "too late"), 60)
+        assert told.value.actor_id == dies._actor_id.hex()
+    finally:
+        for actor in lost:
             ray.kill(actor)
         crew.kill()
 

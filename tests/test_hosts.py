@@ -29,7 +29,7 @@ from megatrain_ray.engine.plan_request import Candidate, Machine, Request
 from megatrain_ray.engine.plan_shards import shard_layout
 from megatrain_ray.engine.planner import build_plan
 from megatrain_ray.engine.precision import Precision
-from megatrain_ray.engine.rank_group import Meeting, interface_of
+from megatrain_ray.engine.rank_group import Meeting, RankGroup, interface_of
 from megatrain_ray.engine.ranks import RankParts
 from megatrain_ray.engine.slab import SlabPool
 from megatrain_ray.engine.visits import LoopOrder
@@ -131,6 +131,15 @@ def test_a_slot_has_the_parts_of_all_hosts(num_ranks: int) -> None:
     for rank in ranks:
         _, errors = rank.communicate(timeout=120)
         assert rank.returncode == 0, errors.decode()
+
+
+def test_a_rank_that_meets_nobody_has_lost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # else it sets them, for good
+        monkeypatch.setenv(name, "lo")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    meeting = Meeting()
+    with pytest.raises(LostPeerError, match="rank 0 of 2 lost the others"):
+        RankGroup(torch.device("cpu"), meeting.place, 0, 2, timeout_s=0.2)
 
 
 def test_hosts_meet_at_an_address_of_theirs() -> None:
