@@ -350,10 +350,11 @@ def num_gpus() -> int:
 
 
 class PeerCopies:
-    """Between the first two GPUs of this machine, in both directions at once."""
+    """Between two GPUs of this machine, in both directions at once."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._pairs = [self._pair(num_bytes, to, source) for to, source in ((0, 1), (1, 0))]
+    def __init__(self, num_bytes: int, one: int = 0, other: int = 1) -> None:
+        """`one`, `other`: which, in torch's order."""
+        self._pairs = [self._pair(num_bytes, to, source) for to, source in ((one, other), (other, one))]
 
     @staticmethod
     def _pair(num_bytes: int, to: int, source: int) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:

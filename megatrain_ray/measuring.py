@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.cuda_device import CudaDevice, PeerCopies
+from megatrain_ray.engine.cuda_device import CudaDevice, PeerCopies, num_gpus
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.measure_profile import measure, measure_link
 from megatrain_ray.engine.precision import Precision
@@ -28,5 +30,16 @@ def main() -> None:
 
 
 def link() -> None:
-    """Prints what a GPU has from another one while it sends as much, in bytes per second."""
-    print(measure_link(lambda num_bytes: PeerCopies(num_bytes).run))
+    """Prints what a GPU has from its neighbour while it sends as much, in bytes per second: of the pair that has least,
+    for which the others of a ring wait."""
+    print(min(measure_link(partial(_exchange, one, other)) for one, other in neighbours(num_gpus())))
+
+
+def neighbours(count: int) -> list[tuple[int, int]]:
+    """Of a ring of so many GPUs, two or more, each pair once."""
+    pairs = [(k, (k + 1) % count) for k in range(count)]
+    return pairs if count > 2 else pairs[:1]
+
+
+def _exchange(one: int, other: int, num_bytes: int) -> Callable[[int], None]:
+    return PeerCopies(num_bytes, one, other).run

@@ -10,6 +10,8 @@ import hashlib
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +19,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.atomic_file import write_atomically
-from megatrain_ray.engine.cuda_device import device_name, num_gpus, total_memory_bytes
+from megatrain_ray.engine.cuda_device import device_name, num_gpus, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.hardware_profile import HardwareProfile, MachineName
 from megatrain_ray.engine.plan_request import Machine
-from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
+from megatrain_ray.kept_links import Links, keep_link, links_in, names_of
 from megatrain_ray.machine import allowed_cpus, cpu_name, driver_version
 from megatrain_ray.startup import Startup
 
@@ -46,8 +49,12 @@ def this_machine(device: str) -> MachineName:
 
 def profile_file(machine: MachineName) -> Path:
     """Where the profile of a machine is kept. Raises RuntimeError where there is no cache."""
+    return _kept_file(machine, "json")
+
+
+def _kept_file(machine: MachineName, suffix: str) -> Path:
     key = hashlib.sha256(TypeAdapter(MachineName).dump_json(machine)).hexdigest()[:12]
-    return cache_folder() / "profiles" / f"{key}.json"
+    return cache_folder() / "profiles" / f"{key}.{suffix}"
 
 
 def with_profile(machine: Machine, setting: str) -> Machine:
@@ -72,8 +79,8 @@ def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 
     try:
         if profile is None:
             with startup.phase("measuring this machine, which is done once"):
-                profile = measure_here(machine.device)
-        if host_gpus > 1 and profile.gpu_link_bytes_per_s is None:
+                profile = _with_link(measure_here(machine.device))
+        if host_gpus > 1 and names_of(pci_addresses()) not in _links(profile.machine):
             with startup.phase("measuring the link between GPUs, which is done once"):
                 profile = measure_link_here(profile)
     except MegatrainError as error:
@@ -95,13 +102,26 @@ def read_profile(path: Path) -> HardwareProfile:
 
 
 def cached(machine: MachineName) -> HardwareProfile | None:
-    """None where nothing was measured, or what is kept is damaged."""
+    """None where nothing was measured, or what is kept is damaged. With the link between the GPUs that are visible."""
     try:
         file = profile_file(machine)
-        return read_profile(file) if file.exists() else None
+        profile = read_profile(file) if file.exists() else None
     except (RuntimeError, ConfigError) as error:
         log.warning("measured rates are left out: %s", error)
         return None
+    return profile and _with_link(profile)
+
+
+def _with_link(profile: HardwareProfile) -> HardwareProfile:
+    return replace(profile, gpu_link_bytes_per_s=_links(profile.machine).get(names_of(pci_addresses())))
+
+
+def _links(machine: MachineName) -> Links:
+    """None where there is no cache."""
+    try:
+        return links_in(_kept_file(machine, "links.json"))
+    except RuntimeError:
+        return {}
 
 
 def measure_here(device: str) -> HardwareProfile:
@@ -121,8 +141,20 @@ def measure_everything(device: str) -> HardwareProfile:
 
 
 def measure_link_here(profile: HardwareProfile) -> HardwareProfile:
-    """The same with the link between this machine's GPUs. Raises MegatrainError."""
-    return _kept(replace(profile, gpu_link_bytes_per_s=float(_run("link", LINK_S))))
+    """The same with the link between the GPUs that are visible, which is kept for these, as is that they hang. Raises
+    MegatrainError."""
+    try:
+        bytes_per_s = float(_run("link", LINK_S))
+    except DeadlineError:
+        _keep_link(profile.machine, None)
+        raise
+    _keep_link(profile.machine, bytes_per_s)
+    return replace(profile, gpu_link_bytes_per_s=bytes_per_s)
+
+
+def _keep_link(machine: MachineName, bytes_per_s: float | None) -> None:
+    with _writing():
+        keep_link(_kept_file(machine, "links.json"), names_of(pci_addresses()), bytes_per_s)
 
 
 def _run(function: str, bound_s: float, *arguments: str) -> str:
@@ -132,7 +164,8 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
     try:
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=bound_s)
     except subprocess.TimeoutExpired:
-        raise MegatrainError(f"{what} was not measured within {bound_s:.0f} s") from None
+        again = "megatrain doctor --measure tries again"
+        raise DeadlineError(f"{what} was not measured within {bound_s:.0f} s; {again}") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise MegatrainError(f"{what} could not be measured: exit code {done.returncode}: {last}")
@@ -140,13 +173,20 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
 
 
 def _kept(profile: HardwareProfile) -> HardwareProfile:
-    try:
+    with _writing():
         file = profile_file(profile.machine)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, profile.to_json())
+    return profile
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """What was measured is of use also where it cannot be kept."""
+    try:
+        yield
     except (OSError, RuntimeError, MegatrainError) as error:
         log.warning("what was measured is not kept: %s", error)
-    return profile
 
 
 def describe_profile(profile: HardwareProfile) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatrain_ray import measuring
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine import measure_profile
 from megatrain_ray.engine.cpu_device import CpuDevice
@@ -16,7 +17,7 @@ from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_GPU, Hard
 from megatrain_ray.engine.measure_profile import Effort, measure, measure_link
 from megatrain_ray.engine.plan_report import describe
 from megatrain_ray.engine.plan_request import Machine
-from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.machine import cpu_name, driver_version
 from megatrain_ray.planning import question_of
 from megatrain_ray.profiles import (
@@ -68,28 +69,102 @@ def test_a_link_between_gpus_has_the_bytes_of_an_exchange_in_its_time(monkeypatc
     assert set(asked) == {(effort.copy_bytes, 1), (effort.copy_bytes, 2)}
 
 
-def test_a_run_on_several_gpus_measures_their_link_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where the rest was measured before; and where it cannot be measured the rest counts."""
+FIRST_TWO, OTHER_TWO = ("0000:18:00.0", "0000:2a:00.0"), ("0000:18:00.0", None)
+
+
+@pytest.fixture
+def visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str | None, ...]]:
+    """Addresses of the GPUs that are visible, at last; with a cache of the test's."""
+    seen: list[tuple[str | None, ...]] = [FIRST_TWO]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("megatrain_ray.profiles.total_memory_bytes", lambda: 24 << 30)
     monkeypatch.setattr("megatrain_ray.profiles.device_name", lambda: "some GPU")
-    done: list[str] = []
+    monkeypatch.setattr("megatrain_ray.profiles.pci_addresses", lambda: seen[-1])
+    return seen
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What processes that measure were asked. The first link has 1 byte per second more than 1e11, the next one 2."""
+    asked: list[str] = []
 
     def run(function: str, bound_s: float, *arguments: str) -> str:
-        done.append(function)
-        if len(done) == 2:
-            raise MegatrainError("the link between GPUs was not measured within 60 s")
+        asked.append(function)
         of_machine = replace(TYPICAL_GPU, machine=this_machine("cuda"), launch_s=0.5)
-        return of_machine.to_json() if function == "main" else "3e11\n"
+        return of_machine.to_json() if function == "main" else f"{1e11 + asked.count('link')}\n"
 
     monkeypatch.setattr("megatrain_ray.profiles._run", run)
-    assert measured(GPU, "auto", Startup()).rates.launch_s == 0.5
-    assert done == ["main"]
-    assert measured(GPU, "auto", Startup(), host_gpus=2).rates.gpu_link_bytes_per_s is None
+    return asked
+
+
+def link_of_two() -> float | None:
     machine = measured(GPU, "auto", Startup(), host_gpus=2)
-    assert (machine.rates.launch_s, machine.rates.gpu_link_bytes_per_s) == (0.5, 3e11)
-    assert measured(GPU, "auto", Startup(), host_gpus=2) == machine
+    assert machine.rates.launch_s == 0.5
+    assert with_profile(GPU, "auto") == machine
+    return machine.rates.gpu_link_bytes_per_s
+
+
+def test_a_run_on_several_gpus_measures_their_link_once(
+    visible: list[tuple[str | None, ...]], done: list[str], tmp_path: Path
+) -> None:
+    """Of those that are visible, also where the rest was measured before, or is measured anew."""
+    assert measured(GPU, "auto", Startup()).rates.gpu_link_bytes_per_s is None
+    assert done == ["main"]
+    assert link_of_two() == link_of_two() == 1e11 + 1
+    visible.append(OTHER_TWO)
+    assert link_of_two() == 1e11 + 2
+    visible.append(FIRST_TWO)
+    assert link_of_two() == 1e11 + 1
     assert done == ["main", "link", "link"]
+    profile_file(this_machine("cuda")).unlink()
+    assert link_of_two() == 1e11 + 1
+    assert done == ["main", "link", "link", "main"]
+    (links,) = tmp_path.glob("**/*.links.json")
+    links.write_text("[]")
+    assert link_of_two() == 1e11 + 3
+
+
+@pytest.mark.parametrize("error", [DeadlineError, MegatrainError])
+def test_gpus_that_hang_are_not_asked_again_unless_somebody_wants_it(
+    error: type[MegatrainError], visible: list[tuple[str | None, ...]], done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs every start the whole bound. Whatever else fails, which is told soon, may be over at the next one."""
+    measured(GPU, "auto", Startup())
+
+    def fail(function: str, bound_s: float) -> str:
+        done.append(function)
+        raise error("the link between GPUs was not measured")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatrain_ray.profiles._run", fail)
+        assert link_of_two() is link_of_two() is None
+        assert done == ["main", "link"] + ["link"] * (error is MegatrainError)
+    monkeypatch.setattr("megatrain_ray.profiles.num_gpus", lambda: 2)
+    assert measure_everything("cuda").gpu_link_bytes_per_s == link_of_two() > 1e11
+
+
+@pytest.mark.parametrize(
+    ("count", "pairs"), [(2, [(0, 1)]), (3, [(0, 1), (1, 2), (2, 0)]), (4, [(0, 1), (1, 2), (2, 3), (3, 0)])]
+)
+def test_a_ring_is_as_fast_as_its_slowest_pair(
+    count: int, pairs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[tuple[int, int, int]] = []
+
+    class Copies:
+        def __init__(self, num_bytes: int, one: int, other: int) -> None:
+            made.append((num_bytes, one, other))
+            self.run = made.__len__  # which tells the pairs apart
+
+    def rate(make_exchange: Callable[[int], Callable[[], int]]) -> float:
+        return 10.0 + abs(make_exchange(8)() - 2)  # the second one is the slowest where there is one
+
+    monkeypatch.setattr(measuring, "num_gpus", lambda: count)
+    monkeypatch.setattr(measuring, "PeerCopies", Copies)
+    monkeypatch.setattr(measuring, "measure_link", rate)
+    measuring.link()
+    assert made == [(8, *pair) for pair in pairs]
+    assert float(capsys.readouterr().out) == (10.0 if count > 2 else 11.0)
 
 
 def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:
