@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megatrain_ray.atomic_file import write_atomically
@@ -24,6 +25,7 @@ from megatrain_ray.prediction_check import (
 )
 from megatrain_ray.run_dir import RunFiles
 from megatrain_ray.run_lock import hold_lock
+from megatrain_ray.trace import SUM_OVER_GPUS
 
 COPY_WAITS = ("h2d", "d2h", "host_accumulation")
 UNPREDICTED = ("data", "python")
@@ -93,7 +95,8 @@ def refitted(
     before = prediction.profile
     assert before is not None
     profile, report = before, []
-    for change in (_fit_compute, _fit_updates, _fit_disk):
+    fit_compute = partial(_fit_compute, sums_s=prediction.compute_s.get(SUM_OVER_GPUS, 0.0))
+    for change in (fit_compute, _fit_updates, _fit_disk):
         profile, told = change(profile, found, order)
         report += told
     if gathered:
@@ -113,12 +116,17 @@ def _predictable_s(found: Comparison) -> float:
     return found.step.measured - sum(term.measured for term in found.terms if term.name in UNPREDICTED)
 
 
-def _fit_compute(profile: HardwareProfile, found: Comparison, _: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
-    """All at once: which of them it was nobody timed."""
+def _fit_compute(
+    profile: HardwareProfile, found: Comparison, _: UpdateOrder, *, sums_s: float
+) -> tuple[HardwareProfile, list[str]]:
+    """All at once: which of them it was nobody timed. `sums_s`: predicted of sums over GPUs, which are among what was
+    measured and are as long as the link makes them, whose rate is left as it is."""
     term = found.term("compute")
-    if term is None or term.measured <= 0 or term.predicted <= 0:
+    if term is None or term.predicted <= sums_s:
         return profile, []
-    factor = term.predicted / term.measured
+    if term.measured <= sums_s:
+        return profile, ["compute       not timed: sums over GPUs are predicted to take as long as all of it took"]
+    factor = (term.predicted - sums_s) / (term.measured - sums_s)
     faster = replace(
         profile,
         matmul={precision: _scaled(curve, factor) for precision, curve in profile.matmul.items()},

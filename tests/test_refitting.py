@@ -67,6 +67,27 @@ def test_a_wrong_rate_is_found_and_the_next_plan_predicts_the_run(name: str) -> 
         assert any(line.startswith("disk          4 → 2 GB/s") for line in done.report)
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_sums_over_gpus_are_no_products(slow: bool) -> None:
+    """Their seconds are the link's. Where these leave nothing for products nobody knows what they took."""
+    link = replace(PROFILE, gpu_link_bytes_per_s=1e9)
+    wrong = replace(link, matmul=WRONG["compute"].matmul, attention=WRONG["compute"].attention)
+    wrong = replace(wrong, device_bytes_per_s=WRONG["compute"].device_bytes_per_s, launch_s=PROFILE.launch_s / TWICE)
+    plan = planned(wrong, num_gpus=2)
+    assert plan.prediction is not None
+    sums_s = plan.prediction.compute_s["sum over GPUs"]
+    found = compared(plan, replace(link, gpu_link_bytes_per_s=1e12) if slow else link)
+    done = refit_of(plan, found)
+    term = found.term("compute")
+    assert term is not None
+    assert slow == (term.measured < sums_s)
+    assert done.profile.gpu_link_bytes_per_s == 1e9
+    assert done.profile.device_bytes_per_s == pytest.approx(wrong.device_bytes_per_s if slow else 4e12, rel=0.01)
+    assert any(line.startswith("compute       not timed: sums over GPUs") for line in done.report) == slow
+    if not slow:
+        assert predicted(plan, done.profile).step_s == pytest.approx(found.step.measured, rel=0.01)
+
+
 @pytest.mark.parametrize("direct", [None, 3e9])
 def test_a_disk_with_several_rates_keeps_their_proportion(direct: float | None) -> None:
     """That of what is packed, of what is not, and of activations that pass straight to a GPU."""
