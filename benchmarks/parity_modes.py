@@ -12,14 +12,14 @@ from torch import Tensor
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.model import LayerKind, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier, UpdateOrder
-from megatrain_ray.engine.plan_limits import fits
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.candidates import candidates
+from megatrain_ray.engine.planner.limits import fits
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import ConfigError

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.engine import plan_spill
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner import spill
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.surroundings import commit, hardware
 from tests.exhaustive import Exhaustive
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     # A constant of the product: slots of whole extents would take all that models of this size have.
-    plan_spill.EXTENT_ELEMENTS = SMALL_EXTENTS  # type: ignore[misc]
+    spill.EXTENT_ELEMENTS = SMALL_EXTENTS  # type: ignore[misc]
     end_s = time.monotonic() + 60 * options.minutes
     found: dict[int, dict[str, float]] = {}
     for number in range(options.first, options.last + 1):

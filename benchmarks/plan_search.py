@@ -25,7 +25,7 @@ from benchmarks.rows import ALIASED, CONFIGS, ROWS
 from megatrain_ray.config_file import load_config
 from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S
 from megatrain_ray.engine.plan import Plan, Tier
-from megatrain_ray.engine.plan_request import SpillSpace
+from megatrain_ray.engine.planner.request import SpillSpace
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.planning import Question, question_of
 

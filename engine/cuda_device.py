@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
-from megatrain_ray.engine.device import Capture, Device, Event, MemoryStatistics
-from megatrain_ray.engine.device_rows import CONTEXT_BYTES
+from megatrain_ray.engine.device import CONTEXT_BYTES, Capture, Device, Event, MemoryStatistics
 from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.errors import CaptureError, ConfigError, MegatrainError
 from megatrain_ray.io.blob_store import Block

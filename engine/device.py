@@ -24,6 +24,10 @@ from megatrain_ray.io.blob_store import Block
 from megatrain_ray.spans import Row, Span, SpanLog
 from megatrain_ray.trace import Op, Stage, Timeline
 
+# A CUDA context and its libraries: on an H200 NVML had 0.95 GB more than all tensors at their most (7.6b_16x4096 in
+# benchmarks/README.md). hardware.hbm_limit leaves as much for them.
+CONTEXT_BYTES = 1 << 30
+
 
 class Event(Protocol):
     """A point in the order of a stage."""

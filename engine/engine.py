@@ -34,7 +34,6 @@ from megatrain_ray.engine.muon import Muon
 from megatrain_ray.engine.offload import GradientOffloader
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.planner import residency_of
 from megatrain_ray.engine.ranks import OneRank, Ranks
 from megatrain_ray.engine.rehearsal import Coming, Rehearsal
 from megatrain_ray.engine.residency import Residency
@@ -42,6 +41,7 @@ from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.seams import Host
 from megatrain_ray.engine.shard import UpdateHeader
 from megatrain_ray.engine.skeleton import Skeleton
+from megatrain_ray.engine.slot_contents import residency_of
 from megatrain_ray.engine.slot_gather import SlotGather
 from megatrain_ray.engine.slots import SlotRing
 from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner, Submitted

@@ -17,12 +17,12 @@ from megatrain_ray.engine.journal import serial_of
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.planner.simulated_slab import SimulatedSlab
+from megatrain_ray.engine.planner.simulated_spill import SimulatedSpill
+from megatrain_ray.engine.planner.simulated_windows import SimulatedWindows
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.seams import EVERY_GENERATION, HostWeights, Lease
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
-from megatrain_ray.engine.simulated_slab import SimulatedSlab
-from megatrain_ray.engine.simulated_spill import SimulatedSpill
-from megatrain_ray.engine.simulated_windows import SimulatedWindows
 from megatrain_ray.engine.slab import SlabPool
 from megatrain_ray.engine.working_arena import WorkingArena
 from megatrain_ray.trace import Op, Stage, Timeline

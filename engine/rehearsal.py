@@ -20,10 +20,10 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.planner import needed_fragments, streamed
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
+from megatrain_ray.engine.slot_contents import needed_fragments, streamed
 from megatrain_ray.engine.step_loss import StepLoss
 
 

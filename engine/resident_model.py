@@ -22,12 +22,12 @@ from megatrain_ray.engine.loss import ChunkSums, Objective, OpenSum, chunk_sums
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.offload import Departure, Fetch
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.planner import needed_fragments
 from megatrain_ray.engine.ranks import OneRank
 from megatrain_ray.engine.rehearsal import Coming, Rehearsal
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.residents import Residents
 from megatrain_ray.engine.skeleton import Skeleton
+from megatrain_ray.engine.slot_contents import needed_fragments
 from megatrain_ray.engine.step import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.step_loss import StepLoss
 from megatrain_ray.engine.tier import Tier

@@ -16,7 +16,7 @@ from megatrain_ray.busy_share import busy_share
 from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.crew import Crew
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.in_process import run_in_process
 from megatrain_ray.interrupts import Interrupts

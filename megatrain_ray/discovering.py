@@ -13,7 +13,7 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.attention import Attention, flex_problem
 from megatrain_ray.engine.model import ModelStructure, build_empty
 from megatrain_ray.engine.parameter_rules import ParameterRules
-from megatrain_ray.engine.plan_chunks import may_chunk
+from megatrain_ray.engine.planner.chunks import may_chunk
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.structure import Trials, discover
 from megatrain_ray.errors import ConfigError

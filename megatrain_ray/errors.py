@@ -22,7 +22,7 @@ class ConfigError(MegatrainError):
 
 class CapacityError(MegatrainError):
     """What was asked for cannot fit; the message holds the arithmetic (exit code 3). `shortfall`: of the plan that it
-    is about (plan_limits.py); infinite where it is about none."""
+    is about (planner/limits.py); infinite where it is about none."""
 
     exit_code = 3
     shortfall = math.inf

@@ -11,7 +11,7 @@ from megatrain_ray.config import HardwareConfig, NodeConfig
 from megatrain_ray.engine.cuda_device import num_gpus as gpus_here
 from megatrain_ray.engine.cuda_device import pci_addresses, total_memory_bytes
 from megatrain_ray.engine.homes import Gpu
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine_files import cgroup_folders, read_text
 from megatrain_ray.named_nodes import named_gpus, named_nodes

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megatrain_ray.config import SpillConfig, TrainConfig
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import SpillSpace
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import SpillSpace
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.logs import show
 from megatrain_ray.plan_outlook import Alternative, alternatives, print_alternatives, run_lines, run_of

@@ -13,7 +13,7 @@ from rich.table import Table
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_request import ANY_ROOM, Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, Request, SpillSpace
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.planning import Question
 from megatrain_ray.stop_wait import VARIABLE, stop_wait_s

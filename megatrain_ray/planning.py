@@ -16,10 +16,10 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_misfit import lacks_device_memory
-from megatrain_ray.engine.plan_packing import plan_packed_or_not
-from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_search import predict_plan
+from megatrain_ray.engine.planner.misfit import lacks_device_memory
+from megatrain_ray.engine.planner.packing import plan_packed_or_not
+from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.search import predict_plan
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.structure import Trials
@@ -83,7 +83,7 @@ class Question:
 
     @property
     def shortfall(self) -> float:
-        """How far what it asks for is from fitting (plan_limits.py); 0 where it does."""
+        """How far what it asks for is from fitting (planner/limits.py); 0 where it does."""
         return self._answer.shortfall if isinstance(self._answer, CapacityError) else 0.0
 
     @property

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.engine.cuda_device import device_name, num_gpus, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.hardware_profile import HardwareProfile, MachineName
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
 from megatrain_ray.kept_links import Links, keep_link, links_in, names_of

@@ -23,7 +23,7 @@ from megatrain_ray.config import SpillConfig
 from megatrain_ray.direct_rate import measure_direct_here
 from megatrain_ray.engine.cuda_device import total_memory_bytes
 from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate
-from megatrain_ray.engine.plan_request import ANY_ROOM, Machine, SpillSpace
+from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
 from megatrain_ray.io.disk_errors import free_bytes

@@ -23,7 +23,7 @@ from megatrain_ray.discovering import compiles
 from megatrain_ray.early_imports import TRANSFORMERS, importing
 from megatrain_ray.engine.packing import check_packing
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.errors import ConfigError, DamagedSaveError, LostProcessError, MegatrainError
 from megatrain_ray.exporting import export_run, has_adapters, load_exported

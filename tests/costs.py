@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_basis import CostBasis
-from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost_model import predict
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.visits import LoopOrder

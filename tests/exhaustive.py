@@ -19,22 +19,22 @@ from functools import cached_property
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.activation_space import with_windows
-from megatrain_ray.engine.cost_basis import CostBasis
-from megatrain_ray.engine.cost_model import predict
-from megatrain_ray.engine.device_rows import hbm_rows, kept_bytes, resident_bytes
-from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan
-from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_chunks import is_long, may_chunk, mlp_chunk_tokens
-from megatrain_ray.engine.plan_fill import FILLED_SHARE
-from megatrain_ray.engine.plan_limits import fits, spare_ram
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_rows import host_rows, nvme_rows
-from megatrain_ray.engine.plan_spill import with_spilled
-from megatrain_ray.engine.prices import SharedPrices
-from megatrain_ray.engine.spill_choice import OnDisk
+from megatrain_ray.engine.planner.bounds import Bounds
+from megatrain_ray.engine.planner.chunks import is_long, may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost_model import predict
+from megatrain_ray.engine.planner.device_rows import hbm_rows, kept_bytes, resident_bytes
+from megatrain_ray.engine.planner.drafts import Drafts
+from megatrain_ray.engine.planner.fill import FILLED_SHARE
+from megatrain_ray.engine.planner.limits import fits, spare_ram
+from megatrain_ray.engine.planner.prices import SharedPrices
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request
+from megatrain_ray.engine.planner.rows import host_rows, nvme_rows
+from megatrain_ray.engine.planner.spill import with_spilled
+from megatrain_ray.engine.planner.spill_choice import OnDisk
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.exhaustive_disk import DiskChoices, on_disk_of, subsets

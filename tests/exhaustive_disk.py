@@ -12,9 +12,9 @@ from megatrain_ray.engine.activation_moves import Activations, away, num_bytes
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import LayerPlan, Plan
-from megatrain_ray.engine.plan_request import SpillFirst
-from megatrain_ray.engine.plan_spill import Kind
-from megatrain_ray.engine.spill_choice import FIELDS, OnDisk, Spillable
+from megatrain_ray.engine.planner.request import SpillFirst
+from megatrain_ray.engine.planner.spill import Kind
+from megatrain_ray.engine.planner.spill_choice import FIELDS, OnDisk, Spillable
 from megatrain_ray.engine.tier import Tier
 
 Sizes = tuple[tuple[int, ...], ...]  # of what is on disk, by kind

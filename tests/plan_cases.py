@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.plan_chunks import is_long
-from megatrain_ray.engine.plan_request import Machine, Request, SpillFirst, SpillSpace
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner.chunks import is_long
+from megatrain_ray.engine.planner.request import Machine, Request, SpillFirst, SpillSpace
+from megatrain_ray.engine.planner.search import make_plan
+from megatrain_ray.engine.planner.spill_choice import Spillable
 from megatrain_ray.engine.precision import Precision
-from megatrain_ray.engine.spill_choice import Spillable
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError

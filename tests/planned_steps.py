@@ -14,10 +14,10 @@ from megatrain_ray.engine.activation_space import with_windows
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_rows import nvme_rows
-from megatrain_ray.engine.plan_search import make_plan, predict_plan
-from megatrain_ray.engine.planner import with_uploads
+from megatrain_ray.engine.planner.build import with_uploads
+from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.rows import nvme_rows
+from megatrain_ray.engine.planner.search import make_plan, predict_plan
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.structure import discover

@@ -24,9 +24,9 @@ from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.micro_batch import micro_batches_of
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, LayerPlan, Plan
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_spill import with_spilled
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request
+from megatrain_ray.engine.planner.spill import with_spilled
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.rehearsal import Coming
 from megatrain_ray.engine.structure import discover

@@ -20,7 +20,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device_shard import DeviceShard
 from megatrain_ray.engine.engine import Engine
@@ -30,14 +29,15 @@ from megatrain_ray.engine.load import RandomSource
 from megatrain_ray.engine.local_host import LocalHost
 from megatrain_ray.engine.model import ModelStructure, build_empty
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_request import Candidate
-from megatrain_ray.engine.plan_search import activations_of
-from megatrain_ray.engine.plan_spill import with_spilled
-from megatrain_ray.engine.planner import build_plan
-from megatrain_ray.engine.prices import Prices
-from megatrain_ray.engine.simulated_slab import SimulatedSlab
-from megatrain_ray.engine.simulated_spill import SimulatedSpill
-from megatrain_ray.engine.simulated_windows import SimulatedWindows
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.prices import Prices
+from megatrain_ray.engine.planner.request import Candidate
+from megatrain_ray.engine.planner.search import activations_of
+from megatrain_ray.engine.planner.simulated_slab import SimulatedSlab
+from megatrain_ray.engine.planner.simulated_spill import SimulatedSpill
+from megatrain_ray.engine.planner.simulated_windows import SimulatedWindows
+from megatrain_ray.engine.planner.spill import with_spilled
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.planning import Question
 from megatrain_ray.trace import CostModel, Op, Record, Stage, Timeline

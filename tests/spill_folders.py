@@ -11,7 +11,7 @@ import pytest
 from megatrain_ray import spill_space
 from megatrain_ray.config import SpillConfig
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU
-from megatrain_ray.engine.plan_request import Machine, SpillSpace
+from megatrain_ray.engine.planner.request import Machine, SpillSpace
 from megatrain_ray.io.disk_io import PLAIN, DiskWay
 from megatrain_ray.spill_space import PROBE_BYTES, with_spill
 

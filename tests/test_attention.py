@@ -14,7 +14,7 @@ from megatrain_ray.architecture import Architecture
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.trial import FOLLOWED_BYTES, Answers
 from megatrain_ray.engine.visits import LoopOrder

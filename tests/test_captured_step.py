@@ -19,9 +19,9 @@ from megatrain_ray.engine.device import Capture
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import Machine, Request
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import Machine, Request
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder

@@ -22,11 +22,11 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.chunked_mlp import ChunkedMlp, installed
 from megatrain_ray.engine.model import Mlp, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_chunks import CHUNK_TOKENS, MAX_ELEMENTS, may_chunk, mlp_chunk_tokens
-from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import Candidate, Request
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.chunks import CHUNK_TOKENS, MAX_ELEMENTS, may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import Candidate, Request
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier

@@ -17,14 +17,14 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine import owned_storages
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS, CompileTrial
 from megatrain_ray.engine.compiled_call import CompiledCall
 from megatrain_ray.engine.model import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan, Tier
-from megatrain_ray.engine.plan_request import Machine, Request
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.candidates import candidates
+from megatrain_ray.engine.planner.request import Machine, Request
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning import prepare

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.engine.cost_basis import CostBasis
-from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile, RatePoint, interpolate
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_request import Candidate
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.planner import build_plan, residency_of
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost_model import predict
+from megatrain_ray.engine.planner.prices import Prices
+from megatrain_ray.engine.planner.request import Candidate
+from megatrain_ray.engine.planner.search import make_plan
+from megatrain_ray.engine.planner.simulation import Simulation
 from megatrain_ray.engine.precision import Precision
-from megatrain_ray.engine.prices import Prices
-from megatrain_ray.engine.simulation import Simulation
+from megatrain_ray.engine.slot_contents import residency_of
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import visits
 from megatrain_ray.trace import Op, Stage

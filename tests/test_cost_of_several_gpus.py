@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.engine.candidates import candidates
-from megatrain_ray.engine.cost_basis import CostBasis
-from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import LayerKind
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_request import Candidate, Request
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.candidates import candidates
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost_model import predict
+from megatrain_ray.engine.planner.prices import HOST_LINK_BYTES_PER_S
+from megatrain_ray.engine.planner.request import Candidate, Request
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.engine.prices import HOST_LINK_BYTES_PER_S
 from megatrain_ray.engine.tier import Tier
 from tests.costs import KEEP, LAYERS, MACHINE, OUTER, RECOMPUTE, REQUEST, predicted, shape
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.engine.cost_basis import CostBasis
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU
 from megatrain_ray.engine.layer_work import work_of
-from megatrain_ray.engine.planner import residency_of
-from megatrain_ray.engine.prices import Prices
-from megatrain_ray.engine.simulation import Simulation
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.prices import Prices
+from megatrain_ray.engine.planner.simulation import Simulation
+from megatrain_ray.engine.slot_contents import residency_of
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder

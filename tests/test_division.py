@@ -18,7 +18,7 @@ from megatrain_ray.engine.forward_pass import ForwardPass
 from megatrain_ray.engine.model import Part
 from megatrain_ray.engine.part_memory import let_go
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.plan_report import describe
+from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder

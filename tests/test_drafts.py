@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain_ray.engine.candidates import candidates
-from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_limits import beyond_disk, spare_ram
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.candidates import candidates
+from megatrain_ray.engine.planner.drafts import Drafts
+from megatrain_ray.engine.planner.limits import beyond_disk, spare_ram
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.tier import Tier
 from tests.test_exhaustive import compiled, shape

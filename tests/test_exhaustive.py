@@ -15,10 +15,10 @@ from megatrain_ray.engine.compile_trial import ACTIVATION_BUDGETS, BudgetCost, C
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile, RateCurve
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.search import make_plan
+from megatrain_ray.engine.planner.split_search import SplitSearch
 from megatrain_ray.engine.precision import Precision
-from megatrain_ray.engine.split_search import SplitSearch
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier
 from tests.exhaustive import Exhaustive

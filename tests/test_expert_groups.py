@@ -18,7 +18,7 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.plan_report import describe
+from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.restoring import as_saved
 from megatrain_ray.engine.saved_values import SavedValues
 from megatrain_ray.engine.structure import discover

@@ -20,7 +20,7 @@ from megatrain_ray.config import NodeConfig
 from megatrain_ray.engine.cuda_device import device_name, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.homes import Gpu, GpuHome, Home, NumaNode, gpu_homes, home_at
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_report import describe
+from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import ConfigError

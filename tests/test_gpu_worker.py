@@ -21,7 +21,7 @@ from megatrain_ray.device_memory import check_free, memory_explained
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.plan import ByteCount
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.save_gate import NO_ATTEMPT
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError, LostDeviceError, LostProcessError

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
-from megatrain_ray.engine.plan_limits import missing_bytes
-from megatrain_ray.engine.plan_request import Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.candidates import candidates
+from megatrain_ray.engine.planner.limits import missing_bytes
+from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError

@@ -14,9 +14,9 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.device_rows import norm_bytes
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner.device_rows import norm_bytes
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.structure import discover
 from tests.test_compiled_layers import factory_of
 from tests.test_planner import MACHINE, REQUEST

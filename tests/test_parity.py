@@ -13,7 +13,7 @@ import torch
 
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.plan import ActivationPolicy, UpdateOrder
-from megatrain_ray.engine.plan_spill import room_in_slots
+from megatrain_ray.engine.planner.spill import room_in_slots
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.io.packed_store import Packer

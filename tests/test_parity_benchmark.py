@@ -24,7 +24,7 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.engine import Engine
 from megatrain_ray.engine.model import build_empty
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder

@@ -11,23 +11,23 @@ import pytest
 from megatrain_ray.arenas import activations_file, spill_files
 from megatrain_ray.engine.activation_moves import away, is_on_disk
 from megatrain_ray.engine.activation_space import NUM_WINDOWS
-from megatrain_ray.engine.cost_basis import CostBasis
-from megatrain_ray.engine.cost_model import predict
-from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_limits import fits, spare_ram
-from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import Candidate, Machine, SpillSpace
-from megatrain_ray.engine.plan_rows import BOUNCE_BYTES, host_rows
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.plan_traffic import moved_bytes
-from megatrain_ray.engine.planner import build_plan
-from megatrain_ray.engine.prices import Prices, SharedPrices
+from megatrain_ray.engine.planner.bounds import Bounds
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost_model import predict
+from megatrain_ray.engine.planner.drafts import Drafts
+from megatrain_ray.engine.planner.limits import fits, spare_ram
+from megatrain_ray.engine.planner.prices import Prices, SharedPrices
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import Candidate, Machine, SpillSpace
+from megatrain_ray.engine.planner.rows import BOUNCE_BYTES, host_rows
+from megatrain_ray.engine.planner.search import make_plan
+from megatrain_ray.engine.planner.split_search import TIE
+from megatrain_ray.engine.planner.traffic import moved_bytes
 from megatrain_ray.engine.spill_layout import BLOCK_BYTES
-from megatrain_ray.engine.split_search import TIE
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.errors import CapacityError

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.candidates import candidates
-from megatrain_ray.engine.cost_basis import CostBasis
-from megatrain_ray.engine.cost_model import predict
-from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.layout import largest_share
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillFirst, SpillSpace
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner.bounds import Bounds
+from megatrain_ray.engine.planner.candidates import candidates
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost_model import predict
+from megatrain_ray.engine.planner.drafts import Drafts
+from megatrain_ray.engine.planner.prices import SharedPrices
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillFirst, SpillSpace
+from megatrain_ray.engine.planner.search import make_plan
+from megatrain_ray.engine.planner.split_search import TIE, Found
 from megatrain_ray.engine.precision import Precision
-from megatrain_ray.engine.prices import SharedPrices
-from megatrain_ray.engine.split_search import TIE, Found
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.shapes import qwen

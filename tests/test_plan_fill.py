@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes, first_alike
 from megatrain_ray.engine.compile_trial import BudgetCost, CompileTrial
-from megatrain_ray.engine.plan_fill import first_above
+from megatrain_ray.engine.planner.fill import first_above
 
 
 class Counted:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain_ray.engine import plan_spill
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner import spill
+from megatrain_ray.engine.planner.search import make_plan
 from tests.exhaustive import Exhaustive
 from tests.plan_cases import SMALL_EXTENTS, case
 
@@ -20,7 +20,7 @@ NUMBERS = (
 
 @pytest.fixture(autouse=True)
 def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_spill, "EXTENT_ELEMENTS", SMALL_EXTENTS)
+    monkeypatch.setattr(spill, "EXTENT_ELEMENTS", SMALL_EXTENTS)
 
 
 @pytest.mark.parametrize("number", NUMBERS)

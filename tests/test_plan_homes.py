@@ -9,9 +9,9 @@ from pathlib import Path
 from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
 from megatrain_ray.engine.homes import Gpu, GpuHome, Home, NumaNode
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import Machine
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import Machine
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.replanned import changes, is_same_placement
 from tests.runs import cli_here, config, write_config
 from tests.test_planner import MACHINE, REQUEST, model

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_basis import CostBasis
-from megatrain_ray.engine.device_rows import backward_bytes, beside_loss
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_loss import CHUNK_TOKENS, LOGITS_BYTES, MAX_LOGITS, chunk_tokens, loss_bytes
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.device_rows import backward_bytes, beside_loss
+from megatrain_ray.engine.planner.loss import CHUNK_TOKENS, LOGITS_BYTES, MAX_LOGITS, chunk_tokens, loss_bytes
+from megatrain_ray.engine.planner.prices import Prices, SharedPrices
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.precision import Precision
-from megatrain_ray.engine.prices import Prices, SharedPrices
 from megatrain_ray.engine.visits import LoopOrder
 from tests.shapes import qwen
 

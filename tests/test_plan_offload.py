@@ -12,25 +12,25 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from megatrain_ray.engine import candidates as tried_ways
-from megatrain_ray.engine import split_search
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.candidates import candidates
-from megatrain_ray.engine.cost_basis import CostBasis
-from megatrain_ray.engine.cost_model import predict
-from megatrain_ray.engine.drafts import Drafts
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_limits import fits, spare_ram
-from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner import candidates as tried_ways
+from megatrain_ray.engine.planner import split_search
+from megatrain_ray.engine.planner.bounds import Bounds
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.candidates import candidates
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost_model import predict
+from megatrain_ray.engine.planner.drafts import Drafts
+from megatrain_ray.engine.planner.limits import fits, spare_ram
+from megatrain_ray.engine.planner.prices import SharedPrices
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.precision import Precision
-from megatrain_ray.engine.prices import SharedPrices
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder

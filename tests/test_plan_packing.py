@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_packing import plan_packed_or_not
-from megatrain_ray.engine.plan_request import Machine
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner.packing import plan_packed_or_not
+from megatrain_ray.engine.planner.request import Machine
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.io.disk_io import DiskIo, DiskWay

@@ -15,28 +15,28 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.arenas import WORKING, arena_sizes, spill_files, state_arena
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.cost_basis import CostBasis
-from megatrain_ray.engine.cost_model import predict
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_bounds import Bounds
-from megatrain_ray.engine.plan_fill import FILLED_SHARE
-from megatrain_ray.engine.plan_limits import fits, spare_ram
-from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request, SpillSpace
-from megatrain_ray.engine.plan_rows import host_rows
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner.bounds import Bounds
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost_model import predict
+from megatrain_ray.engine.planner.fill import FILLED_SHARE
+from megatrain_ray.engine.planner.limits import fits, spare_ram
+from megatrain_ray.engine.planner.prices import Prices
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.rows import host_rows
+from megatrain_ray.engine.planner.search import make_plan
+from megatrain_ray.engine.planner.shards import shard_layout, spill_layout
+from megatrain_ray.engine.planner.simulation import Simulation
+from megatrain_ray.engine.planner.split_search import TIE
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.engine.prices import Prices
-from megatrain_ray.engine.simulation import Simulation
 from megatrain_ray.engine.spill_transfers import TRANSFERS
-from megatrain_ray.engine.split_search import TIE
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder

@@ -9,8 +9,8 @@ import pytest
 
 from megatrain_ray import planned_device
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
-from megatrain_ray.engine.plan_request import Machine, Request
-from megatrain_ray.engine.plan_search import make_plan
+from megatrain_ray.engine.planner.request import Machine, Request
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.precision import Precision
 from tests.shapes import qwen
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from megatrain_ray.engine import prices
 from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.candidates import candidates
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import Candidate, Machine, Request
-from megatrain_ray.engine.plan_rows import BESIDE_GPU_BYTES, PROCESS_BYTES
-from megatrain_ray.engine.plan_search import make_plan
-from megatrain_ray.engine.planner import build_plan
+from megatrain_ray.engine.planner import prices
+from megatrain_ray.engine.planner.build import build_plan
+from megatrain_ray.engine.planner.candidates import candidates
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request
+from megatrain_ray.engine.planner.rows import BESIDE_GPU_BYTES, PROCESS_BYTES
+from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.precision import NARROW_MOMENTS, Precision
 from megatrain_ray.engine.structure import discover
 from megatrain_ray.engine.tier import Tier

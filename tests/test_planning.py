@@ -14,7 +14,7 @@ from megatrain_ray.architecture import Architecture
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.attention import Attention
 from megatrain_ray.engine.parameter_rules import ParameterRules
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.structure import Trials, discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning import Prepared, prepare

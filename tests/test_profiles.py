@@ -15,8 +15,8 @@ from megatrain_ray.engine import measure_profile
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_GPU, HardwareProfile, MachineName
 from megatrain_ray.engine.measure_profile import Effort, measure, measure_link
-from megatrain_ray.engine.plan_report import describe
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.machine import cpu_name, driver_version
 from megatrain_ray.planning import question_of

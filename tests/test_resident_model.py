@@ -14,7 +14,7 @@ from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.loss import Objective
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.resident_model import ResidentModel
 from megatrain_ray.planning import prepare
 from megatrain_ray.resident_ceiling import Trial, measure_ceiling, search

@@ -12,7 +12,7 @@ import torch
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.save_cost import measure_copy, predict_stall_s
 from megatrain_ray.engine.spare_memory import SpareMemory

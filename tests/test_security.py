@@ -15,7 +15,7 @@ from megatrain_ray.run_dir import RunDir
 from tests.run_folders import begin, in_folder
 from tests.runs import ROOT
 
-SOURCES = [file for folder in ("megatrain_ray", "io", "engine") for file in sorted((ROOT / folder).glob("*.py"))]
+SOURCES = [file for folder in ("megatrain_ray", "io", "engine") for file in sorted((ROOT / folder).rglob("*.py"))]
 # Calls that make code, or objects of any class, of what they read.
 UNSAFE = {
     "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "joblib.load", "dill.load",

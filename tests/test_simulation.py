@@ -11,8 +11,8 @@ import pytest
 
 from megatrain_ray.engine import owned_storages
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.planner import residency_of
-from megatrain_ray.engine.simulation import SimulatedStep, Simulation
+from megatrain_ray.engine.planner.simulation import SimulatedStep, Simulation
+from megatrain_ray.engine.slot_contents import residency_of
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.trace import CostModel, Op, Record, Stage

@@ -15,7 +15,7 @@ from megatrain_ray import spill_space, trainer
 from megatrain_ray.config import SpillConfig, TrainConfig
 from megatrain_ray.config_file import override
 from megatrain_ray.engine.hardware_profile import TYPICAL_CPU, TYPICAL_DISK_BYTES_PER_S
-from megatrain_ray.engine.plan_request import ANY_ROOM, Machine, SpillSpace
+from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.blob_store import aligned

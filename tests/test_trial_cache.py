@@ -12,7 +12,7 @@ from megatrain_ray import trial_cache
 from megatrain_ray.config import ModelConfig, TrainConfig
 from megatrain_ray.engine import structure
 from megatrain_ray.engine.compile_trial import BudgetCost, CompileTrial, try_compiling
-from megatrain_ray.engine.plan_request import Machine
+from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.model_source import ModelSource, open_model
 from megatrain_ray.planning import Prepared, prepare
 from megatrain_ray.trial_cache import KEPT_FILES, TrialCache, sources

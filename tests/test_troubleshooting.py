@@ -31,7 +31,7 @@ def messages() -> list[str]:
 @functools.cache
 def said() -> str:
     """All texts in the code, each with a hole for whatever is put into it."""
-    files = [file for folder in ("megatrain_ray", "io", "engine") for file in (ROOT / folder).glob("*.py")]
+    files = [file for folder in ("megatrain_ray", "io", "engine") for file in (ROOT / folder).rglob("*.py")]
     of_the_system = [os.strerror(number) for number in errno.errorcode]
     return "\n".join([*of_the_system, *(text for file in files for text in texts(ast.parse(file.read_text())))])
 
