@@ -89,4 +89,4 @@ def _versions() -> list[str]:
 def sources() -> list[Path]:
     """The files of this package."""
     package = Path(__file__).parent
-    return sorted([*package.glob("*.py"), *package.glob("*/*.py")])
+    return sorted([*package.glob("*.py"), *package.glob("*/**/*.py")])  # ** alone enters no linked folder
