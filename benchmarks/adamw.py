@@ -27,15 +27,15 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
-from megatrain_ray.engine.journal import Journal, Part, Transaction
-from megatrain_ray.engine.kernel_choice import open_kernel
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.journal import Journal, Part, Transaction
+from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
+from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.engine.torch_blocks import TorchBlocks
-from megatrain_ray.engine.update_kernel import UpdateKernel
 from megatrain_ray.io.arena import Arena
 from megatrain_ray.io.arena_holder import ArenaHolder
 from megatrain_ray.io.compiled import declare, load_compiled

@@ -32,11 +32,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.export_save import export_save
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
-from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.journal import Journal
 from megatrain_ray.engine.plan import Precision
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_layout import ShardLayout

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import config_to_dict, load_config
-from megatrain_ray.engine import kernel_choice
-from megatrain_ray.engine.adamw import Hyper, Rates
-from megatrain_ray.engine.journal import Part, Transaction
-from megatrain_ray.engine.torch_blocks import TorchBlocks
+from megatrain_ray.engine.optimizer import kernel_choice
+from megatrain_ray.engine.optimizer.adamw import Hyper, Rates
+from megatrain_ray.engine.optimizer.journal import Part, Transaction
+from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
 from megatrain_ray.in_process import run_in_process
 from megatrain_ray.planning import prepare
 from megatrain_ray.surroundings import commit, hardware, versions

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 
 import torch
 
-from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import Capture, Device, Event, MemoryStatistics
-from megatrain_ray.engine.kernel_choice import open_kernel
-from megatrain_ray.engine.update_kernel import UpdateKernel
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.spans import Row
 from megatrain_ray.trace import Op, Stage, Timeline

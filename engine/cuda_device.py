@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.device import CONTEXT_BYTES, Capture, Device, Event, MemoryStatistics
-from megatrain_ray.engine.update_kernel import UpdateKernel
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
 from megatrain_ray.errors import CaptureError, ConfigError, MegatrainError
 from megatrain_ray.io.blob_store import Block
 from megatrain_ray.spans import MAX_SPANS, Row, Span
@@ -244,7 +244,7 @@ class CudaDevice(Device):
         ]
 
     def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
-        from megatrain_ray.engine.triton_adamw import open_triton  # torch without CUDA comes without Triton
+        from megatrain_ray.engine.optimizer.triton_adamw import open_triton  # torch without CUDA comes without Triton
 
         return open_triton(hyper, self.torch_device)
 

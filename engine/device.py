@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
-from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.block_checksum import host_checksum
 from megatrain_ray.engine.deadlines import DEADLINE_S
-from megatrain_ray.engine.update_kernel import UpdateKernel
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
 from megatrain_ray.io.blob_store import Block
 from megatrain_ray.spans import Row, Span, SpanLog
 from megatrain_ray.trace import Op, Stage, Timeline

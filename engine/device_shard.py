@@ -11,11 +11,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Hyper
 from megatrain_ray.engine.device import Device, Event
-from megatrain_ray.engine.journal import Part
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper
+from megatrain_ray.engine.optimizer.journal import Part
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.restoring import as_saved, restore_pieces

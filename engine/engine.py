@@ -30,8 +30,8 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.loss import ChunkSums, chunk_sums
 from megatrain_ray.engine.micro_batch import MicroBatch
 from megatrain_ray.engine.model import ModelFactory, ModelStructure, build_empty
-from megatrain_ray.engine.muon import Muon
 from megatrain_ray.engine.offload import GradientOffloader
+from megatrain_ray.engine.optimizer.muon import Muon
 from megatrain_ray.engine.orthogonalizer import Orthogonalizer
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.ranks import OneRank, Ranks

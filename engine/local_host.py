@@ -13,9 +13,9 @@ import torch
 
 from megatrain_ray.engine.device import Event
 from megatrain_ray.engine.disk_weights import DiskWeights
-from megatrain_ray.engine.journal import serial_of
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.momenta import Momenta, MomentumPart
+from megatrain_ray.engine.optimizer.journal import serial_of
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner.simulated_slab import SimulatedSlab
 from megatrain_ray.engine.planner.simulated_spill import SimulatedSpill

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatrain_ray.engine.flat_layout import FlatLayout, Span
 from megatrain_ray.engine.layout import ModelLayout
-from megatrain_ray.engine.muon import step_flops
+from megatrain_ray.engine.optimizer.muon import step_flops
 
 
 class MatrixPart(NamedTuple):

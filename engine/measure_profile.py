@@ -13,13 +13,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.device import Device, Event
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.hardware_profile import HardwareProfile, MachineName, RatePoint
-from megatrain_ray.engine.journal import Journal, Part, Transaction
-from megatrain_ray.engine.kernel_choice import open_kernel
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.journal import Journal, Part, Transaction
+from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.io.arena_holder import ArenaHolder

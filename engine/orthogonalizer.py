@@ -18,8 +18,8 @@ from megatrain_ray.engine.gradient_slots import GradientSlots, wait_for
 from megatrain_ray.engine.gradients import GradientStore
 from megatrain_ray.engine.layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.matrix_division import largest_part
-from megatrain_ray.engine.muon import Muon, direction, matrices
 from megatrain_ray.engine.offload import Completion, Departure, Fetch, MomentumFetch, Transfer
+from megatrain_ray.engine.optimizer.muon import Muon, direction, matrices
 from megatrain_ray.engine.plan import Plan, UpdateOrder
 from megatrain_ray.engine.ranks import RankParts
 from megatrain_ray.trace import Op

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import Hyper, Rates
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.journal import Journal, Part, Transaction
-from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
+from megatrain_ray.engine.optimizer.adamw import Hyper, Rates
+from megatrain_ray.engine.optimizer.journal import Journal, Part, Transaction
+from megatrain_ray.engine.optimizer.kernel_choice import NATIVE, open_kernel
+from megatrain_ray.engine.optimizer.update_kernel import Build
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.shard_state import ShardState
-from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.pieces import Piece
 from megatrain_ray.spans import Row

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.journal import serial_of
+from megatrain_ray.engine.optimizer.journal import serial_of
 from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.errors import DeadlineError

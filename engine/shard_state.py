@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Scratch, Weighting
-from megatrain_ray.engine.block_pool import BlockPool, Job
 from megatrain_ray.engine.flat_layout import Run, Segment, Span, round_up
-from megatrain_ray.engine.journal import UNIT_ELEMENTS, Part, num_units
 from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Scratch, Weighting
+from megatrain_ray.engine.optimizer.block_pool import BlockPool, Job
+from megatrain_ray.engine.optimizer.journal import UNIT_ELEMENTS, Part, num_units
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.working_copy import split_into, to_working

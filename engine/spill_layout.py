@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from megatrain_ray.engine.flat_layout import CUT_ELEMENTS, FlatLayout, Span
-from megatrain_ray.engine.journal import UNIT_ELEMENTS
+from megatrain_ray.engine.optimizer.journal import UNIT_ELEMENTS
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.io.blob_store import aligned

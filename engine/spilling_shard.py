@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.block_pool import Job
 from megatrain_ray.engine.flat_layout import Run, Span
 from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.optimizer.block_pool import Job
 from megatrain_ray.engine.shard import AdamShard, Gradient, UpdateHeader
 from megatrain_ray.engine.shard_state import fill, load_master
 from megatrain_ray.engine.spill_layout import GRADIENT, WORKING, Extent

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.optimizer.journal import Journal
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner.shards import shard_layout, spill_layout
 from megatrain_ray.engine.precision import Precision

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatrain_ray.config import OptimizationConfig, TrainConfig
-from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.lora import LoraRules
-from megatrain_ray.engine.muon import LrAdjustment, Muon
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 

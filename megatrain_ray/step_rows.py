@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from megatrain_ray.engine.engine import StepReport
-from megatrain_ray.engine.lr_schedule import learning_rate
+from megatrain_ray.engine.optimizer.lr_schedule import learning_rate
 from megatrain_ray.flop_count import FlopCount
 from megatrain_ray.io.batches import Batch
 from megatrain_ray.io.measured_store import Time

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatrain_ray.engine.device_shard import DeviceShard
 from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
-from megatrain_ray.engine.journal import Journal
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
+from megatrain_ray.engine.optimizer.journal import Journal
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner.shards import spill_layout
 from megatrain_ray.engine.shard import AdamShard

@@ -6,13 +6,13 @@ import json
 import re
 
 from megatrain_ray.config import LoraConfig
-from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.engine import UpdateSettings
 from megatrain_ray.engine.lora import LoraRules
 from megatrain_ray.engine.loss import Objective
-from megatrain_ray.engine.lr_schedule import learning_rate
 from megatrain_ray.engine.micro_batch import micro_batches_of
-from megatrain_ray.engine.muon import LrAdjustment, Muon
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.lr_schedule import learning_rate
+from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.parameter_group import ParameterGroup
 from megatrain_ray.engine.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.step import StepInput, World

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatrain_ray.engine.stochastic_rounding import rounding_counter
+from megatrain_ray.engine.optimizer.stochastic_rounding import rounding_counter
 
 MASK = np.uint64(0xFFFFFFFF)
 LARGEST = 0x7F7F  # finite bf16

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import Hyper
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.journal import Journal
-from megatrain_ray.engine.kernel_choice import NATIVE
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
-from megatrain_ray.engine.muon import LrAdjustment, Muon
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.journal import Journal
+from megatrain_ray.engine.optimizer.kernel_choice import NATIVE
+from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
+from megatrain_ray.engine.optimizer.update_kernel import Build
 from megatrain_ray.engine.parameter_group import FROZEN, ParameterGroup
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.engine.update_kernel import Build
 from megatrain_ray.engine.working_copy import join
 
 MUON = Muon(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=LrAdjustment.ORIGINAL)

@@ -15,9 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Scratch, Weighting, adamw_block
-from megatrain_ray.engine.block_pool import BlockPool
 from megatrain_ray.engine.flat_layout import Span
+from megatrain_ray.engine.optimizer.adamw import (
+    BLOCK_ELEMENTS,
+    AdamState,
+    Hyper,
+    Rates,
+    Scratch,
+    Weighting,
+    adamw_block,
+)
+from megatrain_ray.engine.optimizer.block_pool import BlockPool
 from megatrain_ray.engine.working_copy import join, split
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

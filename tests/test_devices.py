@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.block_checksum import host_checksum
 from megatrain_ray.engine.cuda_device import CudaDevice, num_gpus
 from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.journal import Part
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.journal import Part
+from megatrain_ray.engine.optimizer.stochastic_rounding import rounding_counter
+from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.stochastic_rounding import rounding_counter
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.engine.working_copy import split
 from megatrain_ray.errors import ConfigError

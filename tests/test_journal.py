@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.journal import BLOCK_UNITS, UNIT_ELEMENTS, Journal, Part
+from megatrain_ray.engine.optimizer.journal import BLOCK_UNITS, UNIT_ELEMENTS, Journal, Part
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.errors import MegatrainError
 from tests.transactions import KERNELS, MAX_THREADS, Memory, header, one_layer

@@ -81,6 +81,13 @@ def test_what_runs_a_plan_does_not_know_how_it_was_made() -> None:
     assert [p.name for p in runs if any(name.startswith(PLANNER) for name in imports(p.read_text()))] == []
 
 
+def test_the_optimizer_s_arithmetic_knows_elements_and_no_models() -> None:
+    below = {"flat_layout", "working_copy", "precision"}
+    for path in (ROOT / "engine" / "optimizer").glob("*.py"):
+        engine = [name.split(".")[2] for name in imports(path.read_text()) if name.startswith("megatrain_ray.engine.")]
+        assert set(engine) <= {"optimizer"} | below, path.name
+
+
 def test_importing_engine_and_io_does_not_import_ray() -> None:
     without = set() if find_spec("triton") else {"triton_adamw", "triton_sums"}  # Triton comes with the torch of a GPU
     below = [p for p in sources() if p.relative_to(ROOT).parts[0] in ("io", "engine")]

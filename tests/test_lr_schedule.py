@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.engine.lr_schedule import Schedule, learning_rate
+from megatrain_ray.engine.optimizer.lr_schedule import Schedule, learning_rate
 from tests.reference import reference_learning_rate
 
 

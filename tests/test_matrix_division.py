@@ -12,7 +12,7 @@ from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec, Span
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.matrix_division import MatrixPart, largest_part, matrix_parts
 from megatrain_ray.engine.momenta import Momenta
-from megatrain_ray.engine.muon import step_flops
+from megatrain_ray.engine.optimizer.muon import step_flops
 from megatrain_ray.engine.ranks import RankParts
 from megatrain_ray.engine.shard_layout import ShardLayout
 

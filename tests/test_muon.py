@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from megatrain_ray.engine import muon
-from megatrain_ray.engine.muon import LrAdjustment, newton_schulz
+from megatrain_ray.engine.optimizer import muon
+from megatrain_ray.engine.optimizer.muon import LrAdjustment, newton_schulz
 from megatrain_ray.engine.plan import ActivationPolicy, UpdateOrder
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder

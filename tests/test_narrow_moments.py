@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine import kernel_choice
+from megatrain_ray.engine.optimizer import kernel_choice
+from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.torch_blocks import TorchBlocks
 from megatrain_ray.engine.visits import LoopOrder
 from tests.reference import Recipe, Result, train_reference
 from tests.run_engine import EngineResult, Mode, train_engine

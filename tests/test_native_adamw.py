@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain_ray.engine import kernel_choice, native_adamw
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.journal import Part, Transaction, num_units
-from megatrain_ray.engine.kernel_choice import NATIVE, open_kernel
-from megatrain_ray.engine.muon import LrAdjustment, Muon
-from megatrain_ray.engine.native_adamw import VARIANTS, NativeAdamW
-from megatrain_ray.engine.torch_blocks import TorchBlocks
-from megatrain_ray.engine.update_kernel import SIZES, UpdateKernel, check_kernel
+from megatrain_ray.engine.optimizer import kernel_choice, native_adamw
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.journal import Part, Transaction, num_units
+from megatrain_ray.engine.optimizer.kernel_choice import NATIVE, open_kernel
+from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
+from megatrain_ray.engine.optimizer.native_adamw import VARIANTS, NativeAdamW
+from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
+from megatrain_ray.engine.optimizer.update_kernel import SIZES, UpdateKernel, check_kernel
 from megatrain_ray.engine.working_copy import join, split
 from megatrain_ray.errors import MegatrainError
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.journal import Journal
+from megatrain_ray.engine.optimizer.journal import Journal
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout

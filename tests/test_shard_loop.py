@@ -17,8 +17,8 @@ from torch import Tensor
 from megatrain_ray.arenas import state_views
 from megatrain_ray.engine.flat_layout import Span
 from megatrain_ray.engine.host_words import HostWords, TornLayer
-from megatrain_ray.engine.journal import Journal, serial_of
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.optimizer.journal import Journal, serial_of
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.save_gate import SaveGate
 from megatrain_ray.engine.shard import AdamShard

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec, Span
-from megatrain_ray.engine.journal import UNIT_ELEMENTS, num_units
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.optimizer.journal import UNIT_ELEMENTS, num_units
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.spill_layout import GRADIENT, SLACK_ELEMENTS, SpillLayout

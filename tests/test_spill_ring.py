@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.journal import Journal, serial_of
+from megatrain_ray.engine.optimizer.journal import Journal, serial_of
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard import AdamShard, Gradient
 from megatrain_ray.engine.shard_layout import ShardLayout

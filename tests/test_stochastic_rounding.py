@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Hyper, Rates, Weighting
-from megatrain_ray.engine.journal import Part
-from megatrain_ray.engine.kernel_choice import open_kernel
-from megatrain_ray.engine.stochastic_rounding import as_int32, random_bits, round_into, rounding_counter
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.journal import Part
+from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
+from megatrain_ray.engine.optimizer.stochastic_rounding import as_int32, random_bits, round_into, rounding_counter
 from tests.rounded_moments import murmur3_finalizer
 
 NARROW = Hyper(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, moments_seed=3)

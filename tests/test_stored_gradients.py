@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.journal import serial_of
 from megatrain_ray.engine.momenta import Momenta
+from megatrain_ray.engine.optimizer.journal import serial_of
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_loop import ShardLoop

@@ -91,7 +91,9 @@ def test_code_that_may_change_is_not_kept(tmp_path: Path) -> None:
 
 def test_sources_of_this_package_count(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [ROOT / name for name in ("megatrain_ray", "io", "engine")]
-    assert sorted(file.resolve() for file in sources()) == sorted(file for each in folders for file in each.rglob("*.py"))
+    assert sorted(file.resolve() for file in sources()) == sorted(
+        file for each in folders for file in each.rglob("*.py")
+    )
     TrialCache(source(), {}).write(TRIALS)
     monkeypatch.setattr(trial_cache, "_versions", lambda: ["another"])
     assert TrialCache(source(), {}).read() is None

@@ -11,16 +11,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import BLOCK_ELEMENTS
 from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
-from megatrain_ray.engine.journal import UNIT_ELEMENTS, Journal
-from megatrain_ray.engine.kernel_choice import NATIVE
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS
+from megatrain_ray.engine.optimizer.journal import UNIT_ELEMENTS, Journal
+from megatrain_ray.engine.optimizer.kernel_choice import NATIVE
+from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
+from megatrain_ray.engine.optimizer.update_kernel import Build
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard import AdamShard, UpdateHeader
 from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.engine.torch_blocks import TorchBlocks
-from megatrain_ray.engine.update_kernel import Build
 from tests.shards import shard_over
 
 NUM_GRADIENTS = 4

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.kernel_choice import open_kernel
+from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.io.words import Words
 from tests.shards import hyper_for

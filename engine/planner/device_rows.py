@@ -14,7 +14,7 @@ from megatrain_ray.engine.device import CONTEXT_BYTES
 from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
-from megatrain_ray.engine.muon import work_bytes
+from megatrain_ray.engine.optimizer.muon import work_bytes
 from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, LayerPlan, Plan
 from megatrain_ray.engine.planner.loss import loss_bytes
 from megatrain_ray.engine.precision import Precision

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatrain_ray.engine.activation_space import windows_of
-from megatrain_ray.engine.journal import num_units, room_bytes
 from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.optimizer.journal import num_units, room_bytes
 from megatrain_ray.engine.plan import ByteCount, Plan
 from megatrain_ray.engine.planner.spill import slots_bytes, spilled_bytes, windows_bytes
 from megatrain_ray.engine.precision import SECOND_MOMENT_BYTES

@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import Coefficients, Hyper, Move, Rates
-from megatrain_ray.engine.journal import Part, Transaction
+from megatrain_ray.engine.optimizer.adamw import Coefficients, Hyper, Move, Rates
+from megatrain_ray.engine.optimizer.journal import Part, Transaction
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.compiled import declare, load_compiled
 

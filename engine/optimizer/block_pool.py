@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megatrain_ray.engine.adamw import Scratch
+from megatrain_ray.engine.optimizer.adamw import Scratch
 
 Job = Callable[[Scratch], None]
 

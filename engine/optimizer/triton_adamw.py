@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Coefficients, Hyper, Move, Rates
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.journal import Part, Transaction
-from megatrain_ray.engine.stochastic_rounding import as_int32
-from megatrain_ray.engine.update_kernel import UpdateKernel, check_kernel
+from megatrain_ray.engine.optimizer.adamw import AdamState, Coefficients, Hyper, Move, Rates
+from megatrain_ray.engine.optimizer.journal import Part, Transaction
+from megatrain_ray.engine.optimizer.stochastic_rounding import as_int32
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, check_kernel
 
 BLOCK = 1024
 VECTOR = 8  # elements of the CPU's vectors in torch: what a parameter has beyond a multiple of them is its tail

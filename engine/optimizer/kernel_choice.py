@@ -6,10 +6,10 @@ import functools
 import logging
 from functools import partial
 
-from megatrain_ray.engine.adamw import Hyper
-from megatrain_ray.engine.native_adamw import NativeAdamW
-from megatrain_ray.engine.torch_blocks import TorchBlocks
-from megatrain_ray.engine.update_kernel import Build, UpdateKernel, check_kernel
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.native_adamw import NativeAdamW
+from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
+from megatrain_ray.engine.optimizer.update_kernel import Build, UpdateKernel, check_kernel
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.compiled import CompileError
 

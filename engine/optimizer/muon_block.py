@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import AdamState, Rates, Scratch, Weighting, scaled
-from megatrain_ray.engine.muon import Muon
+from megatrain_ray.engine.optimizer.adamw import AdamState, Rates, Scratch, Weighting, scaled
+from megatrain_ray.engine.optimizer.muon import Muon
 from megatrain_ray.engine.working_copy import join_into, split_into
 
 

@@ -7,11 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
-from megatrain_ray.engine.adamw import Hyper, Rates, Scratch, adamw_block
-from megatrain_ray.engine.block_pool import BlockPool, Job
 from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.journal import Part, Transaction, blocks_of
-from megatrain_ray.engine.muon_block import muon_block
+from megatrain_ray.engine.optimizer.adamw import Hyper, Rates, Scratch, adamw_block
+from megatrain_ray.engine.optimizer.block_pool import BlockPool, Job
+from megatrain_ray.engine.optimizer.journal import Part, Transaction, blocks_of
+from megatrain_ray.engine.optimizer.muon_block import muon_block
 
 COPY_ELEMENTS = 1 << 20
 

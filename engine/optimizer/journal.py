@@ -23,11 +23,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatrain_ray.engine.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Weighting
 from megatrain_ray.engine.flat_layout import FlatLayout, Span, round_up
+from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.stochastic_rounding import rounding_counter
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.engine.stochastic_rounding import rounding_counter
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words import WORD_BYTES, Words
 
