@@ -123,7 +123,7 @@ def _token() -> str:
 @contextmanager
 def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     # A socket path must stay under 107 bytes, so not under the run directory.
-    _remove_stale_folders()
+    stale = _remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=f"megatrain-{os.getpid()}-", dir="/tmp"))
     lock = take_lock(folder / LOCK_NAME)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
@@ -156,21 +156,26 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
         else:  # nobody tells them to stop, and without its head Ray waits for it in ray.shutdown
             _end(started, 0)
             ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in (folder, *stale):  # Ray's processes of a killed driver may have made its folder again as they ended
+            shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
 
 
-def _remove_stale_folders() -> None:
-    """Session folders of drivers that were killed, of this container or another one; another user's stay."""
+def _remove_stale_folders() -> list[Path]:
+    """Session folders of drivers that were killed, of this container or another one; another user's stay. Those of
+    which it is certain, as nobody makes such a name twice."""
+    removed = []
     for path in Path("/tmp").glob("megatrain-*-*"):
         with suppress(OSError):
             if (path / LOCK_NAME).exists():
                 lock = take_lock(path / LOCK_NAME)
+                removed.append(path)
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
             # Its driver is just making it, or is dead, and Ray's processes made it again when it was removed.
             elif abs(time.time() - path.stat().st_mtime) > UNLOCKED_S:
                 shutil.rmtree(path, ignore_errors=True)
+    return removed
 
 
 def _init(problem: str, advice: str, **options: Any) -> None:

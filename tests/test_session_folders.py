@@ -61,6 +61,20 @@ def test_what_processes_of_a_dead_driver_made_again_goes_after_a_while(folder: P
     assert not folder.exists()
 
 
+def test_what_they_make_again_while_the_next_run_goes_on_goes_with_it(folder: Path) -> None:
+    (folder / LOCK_NAME).touch()
+    code = """
+import pathlib, sys
+from megatrain_ray.cluster import cluster
+folder = pathlib.Path(sys.argv[1])
+with cluster(num_cpus=1, num_gpus=0):
+    assert not folder.exists()
+    (folder / "session_of_ray").mkdir(parents=True)
+"""
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+    assert not folder.exists()
+
+
 def test_one_of_this_process_stays(folder: Path) -> None:
     lock = take_lock(folder / LOCK_NAME)
     _remove_stale_folders()
