@@ -82,7 +82,7 @@ def test_what_runs_a_plan_does_not_know_how_it_was_made() -> None:
 
 
 def test_the_optimizer_s_arithmetic_knows_elements_and_no_models() -> None:
-    below = {"flat_layout", "working_copy", "precision"}
+    below = {"flat_layout", "working_copy", "precision", "shard_layout"}
     for path in (ROOT / "engine" / "optimizer").glob("*.py"):
         engine = [name.split(".")[2] for name in imports(path.read_text()) if name.startswith("megatrain_ray.engine.")]
         assert set(engine) <= {"optimizer"} | below, path.name
