@@ -81,6 +81,10 @@ class LayerPlan:
         return (*entering, self.kept_bytes) if self.kept is Tier.NVME else entering
 
 
+# Rows of device memory that torch's allocator knows nothing of.
+CONTEXT, EXCHANGE = "context", "exchange"
+
+
 @dataclass(frozen=True)
 class ByteCount:
     """One row of the arithmetic."""
@@ -401,6 +405,10 @@ class Plan:
 
     def total_bytes(self, tier: Tier) -> int:
         return sum(row.num_bytes for row in self.rows if row.tier is tier)
+
+    def row_bytes(self, tier: Tier, *names: str) -> int:
+        """Of the rows with these names; 0 where there are none."""
+        return sum(row.num_bytes for row in self.rows if row.tier is tier and row.name in names)
 
     def to_json(self) -> str:
         return TypeAdapter(Plan).dump_json(self, indent=1).decode() + "\n"

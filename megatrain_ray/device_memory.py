@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan import CONTEXT, Plan
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import CapacityError, LostDeviceError
 from megatrain_ray.units import format_bytes
@@ -39,7 +39,7 @@ def check_free(plan: Plan, device: Device) -> None:
     """Once the device is open, its context there. Raises CapacityError where other processes have taken what the plan
     counts with, which may be long after it was made."""
     free = device.free_bytes()
-    context = sum(row.num_bytes for row in plan.rows if row.tier is Tier.HBM and row.name == "context")
+    context = plan.row_bytes(Tier.HBM, CONTEXT)
     counted = plan.total_bytes(Tier.HBM) - context
     if free is None or counted <= free:
         return

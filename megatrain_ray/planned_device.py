@@ -9,7 +9,8 @@ import torch
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.cuda_device import CudaDevice
 from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan import EXCHANGE, Plan
+from megatrain_ray.engine.tier import Tier
 
 # With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -31,4 +32,4 @@ def _own_bytes(plan: Plan) -> int | None:
     """Of the device's memory, without what NCCL takes of it beside torch's allocator."""
     if plan.hbm_limit_bytes is None:
         return None
-    return plan.hbm_limit_bytes - sum(row.num_bytes for row in plan.rows if row.name == "exchange")
+    return plan.hbm_limit_bytes - plan.row_bytes(Tier.HBM, EXCHANGE)

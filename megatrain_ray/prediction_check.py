@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from megatrain_ray.engine.hardware_profile import HardwareProfile
-from megatrain_ray.engine.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan import CONTEXT, EXCHANGE, Plan, UpdateOrder
 from megatrain_ray.engine.prediction import Prediction
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.step_work import StepWork
@@ -148,14 +148,13 @@ def _work(prediction: Prediction, work: StepWork) -> Iterator[Term]:
 
 
 def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | None) -> Iterator[Term]:
-    of = {(row.tier, row.name): row.num_bytes for row in plan.rows}
     on_device = plan.total_bytes(Tier.HBM)
     if plan.device == "cuda":  # what is not among its tensors is not in what is measured
-        tensors = on_device - sum(of.get((Tier.HBM, name), 0) for name in ("context", "exchange"))
+        tensors = on_device - plan.row_bytes(Tier.HBM, CONTEXT, EXCHANGE)
         yield Term("HBM", Kind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
     if host_bytes is not None:
         planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)
-        slack = PROCESSES_TOLERANCE * of.get((Tier.HOST, "processes"), 0)
+        slack = PROCESSES_TOLERANCE * plan.row_bytes(Tier.HOST, "processes")
         yield Term("host", Kind.HELD, planned, host_bytes, slack)
 
 

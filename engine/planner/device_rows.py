@@ -15,7 +15,7 @@ from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.optimizer.muon import work_bytes
-from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, LayerPlan, Plan
+from megatrain_ray.engine.plan import CONTEXT, EXCHANGE, ActivationPolicy, ByteCount, LayerPlan, Plan
 from megatrain_ray.engine.planner.loss import loss_bytes
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.tier import ELSEWHERE, Tier
@@ -105,11 +105,11 @@ def activation_rows(
             f"one layer's backward, the last norm's or the loss: logits of {plan.loss_chunk_tokens} tokens, head "
             "gradient, tied ones",
         ),
-        "context": (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
+        CONTEXT: (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
     }
     if plan.num_gpus > 1 and plan.device == "cuda":
         count = 2 if plan.gathers_slots else 1
-        rows |= {"exchange": (count * EXCHANGE_BYTES, "what NCCL takes, for sums and for all-gathers")}
+        rows |= {EXCHANGE: (count * EXCHANGE_BYTES, "what NCCL takes, for sums and for all-gathers")}
     if plan.captured:
         rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
     return ActivationRows(rows, held)
