@@ -85,7 +85,8 @@ class RankGroup:
         """Waits for the others. `place`: of the meeting. `timeout_s`: that the ranks may be apart in a call. `address`:
         of this host, by whose interface it is connected. `gathers`: whether `all_gather` will be called.
 
-        Raises MegatrainError where the place cannot be reached, LostPeerError where one of the others fails.
+        Raises MegatrainError where the place cannot be reached, LostPeerError where another rank
+        fails or does not come within `timeout_s`.
         """
         surroundings = SURROUNDINGS | (OF_TWO_GROUPS if gathers else {}) | _connections(interface_of(address))
         for name, value in surroundings.items():
@@ -96,7 +97,7 @@ class RankGroup:
         on_gpu = device.type == "cuda"
         store = _reach(place)
         store.set_timeout(bound)
-        with self._others_told():
+        with self._losses_named():
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=store,
@@ -136,12 +137,13 @@ class RankGroup:
         return found
 
     def _exchange(self, call: Callable[[], object]) -> None:
-        with self._others_told(), torch.no_grad():
+        with self._losses_named(), torch.no_grad():
             call()
 
     @contextmanager
-    def _others_told(self) -> Iterator[None]:
-        """What torch says of a call of all ranks is said as what it means here."""
+    def _losses_named(self) -> Iterator[None]:
+        """A RuntimeError of a call of all ranks, whatever torch's reason, becomes a LostPeerError that names this rank;
+        running out of memory stays what it is."""
         try:
             yield
         except torch.OutOfMemoryError:  # a RuntimeError, too

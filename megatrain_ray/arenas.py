@@ -10,7 +10,7 @@ from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.optimizer.journal import Journal
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.planner.shards import shard_layout, spill_layout
+from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.slab import held_slab_bytes

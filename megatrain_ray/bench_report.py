@@ -20,8 +20,8 @@ from megatrain_ray.bench_config import BenchOptions
 from megatrain_ray.comparisons import comparison_tree
 from megatrain_ray.config_file import config_to_dict
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.planner.shards import shard_layout
-from megatrain_ray.engine.planner.traffic import moved_bytes, state_share
+from megatrain_ray.engine.plan_shards import shard_layout
+from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
 from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.planning import Prepared

@@ -156,14 +156,15 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
         else:  # nobody tells them to stop, and without its head Ray waits for it in ray.shutdown
             _end(started, 0)
             ray.shutdown()
-        for path in (folder, *stale):  # Ray's processes of a killed driver may have made its folder again as they ended
+        # Ray's processes of a killed driver may have made its folder again as they ended.
+        for path in (folder, *stale):
             shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
 
 
 def _remove_stale_folders() -> list[Path]:
-    """Session folders of drivers that were killed, of this container or another one; another user's stay. Those of
-    which it is certain, as nobody makes such a name twice."""
+    """Of drivers that were killed, in this container or another one; another user's stay. Returns those whose lock was
+    free: these drivers are dead for certain, and as nobody makes such a name twice they may be removed once more."""
     removed = []
     for path in Path("/tmp").glob("megatrain-*-*"):
         with suppress(OSError):

@@ -42,7 +42,7 @@ from megatrain_ray.post import (
     await_begin,
     could_not_start,
     held,
-    result_among,
+    result_or_cause,
 )
 from megatrain_ray.roles import DATA, GPU, gpu_name
 from megatrain_ray.work_calls import WorkCalls
@@ -182,7 +182,7 @@ class Crew:
                 raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s; {AGAIN}")
             for call in self.wait(of_gpu, 1.0):
                 of_gpu.remove(call)
-                result_among(call, of_gpu)  # raises what it failed by: shards may be loading for minutes yet
+                result_or_cause(call, of_gpu)  # raises what it failed by: shards may be loading for minutes yet
         for call in filling:
             self._until(call, "the layers on the device were not filled", limit_s)
         if not plan.saves_frozen:
@@ -393,7 +393,7 @@ class Crew:
         while waiting:
             for call in self.wait(list(waiting), 1.0):
                 del waiting[call]
-                result_among(call, list(waiting))
+                result_or_cause(call, list(waiting))
             if waiting and time.monotonic() > deadline_s:
                 raise DeadlineError(f"{next(iter(waiting.values()))} within {timeout_s:.0f} s; {AGAIN}")
 

@@ -17,7 +17,7 @@ from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S, Hard
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.planner.misfit import lacks_device_memory
-from megatrain_ray.engine.planner.packing import plan_packed_or_not
+from megatrain_ray.engine.planner.packed_or_not import plan_packed_or_not
 from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search import predict_plan
 from megatrain_ray.engine.precision import Precision

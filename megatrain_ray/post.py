@@ -16,7 +16,7 @@ from megatrain_ray.errors import DeadlineError, LostPeerError, MegatrainError
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 
 CHECK_S = 1.0  # how often somebody who waits for an actor asks whether it can still begin
-DEATH_TOLD_S = 10.0  # in which Ray tells that a process has ended
+DEATH_TOLD_S = 10.0  # a guess: in which Ray tells that a process has ended
 AGAIN = "the same command starts again from the last save"
 
 Task = Callable[[Any], Any]  # from an actor to its answer to come
@@ -87,9 +87,9 @@ def await_begin(name: str, begun: Any, check: Callable[[], None]) -> None:
         raise MegatrainError(could_not_start(name, error)) from error
 
 
-def result_among(call: Any, others: Sequence[Any]) -> Any:
-    """What a call that has ended returned. Raises what it raised; of a rank that lost the others the death of one of
-    them, of whom Ray may tell later. `others`: calls of the same kind that have not been heard of."""
+def result_or_cause(call: Any, others: Sequence[Any]) -> Any:
+    """What a call that has ended returned. Raises what it raised; but for a LostPeerError the death of an actor of
+    `others`, where Ray tells of one within DEATH_TOLD_S: that is the cause. `others`: calls that are still open."""
     try:
         return ray.get(call)
     except RayTaskError as error:
@@ -99,7 +99,8 @@ def result_among(call: Any, others: Sequence[Any]) -> Any:
 
 
 def _death_among(calls: Sequence[Any]) -> RayActorError | None:
-    """The first one within a moment."""
+    """The first that Ray tells of within DEATH_TOLD_S; None where there is none, which takes as long where calls stay
+    open."""
     waiting, deadline_s = list(calls), time.monotonic() + DEATH_TOLD_S
     while waiting and (left_s := deadline_s - time.monotonic()) > 0:
         ended, waiting = ray.wait(waiting, timeout=left_s)
@@ -108,7 +109,7 @@ def _death_among(calls: Sequence[Any]) -> RayActorError | None:
                 ray.get(call)
             except RayActorError as death:
                 return death
-            except RayError:  # another that lost it
+            except RayError:  # a rank that lost it, too
                 continue
     return None
 

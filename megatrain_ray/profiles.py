@@ -24,7 +24,7 @@ from megatrain_ray.engine.hardware_profile import HardwareProfile, MachineName
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
-from megatrain_ray.kept_links import Links, keep_link, links_in, names_of
+from megatrain_ray.kept_links import Links, keep_link, key_of, links_in
 from megatrain_ray.machine import allowed_cpus, cpu_name, driver_version
 from megatrain_ray.startup import Startup
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 MEASURE_S = 300.0  # after which a measurement is given up
-LINK_S = 60.0  # the same of the link between GPUs, which may hang where these cannot reach each other's memory
+LINK_S = 60.0  # the same of all neighbouring GPUs, which may hang where they cannot reach each other's memory
 
 
 def this_machine(device: str) -> MachineName:
@@ -80,7 +80,7 @@ def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 
         if profile is None:
             with startup.phase("measuring this machine, which is done once"):
                 profile = _with_link(measure_here(machine.device))
-        if host_gpus > 1 and names_of(pci_addresses()) not in _links(profile.machine):
+        if host_gpus > 1 and _visible_gpus() not in _links(profile.machine):
             with startup.phase("measuring the link between GPUs, which is done once"):
                 profile = measure_link_here(profile)
     except MegatrainError as error:
@@ -113,11 +113,15 @@ def cached(machine: MachineName) -> HardwareProfile | None:
 
 
 def _with_link(profile: HardwareProfile) -> HardwareProfile:
-    return replace(profile, gpu_link_bytes_per_s=_links(profile.machine).get(names_of(pci_addresses())))
+    return replace(profile, gpu_link_bytes_per_s=_links(profile.machine).get(_visible_gpus()))
+
+
+def _visible_gpus() -> str:
+    return key_of(pci_addresses())
 
 
 def _links(machine: MachineName) -> Links:
-    """None where there is no cache."""
+    """Empty where there is no cache."""
     try:
         return links_in(_kept_file(machine, "links.json"))
     except RuntimeError:
@@ -126,7 +130,7 @@ def _links(machine: MachineName) -> Links:
 
 def measure_here(device: str) -> HardwareProfile:
     """Measures this machine in a process of its own, and keeps the result. Raises MegatrainError."""
-    return _kept(HardwareProfile.from_json(_run("main", MEASURE_S, device)))
+    return _keep_profile(HardwareProfile.from_json(_run("main", MEASURE_S, device)))
 
 
 def measure_everything(device: str) -> HardwareProfile:
@@ -141,8 +145,8 @@ def measure_everything(device: str) -> HardwareProfile:
 
 
 def measure_link_here(profile: HardwareProfile) -> HardwareProfile:
-    """The same with the link between the GPUs that are visible, which is kept for these, as is that they hang. Raises
-    MegatrainError."""
+    """`profile` with the slowest link between neighbours of the visible GPUs, measured in a process of its own and kept
+    for these GPUs. Raises DeadlineError where they hang, which is kept, too, and MegatrainError."""
     try:
         bytes_per_s = float(_run("link", LINK_S))
     except DeadlineError:
@@ -153,8 +157,8 @@ def measure_link_here(profile: HardwareProfile) -> HardwareProfile:
 
 
 def _keep_link(machine: MachineName, bytes_per_s: float | None) -> None:
-    with _writing():
-        keep_link(_kept_file(machine, "links.json"), names_of(pci_addresses()), bytes_per_s)
+    with _warned_if_not_kept():
+        keep_link(_kept_file(machine, "links.json"), _visible_gpus(), bytes_per_s)
 
 
 def _run(function: str, bound_s: float, *arguments: str) -> str:
@@ -172,8 +176,8 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
     return done.stdout
 
 
-def _kept(profile: HardwareProfile) -> HardwareProfile:
-    with _writing():
+def _keep_profile(profile: HardwareProfile) -> HardwareProfile:
+    with _warned_if_not_kept():
         file = profile_file(profile.machine)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, profile.to_json())
@@ -181,8 +185,8 @@ def _kept(profile: HardwareProfile) -> HardwareProfile:
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
-    """What was measured is of use also where it cannot be kept."""
+def _warned_if_not_kept() -> Iterator[None]:
+    """What was measured is of use in this run all the same."""
     try:
         yield
     except (OSError, RuntimeError, MegatrainError) as error:
@@ -205,9 +209,9 @@ def describe_profile(profile: HardwareProfile) -> str:
     )
     return (
         f"copies {h2d} GB/s up, {d2h} down, {both} each way at once; host memory {triad} GB/s; AdamW {adamw} Gparam/s, "
-        f"{busy} beside copies; products {products / 1e12:.3g} TFLOPS{_link(profile.gpu_link_bytes_per_s)}"
+        f"{busy} beside copies; products {products / 1e12:.3g} TFLOPS{_link_in_words(profile.gpu_link_bytes_per_s)}"
     )
 
 
-def _link(bytes_per_s: float | None) -> str:
+def _link_in_words(bytes_per_s: float | None) -> str:
     return f"; {bytes_per_s / 1e9:.3g} GB/s each way between GPUs" if bytes_per_s else ""

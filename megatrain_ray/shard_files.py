@@ -14,7 +14,7 @@ from megatrain_ray.arenas import (
 from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.planner.shards import shard_layout, spill_layout
+from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.io.arena_holder import ArenaHolder

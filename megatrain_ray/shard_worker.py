@@ -26,7 +26,7 @@ from megatrain_ray.arenas import (
 )
 from megatrain_ray.config import SaveCompression
 from megatrain_ray.engine.deadlines import DEADLINE_S
-from megatrain_ray.engine.planner.shards import shard_layout, spill_layout
+from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.restoring import as_saved, restore_pieces
 from megatrain_ray.engine.save_cost import measure_copy
 from megatrain_ray.engine.save_gate import SaveAttempt, SaveGate

@@ -15,7 +15,7 @@ from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.load import WeightSource
 from megatrain_ray.engine.optimizer.journal import Journal
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.planner.shards import spill_layout
+from megatrain_ray.engine.plan_shards import spill_layout
 from megatrain_ray.engine.shard import AdamShard
 from megatrain_ray.engine.shard_layout import ShardLayout
 from megatrain_ray.engine.spill_layout import WORKING, SpillLayout

@@ -18,8 +18,8 @@ from megatrain_ray.bench import _check_updates
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.device_shard import DeviceShard
+from megatrain_ray.engine.plan_shards import shard_layout
 from megatrain_ray.engine.planner.request import Machine
-from megatrain_ray.engine.planner.shards import shard_layout
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.inspect_run import inspect_run
 from megatrain_ray.optimizer_settings import hyper_of

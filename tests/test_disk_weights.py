@@ -17,7 +17,7 @@ from megatrain_ray.engine.cpu_device import CpuEvent
 from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.momenta import Momenta
-from megatrain_ray.engine.planner.shards import read_bytes, shard_layout, spill_layout
+from megatrain_ray.engine.plan_shards import read_bytes, shard_layout, spill_layout
 from megatrain_ray.engine.residency import FragmentId
 from megatrain_ray.engine.shared_host import SharedHost
 from megatrain_ray.engine.spill_layout import WORKING

@@ -25,9 +25,9 @@ from megatrain_ray.engine.cpu_device import CpuDevice
 from megatrain_ray.engine.host_words import HostWords
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan_shards import shard_layout
 from megatrain_ray.engine.planner.build import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.shards import shard_layout
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.rank_group import Meeting, RankGroup, interface_of
 from megatrain_ray.engine.ranks import RankParts

@@ -77,7 +77,7 @@ PLANNER = "megatrain_ray.engine.planner"
 def test_what_runs_a_plan_does_not_know_how_it_was_made() -> None:
     """But for the host of tests and of models that no host holds, which has a simulated disk."""
     runs = [p for p in (ROOT / "engine").glob("*.py") if p.stem != "local_host"]
-    assert len(runs) > 100
+    assert any(p.name == "streamer.py" for p in runs)
     assert [p.name for p in runs if any(name.startswith(PLANNER) for name in imports(p.read_text()))] == []
 
 
@@ -106,9 +106,15 @@ def test_the_linked_folders_are_no_packages() -> None:
         assert not standard
 
 
-@pytest.mark.parametrize(("needle", "owner"), [("torch.cuda", "cuda_device.py"), ("kvikio", "kvikio_store.py")])
+@pytest.mark.parametrize(
+    ("needle", "owner"), [("torch.cuda", "engine/cuda_device.py"), ("kvikio", "io/kvikio_store.py")]
+)
 def test_one_owner(needle: str, owner: str) -> None:
-    code = [p.name for p in sources() if any(_mentions(node, needle) for node in ast.walk(ast.parse(p.read_text())))]
+    code = [
+        p.relative_to(ROOT).as_posix()
+        for p in sources()
+        if any(_mentions(node, needle) for node in ast.walk(ast.parse(p.read_text())))
+    ]
     assert set(code) <= {owner}
 
 

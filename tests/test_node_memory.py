@@ -18,9 +18,9 @@ from megatrain_ray.arenas import SLAB, WORKING, arena_sizes, journal_arena, stat
 from megatrain_ray.engine.homes import GpuHome, Home
 from megatrain_ray.engine.layout import ModelLayout
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan_shards import shard_layout
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search import make_plan
-from megatrain_ray.engine.planner.shards import shard_layout
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.io import memory_policy
 from megatrain_ray.io.arena import HUGE_PAGE, Arena

@@ -14,6 +14,7 @@ from megatrain_ray.engine.activation_space import NUM_WINDOWS
 from megatrain_ray.engine.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan_traffic import moved_bytes
 from megatrain_ray.engine.planner.bounds import Bounds
 from megatrain_ray.engine.planner.build import build_plan
 from megatrain_ray.engine.planner.cost_basis import CostBasis
@@ -26,7 +27,6 @@ from megatrain_ray.engine.planner.request import Candidate, Machine, SpillSpace
 from megatrain_ray.engine.planner.rows import BOUNCE_BYTES, host_rows
 from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.planner.split_search import TIE
-from megatrain_ray.engine.planner.traffic import moved_bytes
 from megatrain_ray.engine.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder

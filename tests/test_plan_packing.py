@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.planner.packing import plan_packed_or_not
+from megatrain_ray.engine.planner.packed_or_not import plan_packed_or_not
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.planner.search import make_plan
 from megatrain_ray.engine.tier import Tier

@@ -20,6 +20,7 @@ from megatrain_ray.engine.layer_work import work_of
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.planner.bounds import Bounds
 from megatrain_ray.engine.planner.build import build_plan
 from megatrain_ray.engine.planner.cost_basis import CostBasis
@@ -31,7 +32,6 @@ from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.rows import host_rows
 from megatrain_ray.engine.planner.search import make_plan
-from megatrain_ray.engine.planner.shards import shard_layout, spill_layout
 from megatrain_ray.engine.planner.simulation import Simulation
 from megatrain_ray.engine.planner.split_search import TIE
 from megatrain_ray.engine.precision import Precision

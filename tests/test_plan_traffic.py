@@ -10,7 +10,7 @@ import pytest
 
 from megatrain_ray.engine import owned_storages
 from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.planner.traffic import moved_bytes, state_share
+from megatrain_ray.engine.plan_traffic import moved_bytes, state_share
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from megatrain_ray.trace import Record, Stage

@@ -11,13 +11,13 @@ import torch
 
 from megatrain_ray.engine.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.parameter_rules import ParameterRules
+from megatrain_ray.engine.plan_shards import shard_layout, spill_layout
+from megatrain_ray.engine.plan_traffic import moved_bytes
 from megatrain_ray.engine.planner.bounds import Bounds
 from megatrain_ray.engine.planner.limits import fits
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.planner.rows import host_rows
-from megatrain_ray.engine.planner.shards import shard_layout, spill_layout
-from megatrain_ray.engine.planner.traffic import moved_bytes
 from megatrain_ray.engine.precision import Precision
 from megatrain_ray.engine.spill_table import SpillTable
 from megatrain_ray.engine.tier import Tier

@@ -81,18 +81,18 @@ class Chain:
         """None when the phase did not come; the run may be over then. When one of several blows did not, the result is
         that of those before it, and has their name."""
         live = self._live = self._live or self._start()
-        num_mended = _num_mended(live)
+        num_failures = _num_failures(live)
         hits = list(self._hits(live, case))
         if not hits:
             return None
         case = replace(case, blows=case.blows[: len(hits)])
-        num_mended += sum(len(hit.pids) for hit in hits)
+        num_failures += sum(len(hit.pids) for hit in hits)
         start_s = time.monotonic()
-        outcome = case.outcome if case.outcome is not Outcome.EITHER else self._became(live, num_mended)
+        outcome = case.outcome if case.outcome is not Outcome.EITHER else self._became(live, num_failures)
         result = Result(case.name, case.variant.name, outcome.name, hits)
         self.results.append(result)
         if outcome is Outcome.REPLACED:
-            result.checks["replaced"] = self._goes_on(live, num_mended)
+            result.checks["replaced"] = self._goes_on(live, num_failures)
         else:
             result.exit_code = self._end(live)
             expected = 1 if outcome is Outcome.ENDED else -9
@@ -189,20 +189,20 @@ class Chain:
         except subprocess.TimeoutExpired:
             return None
 
-    def _became(self, live: LiveRun, num_mended: int) -> Outcome:
+    def _became(self, live: LiveRun, num_failures: int) -> Outcome:
         """Which of the two it was: the run says that it replaced, or ends."""
         deadline_s = time.monotonic() + END_S
-        while not live.over and time.monotonic() < deadline_s and _num_mended(live) < num_mended:
+        while not live.over and time.monotonic() < deadline_s and _num_failures(live) < num_failures:
             time.sleep(0.02)
-        return Outcome.REPLACED if _num_mended(live) >= num_mended else Outcome.ENDED
+        return Outcome.REPLACED if _num_failures(live) >= num_failures else Outcome.ENDED
 
-    def _goes_on(self, live: LiveRun, num_mended: int) -> str:
+    def _goes_on(self, live: LiveRun, num_failures: int) -> str:
         """Waits for updates after a replacement."""
         deadline_s = time.monotonic() + END_S
         first = None
         while not live.over and time.monotonic() < deadline_s:
             moment = live.moment()
-            if moment is not None and _num_mended(live) >= num_mended:
+            if moment is not None and _num_failures(live) >= num_failures:
                 first = moment.committed if first is None else min(first, moment.committed)
                 if moment.committed >= first + 3:
                     return OK
@@ -212,6 +212,7 @@ class Chain:
         return f"it does not go on: exit {live.process.poll()}, {live.moment()}: {live.last_words()}"
 
 
-def _num_mended(live: LiveRun) -> int:
-    """How many deaths the run has made good, by its own count: one line may tell of two."""
+def _num_failures(live: LiveRun) -> int:
+    """That the run has told of, by its own count: one line may tell of two. After a replacement, but before all start
+    again."""
     return max((int(number) for number in re.findall(r"\(failure (\d+) of at most", live.text())), default=0)

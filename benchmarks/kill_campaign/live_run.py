@@ -97,7 +97,7 @@ class LiveRun:
         self.run_dir = run_dir
         self.output = output
         self._words: WordsView | None = None
-        self._holder = 0  # pid of the process whose words these are
+        self._words_pid = 0  # pid of the process whose words these are
         self.start_s = time.monotonic()
         with output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -111,9 +111,9 @@ class LiveRun:
         return self.process.poll() is not None
 
     def moment(self) -> Moment | None:
-        """None until the words are there and training has begun. Of those that the present processes hold: where all
-        start again they have others."""
-        if self._words is None or state(self._holder) in "ZX":
+        """None until the words are there and training has begun. Where all start again there are others: looked for
+        once the process that had the old ones is dead."""
+        if self._words is None or state(self._words_pid) in "ZX":
             self._words = self._attach()
         if self._words is None:
             return None
@@ -157,7 +157,7 @@ class LiveRun:
                 sizes = (len(plan.layers), plan.num_shards, plan.host_gpus)
                 nbytes = 8 * HostWords.num_words(*sizes)
                 name = Path(f"/proc/{pid}/fd/{fd}").readlink().as_posix().removeprefix("/memfd:").split(" ")[0]
-                self._holder = pid
+                self._words_pid = pid
                 with closing(ArenaHolder.adopt([{WORDS: ArenaHandle(pid, fd, nbytes, name)}])) as holder:
                     return WordsView(holder.map(WORDS).buffer, *sizes)
         return None

@@ -1,4 +1,4 @@
-"""The plan of one candidate. Pure."""
+"""The plan of one given candidate, and the uploads that every plan is completed with. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatrain_ray.engine.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout import ModelLayout, largest_share
 from megatrain_ray.engine.model import ModelStructure
 from megatrain_ray.engine.plan import Plan
+from megatrain_ray.engine.plan_shards import read_bytes
 from megatrain_ray.engine.planner.drafts import Drafts
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.shards import read_bytes
 from megatrain_ray.engine.slot_contents import residency_of
 
 

@@ -1,4 +1,4 @@
-"""When activations leave for the host, or the disk, and come back, as activation_store.py moves them."""
+"""When activations leave for the host, or the disk, and come back, as engine/activation_store.py moves them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Ring:
     """Regions that layers take in turn, and when each of them is empty."""
 
     def __init__(self, layers: Sequence[int], needed_bytes: Sequence[int], region_bytes: Sequence[int]) -> None:
-        """As gradient_regions.py has them; without regions nobody takes one."""
+        """As engine/gradient_regions.py has them; without regions nobody takes one."""
         self._index = regions_of(layers, needed_bytes, region_bytes) if region_bytes else {}
         self._empty_s: dict[int, float] = {}
 

@@ -1,4 +1,4 @@
-"""When Muon's momenta arrive and its directions are made and leave, as orthogonalizer.py does it."""
+"""When Muon's momenta arrive and its directions are made and leave, as engine/orthogonalizer.py does it."""
 
 from __future__ import annotations
 

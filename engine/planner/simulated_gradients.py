@@ -1,4 +1,5 @@
-"""Where gradients are during a step and when they reach the host, as gradients.py and offload.py have it."""
+"""Where gradients are during a step and when they reach the host, as engine/gradients.py and
+engine/offload.py have it."""
 
 from __future__ import annotations
 
