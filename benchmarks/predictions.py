@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from megatrain_ray.engine.plan import CONTEXT, EXCHANGE
+
 TOLERANCES = {"step": 0.10, "HBM": 0.05, "host": 0.05}
 GB = 1e9
 
@@ -63,7 +65,7 @@ def pairs_of(report: Mapping[str, Any]) -> dict[str, Pair]:
     if prediction := report["prediction"]:
         pairs["step"] = Pair(prediction["step_s"], report["step_s"]["median"])
     if report["plan"]["device"] == "cuda":
-        context = sum(row["num_bytes"] for row in rows if row["name"] == "context")
+        context = sum(row["num_bytes"] for row in rows if row["name"] in (CONTEXT, EXCHANGE))
         measured = memory["hbm_bytes"] or memory["hbm_peak_bytes"] + context
         pairs["HBM"] = Pair(sizes["hbm"] / GB, measured / GB)
     else:  # device memory is host memory

@@ -64,7 +64,7 @@ def disturbed(train: Sequence[str], run_dir: Path, role: str, behind: int) -> di
         _await(process, run_dir, behind)
         os.kill(pid_of(run_dir, role), signal.SIGKILL)
         killed_s = time.monotonic()
-        _await(process, run_dir, len(rows(run_dir)) + 1)
+        _await_another(process, run_dir)
         recovery_s = time.monotonic() - killed_s
         exit_code = process.wait(LIMIT_S)
     except BaseException:
@@ -94,6 +94,16 @@ def pid_of(run_dir: Path, role: str) -> int:
     """Of a process of the run, by its name."""
     processes = json.loads((run_dir / PROCESSES_NAME).read_text())["processes"]
     return next(int(process["pid"]) for process in processes if process["role"] == role)
+
+
+def _await_another(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """Until there is one more row than at the fewest: a run that begins again drops those that no save has."""
+    end_s, fewest = time.monotonic() + LIMIT_S, len(rows(run_dir))
+    while (count := len(rows(run_dir))) <= fewest:
+        fewest = count
+        if process.poll() is not None or time.monotonic() > end_s:
+            raise RuntimeError("no other row came")
+        time.sleep(POLL_S)
 
 
 def _await(process: subprocess.Popen[bytes], run_dir: Path, count: int) -> None:

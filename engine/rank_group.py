@@ -97,7 +97,7 @@ class RankGroup:
         on_gpu = device.type == "cuda"
         store = _reach(place)
         store.set_timeout(bound)
-        with self._losses_named():
+        with self._losses_named("did not meet the others"):
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=store,
@@ -137,19 +137,19 @@ class RankGroup:
         return found
 
     def _exchange(self, call: Callable[[], object]) -> None:
-        with self._losses_named(), torch.no_grad():
+        with self._losses_named("lost the others"), torch.no_grad():
             call()
 
     @contextmanager
-    def _losses_named(self) -> Iterator[None]:
+    def _losses_named(self, what: str) -> Iterator[None]:
         """A RuntimeError of a call of all ranks, whatever torch's reason, becomes a LostPeerError that names this rank;
-        running out of memory stays what it is."""
+        running out of memory stays what it is. `what`: this rank did."""
         try:
             yield
         except torch.OutOfMemoryError:  # a RuntimeError, too
             raise
         except RuntimeError as error:
-            raise LostPeerError(f"rank {self.rank} of {self.size} lost the others: {error}") from error
+            raise LostPeerError(f"rank {self.rank} of {self.size} {what}: {error}") from error
 
     def close(self) -> None:
         """Idempotent. What the others still wait for does not come."""

@@ -160,6 +160,7 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
         for path in (folder, *stale):
             shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+        _remove_stale_folders()
 
 
 def _remove_stale_folders() -> list[Path]:

@@ -59,11 +59,11 @@ def _gpu() -> Finding:
 
 
 def _rates() -> Finding:
-    from megatrain_ray.engine.cuda_device import total_memory_bytes
+    from megatrain_ray.engine.cuda_device import num_gpus, total_memory_bytes
     from megatrain_ray.profiles import cached, describe_profile, profile_file, this_machine
 
     machine = this_machine("cpu" if total_memory_bytes() is None else "cuda")
-    profile = cached(machine)
+    profile = cached(machine, num_gpus())
     if profile is None:
         text = "not measured here, plans are made with built-in ones"
         first = "the first training on this GPU does it, or " if machine.gpu else ""

@@ -1,10 +1,12 @@
-"""Measured links between GPUs: a file for each machine, whose entries have keys of the GPUs that the process saw, since
-two of a machine may have a link of their own where two others have none."""
+"""Measured links between GPUs, a file for each set of them: two of a machine may have a link of their own where two
+others have none."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,25 +16,49 @@ from megatrain_ray.engine.hardware_profile import Rate
 
 log = logging.getLogger(__name__)
 
-Links = dict[str, Rate | None]  # bytes per second by key; None: these GPUs hung, and are not asked again
-_LINKS: TypeAdapter[Links] = TypeAdapter(Links)
+
+@dataclass(frozen=True)
+class KeptLink:
+    """`gpus`: as `named` has them. `bytes_per_s`: None where they hung, and are not asked again."""
+
+    gpus: tuple[str, ...]
+    bytes_per_s: Rate | None
 
 
-def links_in(file: Path) -> Links:
-    """Empty where there is no file, or a damaged one."""
+_LINK: TypeAdapter[KeptLink] = TypeAdapter(KeptLink)
+
+
+def named(addresses: Sequence[str | None]) -> tuple[str, ...]:
+    """GPUs in the order in which a process sees them: their PCI addresses; of one without, its index."""
+    return tuple(address or str(index) for index, address in enumerate(addresses))
+
+
+def file_name_of(gpus: Sequence[str]) -> str:
+    return f"{hashlib.sha256(' '.join(gpus).encode()).hexdigest()[:12]}.json"
+
+
+def read_link(folder: Path, gpus: Sequence[str]) -> KeptLink | None:
+    """None where there is none, or a damaged one. `folder`: of the machine."""
+    return _read(folder / file_name_of(gpus))
+
+
+def _read(file: Path) -> KeptLink | None:
     try:
-        return _LINKS.validate_json(file.read_bytes()) if file.exists() else {}
+        return _LINK.validate_json(file.read_bytes()) if file.exists() else None
     except (OSError, ValidationError) as error:
-        log.warning("measured links between GPUs are left out: cannot read %s: %s", file, error)
-        return {}
+        log.warning("the measured link between GPUs is left out: cannot read %s: %s", file, error)
+        return None
 
 
-def keep_link(file: Path, key: str, bytes_per_s: float | None) -> None:
-    """Beside those of others. Raises OSError and MegatrainError where it cannot be written."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, _LINKS.dump_json(links_in(file) | {key: bytes_per_s}, indent=1).decode() + "\n")
+def keep_link(folder: Path, link: KeptLink) -> None:
+    """Raises OSError and MegatrainError where it cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / file_name_of(link.gpus), _LINK.dump_json(link, indent=1).decode() + "\n")
 
 
-def key_of(addresses: Sequence[str | None]) -> str:
-    """Of GPUs in the order in which a process sees them: their PCI addresses; of one without, its index."""
-    return " ".join(address or str(index) for index, address in enumerate(addresses))
+def forget_hung(folder: Path) -> None:
+    """All GPUs of the machine that hung may be asked again. Raises OSError."""
+    for file in folder.glob("*.json"):
+        link = _read(file)
+        if link is None or link.bytes_per_s is None:
+            file.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.cuda_device import CudaDevice, PeerCopies, num_gpus
+from megatrain_ray.engine.cuda_device import CudaDevice, PeerCopies
 from megatrain_ray.engine.device import Device
 from megatrain_ray.engine.measure_profile import measure, measure_link
 from megatrain_ray.engine.precision import Precision
@@ -31,8 +31,8 @@ def main() -> None:
 
 def link() -> None:
     """Prints what a GPU has from its neighbour while it sends as much, in bytes per second: of the pair that has least,
-    for which the others of a ring wait."""
-    print(min(measure_link(partial(_exchange, one, other)) for one, other in neighbours(num_gpus())))
+    for which the others of a ring wait. `sys.argv[1]`: of how many GPUs, in torch's order."""
+    print(min(measure_link(partial(_exchange, one, other)) for one, other in neighbours(int(sys.argv[1]))))
 
 
 def neighbours(count: int) -> list[tuple[int, int]]:

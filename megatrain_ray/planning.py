@@ -132,8 +132,9 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
 
 def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
     hardware = config.hardware
-    machine = machine_of(hardware, imagined=imagined)
-    return with_spill(with_profile(machine, hardware.profile), config.spill, imagined=imagined)
+    host_gpus = hardware.num_gpus // hardware.num_hosts
+    machine = with_profile(machine_of(hardware, imagined=imagined), hardware.profile, host_gpus)
+    return with_spill(machine, config.spill, imagined=imagined)
 
 
 def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSource:

@@ -24,7 +24,7 @@ from megatrain_ray.engine.hardware_profile import HardwareProfile, MachineName
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.cache_folder import cache_folder
-from megatrain_ray.kept_links import Links, keep_link, key_of, links_in
+from megatrain_ray.kept_links import KeptLink, forget_hung, keep_link, named, read_link
 from megatrain_ray.machine import allowed_cpus, cpu_name, driver_version
 from megatrain_ray.startup import Startup
 
@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 MEASURE_S = 300.0  # after which a measurement is given up
-LINK_S = 60.0  # the same of all neighbouring GPUs, which may hang where they cannot reach each other's memory
+LINK_S = 60.0  # the same of the link between GPUs, which may hang where they cannot reach each other's memory;
+PAIR_S = 10.0  # and for each of them
+NO_PARTS = "nothing is uploaded in parts by itself; megatrain doctor --measure tries again"
 
 
 def this_machine(device: str) -> MachineName:
@@ -49,16 +51,13 @@ def this_machine(device: str) -> MachineName:
 
 def profile_file(machine: MachineName) -> Path:
     """Where the profile of a machine is kept. Raises RuntimeError where there is no cache."""
-    return _kept_file(machine, "json")
-
-
-def _kept_file(machine: MachineName, suffix: str) -> Path:
     key = hashlib.sha256(TypeAdapter(MachineName).dump_json(machine)).hexdigest()[:12]
-    return cache_folder() / "profiles" / f"{key}.{suffix}"
+    return cache_folder() / "profiles" / f"{key}.json"
 
 
-def with_profile(machine: Machine, setting: str) -> Machine:
+def with_profile(machine: Machine, setting: str, host_gpus: int = 1) -> Machine:
     """The machine with the rates of `hardware.profile`: of that file, or with auto those that were measured here.
+    `host_gpus`: of a run, whose link counts.
 
     Raises ConfigError for a file that is missing or is none.
     """
@@ -66,27 +65,35 @@ def with_profile(machine: Machine, setting: str) -> Machine:
         return replace(machine, profile=read_profile(Path(setting)))
     if machine.device == "cuda" and total_memory_bytes() is None:
         return machine  # a GPU that is not here
-    return replace(machine, profile=cached(this_machine(machine.device)))
+    return replace(machine, profile=cached(this_machine(machine.device), host_gpus))
 
 
 def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 1) -> Machine:
     """The same for a run on so many GPUs of this host, which measures what nobody has measured yet. What cannot be
     measured is no reason not to train."""
-    machine = with_profile(machine, setting)
+    machine = with_profile(machine, setting, host_gpus)
     if machine.device != "cuda" or setting != AUTO:
         return machine
     profile = machine.profile
     try:
         if profile is None:
             with startup.phase("measuring this machine, which is done once"):
-                profile = _with_link(measure_here(machine.device))
-        if host_gpus > 1 and _visible_gpus() not in _links(profile.machine):
-            with startup.phase("measuring the link between GPUs, which is done once"):
-                profile = measure_link_here(profile)
+                profile = _with_link(measure_here(machine.device), host_gpus)
+        if host_gpus > 1:
+            profile = _with_measured_link(profile, startup, host_gpus)
     except MegatrainError as error:
-        known = "nothing is uploaded in parts by itself" if profile else "plans are made with built-in rates"
-        log.warning("%s; %s", error, known)
+        log.warning("%s; %s", error, NO_PARTS if profile else "plans are made with built-in rates")
     return replace(machine, profile=profile)
+
+
+def _with_measured_link(profile: HardwareProfile, startup: Startup, host_gpus: int) -> HardwareProfile:
+    link = _known_link(profile.machine, host_gpus)
+    if link is None:
+        with startup.phase("measuring the link between GPUs, which is done once"):
+            return measure_link_here(profile, host_gpus)
+    if link.bytes_per_s is None:
+        log.warning("the GPUs %s hung when their link was measured; %s", ", ".join(link.gpus), NO_PARTS)
+    return profile
 
 
 def read_profile(path: Path) -> HardwareProfile:
@@ -101,31 +108,37 @@ def read_profile(path: Path) -> HardwareProfile:
         raise ConfigError(f"hardware.profile: {path} is no profile: {where}: {first['msg']}") from None
 
 
-def cached(machine: MachineName) -> HardwareProfile | None:
-    """None where nothing was measured, or what is kept is damaged. With the link between the GPUs that are visible."""
+def cached(machine: MachineName, host_gpus: int) -> HardwareProfile | None:
+    """None where nothing was measured, or what is kept is damaged. With the link between so many GPUs."""
     try:
         file = profile_file(machine)
         profile = read_profile(file) if file.exists() else None
     except (RuntimeError, ConfigError) as error:
         log.warning("measured rates are left out: %s", error)
         return None
-    return profile and _with_link(profile)
+    return profile and _with_link(profile, host_gpus)
 
 
-def _with_link(profile: HardwareProfile) -> HardwareProfile:
-    return replace(profile, gpu_link_bytes_per_s=_links(profile.machine).get(_visible_gpus()))
+def _with_link(profile: HardwareProfile, host_gpus: int) -> HardwareProfile:
+    link = _known_link(profile.machine, host_gpus) if host_gpus > 1 else None
+    return replace(profile, gpu_link_bytes_per_s=link.bytes_per_s if link else None)
 
 
-def _visible_gpus() -> str:
-    return key_of(pci_addresses())
-
-
-def _links(machine: MachineName) -> Links:
-    """Empty where there is no cache."""
+def _known_link(machine: MachineName, host_gpus: int) -> KeptLink | None:
+    """None where nobody measured it, or there is no cache."""
     try:
-        return links_in(_kept_file(machine, "links.json"))
+        return read_link(_link_folder(machine), _gpus(host_gpus))
     except RuntimeError:
-        return {}
+        return None
+
+
+def _link_folder(machine: MachineName) -> Path:
+    return profile_file(machine).with_suffix(".links")
+
+
+def _gpus(count: int) -> tuple[str, ...]:
+    """Those that Ray gives a run of its own: the first ones of the visible."""
+    return named(pci_addresses()[:count])
 
 
 def measure_here(device: str) -> HardwareProfile:
@@ -137,28 +150,32 @@ def measure_everything(device: str) -> HardwareProfile:
     """The same with the link between GPUs, where there are several that reach each other. Raises MegatrainError."""
     profile = measure_here(device)
     if device == "cuda" and num_gpus() > 1:
+        with _warned_if_not_kept():
+            forget_hung(_link_folder(profile.machine))
         try:
-            return measure_link_here(profile)
+            return measure_link_here(profile, num_gpus())
         except MegatrainError as error:
             log.warning("%s", error)
     return profile
 
 
-def measure_link_here(profile: HardwareProfile) -> HardwareProfile:
-    """`profile` with the slowest link between neighbours of the visible GPUs, measured in a process of its own and kept
-    for these GPUs. Raises DeadlineError where they hang, which is kept, too, and MegatrainError."""
+def measure_link_here(profile: HardwareProfile, host_gpus: int) -> HardwareProfile:
+    """`profile` with the slowest link between neighbours of the first so many visible GPUs, measured in a process of
+    its own and kept for these. Raises DeadlineError where they hang, which is kept, too, unless a rate is, and
+    MegatrainError."""
     try:
-        bytes_per_s = float(_run("link", LINK_S))
+        bytes_per_s = float(_run("link", LINK_S + PAIR_S * host_gpus, str(host_gpus)))
     except DeadlineError:
-        _keep_link(profile.machine, None)
+        if _known_link(profile.machine, host_gpus) is None:
+            _keep_link(profile.machine, host_gpus, None)
         raise
-    _keep_link(profile.machine, bytes_per_s)
+    _keep_link(profile.machine, host_gpus, bytes_per_s)
     return replace(profile, gpu_link_bytes_per_s=bytes_per_s)
 
 
-def _keep_link(machine: MachineName, bytes_per_s: float | None) -> None:
+def _keep_link(machine: MachineName, host_gpus: int, bytes_per_s: float | None) -> None:
     with _warned_if_not_kept():
-        keep_link(_kept_file(machine, "links.json"), _visible_gpus(), bytes_per_s)
+        keep_link(_link_folder(machine), KeptLink(_gpus(host_gpus), bytes_per_s))
 
 
 def _run(function: str, bound_s: float, *arguments: str) -> str:
@@ -168,8 +185,7 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
     try:
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=bound_s)
     except subprocess.TimeoutExpired:
-        again = "megatrain doctor --measure tries again"
-        raise DeadlineError(f"{what} was not measured within {bound_s:.0f} s; {again}") from None
+        raise DeadlineError(f"{what} was not measured within {bound_s:.0f} s") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise MegatrainError(f"{what} could not be measured: exit code {done.returncode}: {last}")

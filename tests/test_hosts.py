@@ -138,7 +138,7 @@ def test_a_rank_that_meets_nobody_has_lost_the_others(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "lo")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     meeting = Meeting()
-    with pytest.raises(LostPeerError, match="rank 0 of 2 lost the others"):
+    with pytest.raises(LostPeerError, match="rank 0 of 2 did not meet the others"):
         RankGroup(torch.device("cpu"), meeting.place, 0, 2, timeout_s=0.2)
 
 

@@ -24,6 +24,7 @@ from megatrain_ray.profiles import (
     cached,
     measure_everything,
     measure_here,
+    measure_link_here,
     measured,
     profile_file,
     this_machine,
@@ -100,7 +101,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def link_of_two() -> float | None:
     machine = measured(GPU, "auto", Startup(), host_gpus=2)
     assert machine.rates.launch_s == 0.5
-    assert with_profile(GPU, "auto") == machine
+    assert with_profile(GPU, "auto", host_gpus=2) == machine
+    assert with_profile(GPU, "auto").rates.gpu_link_bytes_per_s is None
     return machine.rates.gpu_link_bytes_per_s
 
 
@@ -113,25 +115,29 @@ def test_a_run_on_several_gpus_measures_their_link_once(
     assert link_of_two() == link_of_two() == 1e11 + 1
     visible.append(FIRST_AND_UNKNOWN)
     assert link_of_two() == 1e11 + 2
-    visible.append(FIRST_TWO)
+    visible.append((*FIRST_TWO, "0000:3a:00.0"))
     assert link_of_two() == 1e11 + 1
     assert done == ["main", "link", "link"]
     profile_file(this_machine("cuda")).unlink()
     assert link_of_two() == 1e11 + 1
     assert done == ["main", "link", "link", "main"]
-    (links,) = tmp_path.glob("**/*.links.json")
-    links.write_text("[]")
+    for kept in tmp_path.glob("**/*.links/*.json"):
+        kept.write_text("[]")
     assert link_of_two() == 1e11 + 3
 
 
 @pytest.mark.parametrize("error", [DeadlineError, MegatrainError])
 def test_gpus_that_hang_are_not_asked_again_unless_somebody_wants_it(
-    error: type[MegatrainError], visible: list[tuple[str | None, ...]], done: list[str], monkeypatch: pytest.MonkeyPatch
+    error: type[MegatrainError],
+    visible: list[tuple[str | None, ...]],
+    done: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It costs every start the whole bound. Whatever else fails, which is told soon, may be over at the next one."""
     measured(GPU, "auto", Startup())
 
-    def fail(function: str, bound_s: float) -> str:
+    def fail(function: str, bound_s: float, *arguments: str) -> str:
         done.append(function)
         raise error("the link between GPUs was not measured")
 
@@ -139,10 +145,16 @@ def test_gpus_that_hang_are_not_asked_again_unless_somebody_wants_it(
         patch.setattr("megatrain_ray.profiles._run", fail)
         assert (link_of_two(), link_of_two()) == (None, None)
         assert done == ["main", "link"] + ["link"] * (error is MegatrainError)
-    monkeypatch.setattr("megatrain_ray.profiles.num_gpus", lambda: 2)
-    link = measure_everything("cuda").gpu_link_bytes_per_s
+        assert ("hung when their link was measured" in caplog.text) == (error is DeadlineError)
+    monkeypatch.setattr("megatrain_ray.profiles.num_gpus", lambda: 4)
+    visible.append((*FIRST_TWO, "0000:3a:00.0", "0000:4a:00.0"))
+    assert measure_everything("cuda").gpu_link_bytes_per_s is not None
+    link = link_of_two()
     assert link is not None
-    assert link_of_two() == link
+    monkeypatch.setattr("megatrain_ray.profiles._run", fail)
+    with pytest.raises(error):
+        measure_link_here(replace(TYPICAL_GPU, machine=this_machine("cuda")), 2)
+    assert link_of_two() == link  # which a machine that was busy later does not lose
 
 
 @pytest.mark.parametrize(
@@ -161,7 +173,7 @@ def test_a_ring_is_as_fast_as_its_slowest_pair(
     def rate(make_exchange: Callable[[int], Callable[[], int]]) -> float:
         return 10.0 + abs(make_exchange(8)() - 2)  # the second one is the slowest where there is one
 
-    monkeypatch.setattr(measuring, "num_gpus", lambda: count)
+    monkeypatch.setattr("sys.argv", ["measuring", str(count)])
     monkeypatch.setattr(measuring, "PeerCopies", Copies)
     monkeypatch.setattr(measuring, "measure_link", rate)
     measuring.link()
@@ -242,7 +254,7 @@ def test_what_was_measured_here_is_found_again(tmp_path: Path, monkeypatch: pyte
     file.write_text(replace(TYPICAL_CPU, machine=machine, launch_s=0.5).to_json())
     assert with_profile(CPU, "auto").rates.launch_s == 0.5
     assert with_profile(GPU, "auto").rates is TYPICAL_GPU
-    assert cached(replace(machine, torch="another")) is None
+    assert cached(replace(machine, torch="another"), 1) is None
     file.write_text("{")
     assert with_profile(CPU, "auto").rates is TYPICAL_CPU
 
@@ -267,11 +279,11 @@ def test_the_link_is_measured_with_everything_else(
     monkeypatch.setattr("megatrain_ray.profiles.num_gpus", lambda: count)
     monkeypatch.setattr("megatrain_ray.profiles.measure_here", lambda device: alone)
     monkeypatch.setattr(
-        "megatrain_ray.profiles.measure_link_here", lambda profile: replace(profile, gpu_link_bytes_per_s=3e11)
+        "megatrain_ray.profiles.measure_link_here", lambda profile, count: replace(profile, gpu_link_bytes_per_s=3e11)
     )
     assert measure_everything("cuda").gpu_link_bytes_per_s == link
 
-    def fail(profile: object) -> None:
+    def fail(profile: object, count: int) -> None:
         raise MegatrainError("they do not meet")
 
     monkeypatch.setattr("megatrain_ray.profiles.measure_link_here", fail)
