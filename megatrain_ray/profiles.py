@@ -79,7 +79,7 @@ def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 
         if profile is None:
             with startup.phase("measuring this machine, which is done once"):
                 profile = _with_link(measure_here(machine.device), host_gpus)
-        if host_gpus > 1:
+        if len(_gpus(host_gpus)) > 1:  # fewer where the driver does not see what its cluster has
             profile = _with_measured_link(profile, startup, host_gpus)
     except MegatrainError as error:
         log.warning("%s; %s", error, NO_PARTS if profile else "plans are made with built-in rates")
@@ -163,8 +163,9 @@ def measure_link_here(profile: HardwareProfile, host_gpus: int) -> HardwareProfi
     """`profile` with the slowest link between neighbours of the first so many visible GPUs, measured in a process of
     its own and kept for these. Raises DeadlineError where they hang, which is kept, too, unless a rate is, and
     MegatrainError."""
+    count = len(_gpus(host_gpus))
     try:
-        bytes_per_s = float(_run("link", LINK_S + PAIR_S * host_gpus, str(host_gpus)))
+        bytes_per_s = float(_run("link", LINK_S + PAIR_S * count, str(count)))
     except DeadlineError:
         if _known_link(profile.machine, host_gpus) is None:
             _keep_link(profile.machine, host_gpus, None)

@@ -125,7 +125,9 @@ def _fit_compute(
     if term is None or term.predicted <= sums_s:
         return profile, []
     if term.measured <= sums_s:
-        return profile, ["compute       not timed: sums over GPUs are predicted to take as long as all of it took"]
+        return profile, [
+            "compute       not timed: waits, and what sums over GPUs are predicted to take, leave it nothing"
+        ]
     factor = (term.predicted - sums_s) / (term.measured - sums_s)
     faster = replace(
         profile,

@@ -86,7 +86,7 @@ def test_sums_over_gpus_are_left_to_the_link(link_is_faster: bool) -> None:
     assert done.profile.device_bytes_per_s == pytest.approx(
         wrong.device_bytes_per_s if link_is_faster else 4e12, rel=0.01
     )
-    assert any(line.startswith("compute       not timed: sums over GPUs") for line in done.report) == link_is_faster
+    assert any(line.startswith("compute       not timed: ") for line in done.report) == link_is_faster
     if not link_is_faster:
         assert predicted(plan, done.profile).step_s == pytest.approx(found.step.measured, rel=0.01)
 
