@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types unit curves clean
+.PHONY: demo test lint types unit curves
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -34,6 +34,3 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
-
-clean:
-	rm -rf $(VENV) runs build *.egg-info

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -96,13 +95,19 @@ class Runs:
     """In folders of their own."""
 
     def __init__(self, folder: Path, spill: Path, overrides: Sequence[str]) -> None:
+        self._folder = folder
         self._run_dir = folder / "run"
         self._spill = spill
         self._overrides = overrides
 
     def run(self, name: str) -> Found:
+        """Run a mode in a directory that is deleted afterwards."""
+        with tempfile.TemporaryDirectory(dir=self._folder) as place:
+            self._run_dir = Path(place) / "run"
+            return self._run(name)
+
+    def _run(self, name: str) -> Found:
         mode, start_s = MODES[name], time.monotonic()
-        shutil.rmtree(self._run_dir, ignore_errors=True)
         settings = (*BASE, *mode.settings, *self._overrides, f"run_dir={self._run_dir}")
         limit, disk = None, ()
         if mode.has is not None:

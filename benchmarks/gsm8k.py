@@ -13,7 +13,6 @@ Writes OUT_FOLDER/gsm8k_PART.json.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ import jinja2
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.scratch import fresh
 from benchmarks.vertical_slice import ROOT, machine, train
 from tests.runs import cli
 
@@ -64,12 +64,12 @@ def chats(path: Path, data: Path, num: int | None = None) -> list[tuple[str, str
 
 def memorise(overrides: Sequence[str]) -> dict[str, Any]:
     files = [Path(text) for text in overrides if "=" not in text]
-    data, run_dir, exported = RUNS / "gsm8k_100.jsonl", RUNS / "gsm8k_memorise", RUNS / "gsm8k_memorise_hf"
+    data, run_dir = RUNS / "gsm8k_100.jsonl", fresh(RUNS / "gsm8k_memorise")
+    exported = run_dir.with_name("exported")
     chosen = chats(files[0] if files else SHIPPED, data, NUM_PROBLEMS)
     rest = [text for text in overrides if "=" in text]
     run = train(CONFIG, run_dir, *settings(data, "train.steps=500", "train.warmup_steps=50", *rest))
     start_s = time.monotonic()
-    shutil.rmtree(exported, ignore_errors=True)
     done = cli("export", str(run_dir), str(exported))
     assert done.returncode == 0, done.stderr
     answers = list(answers_of(exported, [question for question, _ in chosen]))
@@ -118,7 +118,7 @@ def number_of(answer: str) -> str:
 
 
 def held_out(overrides: Sequence[str]) -> dict[str, Any]:
-    data, other, run_dir = RUNS / "gsm8k_train.jsonl", RUNS / "gsm8k_other.jsonl", RUNS / "gsm8k_held_out"
+    data, other, run_dir = RUNS / "gsm8k_train.jsonl", RUNS / "gsm8k_other.jsonl", fresh(RUNS / "gsm8k_held_out")
     chats(Path(overrides[0]), data)
     chats(Path(overrides[1]), other)
     evaluation = [f"data.eval_path={other}", "eval_every=50"]

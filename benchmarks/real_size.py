@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scratch import fresh
 from benchmarks.vertical_slice import ROOT, TEXT, machine, train
 
 CONFIGS = ROOT / "benchmarks" / "configs"
@@ -47,20 +47,21 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_train(overrides: list[str]) -> dict[str, Any]:
-    run = train(CONFIGS / "qwen2.5_7b.yaml", RUNS / "real_7b", *overrides)
+    run = train(CONFIGS / "qwen2.5_7b.yaml", fresh(RUNS / "real_7b"), *overrides)
     return {"summary": summary(run["rows"]) if run["rows"] else None, "raw": run}
 
 
 def run_races(overrides: list[str]) -> dict[str, Any]:
-    runs = [train(CONFIGS / "qwen2.5_0.5b.yaml", RUNS / "races", *overrides) for _ in range(3)]
+    runs = [train(CONFIGS / "qwen2.5_0.5b.yaml", fresh(RUNS / "races"), *overrides) for _ in range(3)]
     numbers = [[[row[key] for key in NUMBERS] for row in run["rows"]] for run in runs]
     return {"identical": numbers[0] == numbers[1] == numbers[2] and len(numbers[0]) > 0, "raw": runs}
 
 
 def run_resume(overrides: list[str]) -> dict[str, Any]:
     """Undisturbed without saves; then with saves after steps 4 and 8, a kill once both are there, and the rest."""
-    config, run_dir = CONFIGS / "qwen2.5_3b.yaml", RUNS / "real_3b"
-    undisturbed = train(config, run_dir, *overrides)
+    config = CONFIGS / "qwen2.5_3b.yaml"
+    undisturbed = train(config, fresh(RUNS / "real_3b"), *overrides)
+    run_dir = fresh(RUNS / "real_3b")
     killed = save_twice_and_kill(config, run_dir, overrides)
     start_s = time.monotonic()
     command = [sys.executable, "-m", "megatrain_ray", "train", str(config), f"run_dir={run_dir}", *overrides]
@@ -81,7 +82,7 @@ def run_resume(overrides: list[str]) -> dict[str, Any]:
 
 
 def run_save(overrides: list[str]) -> dict[str, Any]:
-    return save_twice_and_kill(CONFIGS / "qwen2.5_3b.yaml", RUNS / "real_3b", ["train.steps=24", *overrides])
+    return save_twice_and_kill(CONFIGS / "qwen2.5_3b.yaml", fresh(RUNS / "real_3b"), ["train.steps=24", *overrides])
 
 
 def save_twice_and_kill(config: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
@@ -96,7 +97,6 @@ def save_twice_and_kill(config: Path, run_dir: Path, overrides: list[str]) -> di
 
 
 def start(config: Path, run_dir: Path, overrides: list[str]) -> subprocess.Popen[str]:
-    shutil.rmtree(run_dir, ignore_errors=True)
     command = [sys.executable, "-m", "megatrain_ray", "train", str(config), f"run_dir={run_dir}"]
     return subprocess.Popen([*command, *overrides, "save_every=4", "save_keep=1"], stderr=subprocess.PIPE, text=True)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.scratch import fresh
 
 ROOT = Path(__file__).parent.parent
 TEXT = ROOT / "examples" / "data" / "tinyshakespeare.txt"
@@ -23,8 +24,7 @@ BATCH_TOKENS = 8 * 1025  # one batch of 8 windows of 1024 + 1 bytes: every epoch
 
 
 def train(config: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
-    """One run in its own process; its rows."""
-    shutil.rmtree(run_dir, ignore_errors=True)
+    """Run a configuration in a process of its own, in a directory that is free; return its rows and how it ended."""
     command = [sys.executable, "-m", "megatrain_ray", "train", str(config), f"run_dir={run_dir}", *overrides]
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True)
@@ -82,7 +82,7 @@ def main() -> None:
     batch.write_bytes(TEXT.read_bytes()[:BATCH_TOKENS])
     report: dict[str, Any] = {"machine": machine(), "runs": {}}
     for config in (ROOT / "benchmarks" / "configs" / f"qwen2.5_{size}.yaml" for size in ("0.5b", "1.5b")):
-        runs = [train(config, ROOT / "runs" / f"{config.stem}_{i}", *sys.argv[3:]) for i in range(2)]
+        runs = [train(config, fresh(ROOT / "runs" / f"{config.stem}_{i}"), *sys.argv[3:]) for i in range(2)]
         report["runs"][config.stem] = {"summary": summary(runs) if runs[0]["rows"] else None, "raw": runs}
         print(config.stem, json.dumps(report["runs"][config.stem]["summary"]), flush=True)
         for run in runs:

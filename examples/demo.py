@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from megatrain_ray.io.owned_folder import SHARED, FolderKind, NotOwnedError, OwnedFolder, remove_owned
+from megatrain_ray.run_lock import lock_holder
+
 CONFIG = "examples/tiny_llama.yaml"
-RUN = Path("runs/tiny_llama")
-EXPORT = Path("runs/tiny_llama_hf")
+FOLDER = Path("runs/demo")
+RUN = FOLDER / "run"
+EXPORT = FOLDER / "exported"
+TRAIN = (CONFIG, f"run_dir={RUN}")
 STOP_AFTER = 60  # steps, by Ctrl-C
 STATED_LOSS = 2.0  # the mean of the last ten steps is below; 1.96 where it was measured
 PROMPT = "ROMEO:"
@@ -35,9 +39,23 @@ def rows() -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def begin_anew() -> None:
+    """Makes the folder of the demo, after deleting that of an earlier one. Nothing else is ever deleted."""
+    if FOLDER.exists() or FOLDER.is_symlink():
+        if holder := lock_holder(RUN):
+            sys.exit(f"{RUN} is in use by process {holder}: end it, then start again")
+        try:
+            remove_owned(FOLDER, FolderKind.SCRATCH)
+        except (NotOwnedError, OSError) as error:
+            sys.exit(f"{error}; move {FOLDER} away, then start again")
+        print(f"deleted {FOLDER}, which an earlier demo made")
+    FOLDER.parent.mkdir(exist_ok=True)
+    OwnedFolder.make(FOLDER, FolderKind.SCRATCH, mode=SHARED).release()
+
+
 def train_and_stop() -> None:
     """Starts training and sends it a Ctrl-C after some steps: it saves and exits 130."""
-    process = subprocess.Popen(megatrain("train", CONFIG))
+    process = subprocess.Popen(megatrain("train", *TRAIN))
     try:
         while process.poll() is None and len(rows()) < STOP_AFTER:
             time.sleep(0.2)
@@ -82,14 +100,13 @@ def generate() -> str:
 
 def main() -> None:
     start = time.monotonic()
-    for folder in (RUN, EXPORT):
-        shutil.rmtree(folder, ignore_errors=True)
+    begin_anew()
     say(f"1. What will happen: megatrain plan {CONFIG}")
     run("plan", CONFIG)
-    say(f"2. Train: megatrain train {CONFIG} (stopped by Ctrl-C after {STOP_AFTER} steps, on purpose)")
+    say(f"2. Train: megatrain train {' '.join(TRAIN)} (stopped by Ctrl-C after {STOP_AFTER} steps, on purpose)")
     train_and_stop()
-    say(f"3. Resume: the same command, megatrain train {CONFIG}")
-    run("train", CONFIG)
+    say(f"3. Resume: the same command, megatrain train {' '.join(TRAIN)}")
+    run("train", *TRAIN)
     say(f"4. Export: megatrain export {RUN} {EXPORT}")
     run("export", str(RUN), str(EXPORT))
     say("5. Generate with transformers.AutoModelForCausalLM.from_pretrained:")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.io.owned_folder import FolderKind, NotOwnedError, remove_owned, why_not_owned
 from megatrain_ray.io.token_cache import META_NAME, VERSION, file_identity
 
 UNUSED_DAYS = 30
@@ -41,12 +41,18 @@ def held(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def prune(root: Path) -> int:
-    """Deletes what the cache gives up, and returns how many bytes that were. What cannot be deleted stays."""
+    """Delete what the cache gives up, and return how many bytes that were. What cannot be deleted stays, and so does a
+    folder without the mark of tokens (owned_folder.py)."""
     freed_bytes = 0
     for folder in _folders(root):
         with suppress(OSError, *STRANGE):
             freed_bytes += _remove(folder)
     return freed_bytes
+
+
+def without_mark(root: Path) -> list[Path]:
+    """Return the folders of tokens that are never deleted: earlier releases made them, or a person did."""
+    return [folder for folder in _folders(root) if why_not_owned(folder, FolderKind.TOKENS)]
 
 
 def size_of(root: Path) -> tuple[int, int]:
@@ -64,13 +70,14 @@ def _remove(folder: Path) -> int:
     lock = os.open(folder / META_NAME, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_given_up(folder):
+        if not _is_given_up(folder) or why_not_owned(folder, FolderKind.TOKENS):
             return 0
         gone = folder.rename(folder.with_name(f".{folder.name}.pruned.partial"))
     finally:
         os.close(lock)
     num_bytes = _bytes_of(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(NotOwnedError, OSError):
+        remove_owned(gone, FolderKind.TOKENS)
     return num_bytes
 
 

@@ -57,7 +57,9 @@ def _load_or_build(source: Path, flags: Sequence[str], library: Path, load: Call
         return load(str(library))
     library.parent.mkdir(parents=True, exist_ok=True)
     # Under a name of its own and then renamed: another process loads a whole file or none.
-    partial = library.with_suffix(f".{os.getpid()}.partial")
+    file, name = tempfile.mkstemp(suffix=".partial", prefix=f"{library.stem}.", dir=library.parent)
+    os.close(file)
+    partial = Path(name)
     try:
         _compile(source, flags, partial)
         sync(partial)  # one that a crash of the machine tore could be loaded, and fail only when it is called

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from megatrain_ray.errors import DeadlineError
+
+POLL_S = 0.2
+STALL_S = 600.0  # a guess: what a process writes into a cache grows many times a second
 
 
 def sync(*paths: Path) -> None:
@@ -24,7 +30,7 @@ def take_lock(path: Path) -> int:
 
     Raises BlockingIOError when another process holds it, of this container or of one that shares the folder.
     """
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -34,26 +40,49 @@ def take_lock(path: Path) -> int:
 
 
 @contextmanager
-def wait_for_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock of a file, which is made for the block and gone after it. Calls `waiting` before it waits.
+def wait_for_lock(
+    path: Path, waiting: Callable[[], None], progress: Callable[[], object], stall_s: float = STALL_S
+) -> Iterator[None]:
+    """Hold the lock of a file, which is made for the block and gone after it.
 
-    Raises OSError.
+    waiting: is called once before this waits for another process.
+    progress: returns something that changes while the other process works.
+    stall_s: seconds without such a change after which this gives up.
+
+    The file is deleted only while it is empty, as this function makes it. Raises DeadlineError, OSError.
     """
+    lock = _take_when_free(path, waiting, progress, stall_s)
+    try:
+        yield
+    finally:
+        if _is_current(lock, path) and not os.fstat(lock).st_size:
+            path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _take_when_free(path: Path, waiting: Callable[[], None], progress: Callable[[], object], stall_s: float) -> int:
+    """Return the descriptor of the locked file. Raises DeadlineError, OSError."""
+    has_waited, before, since_s = False, None, time.monotonic()
     while True:
         try:
             lock = take_lock(path)
         except BlockingIOError:
-            waiting()
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not has_waited:
+                waiting()
+                has_waited = True
+            now = progress()
+            if now != before:
+                before, since_s = now, time.monotonic()
+            elif time.monotonic() - since_s > stall_s:
+                raise DeadlineError(
+                    f"another process has held {path} for {stall_s:.0f} s without doing anything: end it, then start "
+                    "again"
+                ) from None
+            time.sleep(POLL_S)
+            continue
         if _is_current(lock, path):
-            break
+            return lock
         os.close(lock)  # its holder removed the file before we had it
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(lock)
 
 
 def _is_current(lock: int, path: Path) -> bool:

@@ -110,7 +110,8 @@ class Manifest:
 
     `itemsize`: bytes of an element by kind. `moments`: type of `m` and `v`. `data`, `model`, `generation_config` and
     `config` are plain JSON: the data position, the model's configuration, its generation_config.json if it came with
-    one, the run's configuration.
+    one, the run's configuration. `run`: the token of the run's directory (io/owned_folder.py); None in saves of
+    earlier releases.
     """
 
     version: Literal[1]
@@ -127,6 +128,7 @@ class Manifest:
     generation_config: dict[str, Any] | None = None
     timing: SaveTiming | None = None
     moments: str = "fp32"
+    run: str | None = None
 
     def to_json(self) -> bytes:
         """The bytes of the file."""

@@ -20,11 +20,13 @@ ZSTD_LEVEL = 1
 
 
 class Encoded(NamedTuple):
-    """`block`: aligned, `nbytes` of a piece and then zeros. `crc32`: of its raw bytes, then of the compressed ones."""
+    """`block`: aligned, `nbytes` of a piece and then zeros. `crc32`: of its raw bytes, then of the compressed ones.
+    `finite`: whether all its numbers are."""
 
     block: memoryview
     nbytes: int
     crc32: int
+    finite: bool = True
 
 
 class PieceCodec:
@@ -39,17 +41,21 @@ class PieceCodec:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def encode(self, chunks: Iterable[memoryview], itemsize: int, compression: SaveCompression) -> Encoded:
-        """A piece whose bytes are `chunks` one after the other; valid until the next call."""
-        raw_bytes, crc = 0, 0
+        """Return a piece whose bytes are `chunks` one after the other; valid until the next call.
+
+        itemsize: bytes of an element. 4: FP32. 2: bf16, as far as `finite` is concerned.
+        """
+        raw_bytes, crc, finite = 0, 0, True
         for chunk in chunks:
             part = self._raw[raw_bytes : raw_bytes + len(chunk)]
             copy_bytes(chunk, part)
             crc = zlib.crc32(part, crc)  # while it is in the cache
+            finite = finite and is_finite(part, itemsize)  # takes a ninth of the checksum's time
             raw_bytes += len(chunk)
         if compression == "none":
-            return Encoded(_padded(self._raw, raw_bytes), raw_bytes, crc)
+            return Encoded(_padded(self._raw, raw_bytes), raw_bytes, crc, finite)
         nbytes = self._compress(raw_bytes, itemsize)
-        return Encoded(_padded(self._stored, nbytes), nbytes, zlib.crc32(self._stored[:nbytes], crc))
+        return Encoded(_padded(self._stored, nbytes), nbytes, zlib.crc32(self._stored[:nbytes], crc), finite)
 
     def room(self, nbytes: int) -> memoryview:
         """The aligned block that `decode` takes a piece of `nbytes` from."""
@@ -101,6 +107,20 @@ def compressed_bound(nbytes: int) -> int:
 def copy_bytes(source: memoryview, target: memoryview) -> None:
     """As `target[:] = source`, which would keep the GIL."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def is_finite(numbers: memoryview, itemsize: int) -> bool:
+    """Return whether no number is infinite or NaN. `itemsize`: 4 for FP32, 2 for bf16, else nothing is known.
+
+    A number is not finite when all its exponent bits are set. Read as integers such numbers are the largest ones, those
+    with a sign among the unsigned: two reductions, which need no memory.
+    """
+    if itemsize not in (2, 4) or not numbers.nbytes:
+        return True
+    signed, unsigned = (np.int16, np.uint16) if itemsize == 2 else (np.int32, np.uint32)
+    exponent, sign = (0x7F80, 0x8000) if itemsize == 2 else (0x7F800000, 0x80000000)
+    positive, negative = np.frombuffer(numbers, signed).max(), np.frombuffer(numbers, unsigned).max()
+    return bool(positive < exponent and negative < sign + exponent)
 
 
 def _padded(block: memoryview, nbytes: int) -> memoryview:

@@ -22,6 +22,13 @@ STORED_BYTES = 8 << 20  # under one checksum: a reader with other cuts reads at 
 WRITES_AT_ONCE: dict[SaveCompression, int] = {"none": 4, "zstd": 8}
 
 
+INTEGER_KINDS = ("residual",)  # the other kinds of state are numbers
+
+
+class NonFiniteStateError(MegatrainError):
+    """State that is to be saved holds an infinity or a NaN: training cannot go on from it."""
+
+
 class Buffer(Protocol):
     """Bytes: a memoryview, or something that can be cut like one and becomes one before it is written or read."""
 
@@ -90,7 +97,7 @@ async def write_blobs(
     compression: SaveCompression = "none",
     spans: SpanLog | None = None,
 ) -> PartManifest:
-    """Writes one blob a kind, durable on return. Raises MegatrainError, and what `pieces` raises.
+    """Write one blob a kind, durable on return. Raises NonFiniteStateError, MegatrainError, and what `pieces` raises.
 
     `pieces` may block until there is a next one; it is iterated in worker threads, one call at a time and, after an
     error, no more. A piece's bytes must not change from when it is yielded until `done` was called for all of it, in
@@ -154,6 +161,8 @@ class _PartWriter:
             part = job.part
             with self._spans.span(Row.SAVE, f"read {part.kind}", part.layer, num_bytes=part.nbytes):
                 encoded = await asyncio.to_thread(codec.encode, part.chunks(), part.itemsize, self._compression)
+            if not encoded.finite and part.kind not in INTEGER_KINDS:
+                raise NonFiniteStateError(f"{part.kind} of {part.layer} holds a value that is not finite")
             self._done(part)
             await job.before.wait()  # parts lie in a blob in the order in which they came
             offset = job.blob.nbytes

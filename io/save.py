@@ -9,10 +9,9 @@ import asyncio
 import itertools
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain_ray.config import SaveCompression
@@ -21,6 +20,15 @@ from megatrain_ray.io.blob_store import ALIGN_BYTES, FileStore
 from megatrain_ray.io.disk_errors import DiskFullError, explained
 from megatrain_ray.io.durable import sync
 from megatrain_ray.io.manifest import MANIFEST_NAME, Manifest, PartManifest, read_manifest
+from megatrain_ray.io.owned_folder import (
+    SHARED,
+    FolderKind,
+    NotOwnedError,
+    OwnedFolder,
+    is_free,
+    remove_owned,
+    why_not_owned,
+)
 from megatrain_ray.io.piece_codec import compressed_bound
 from megatrain_ray.io.pieces import STORED_BYTES, write_blobs
 from megatrain_ray.io.pieces import Piece as Piece
@@ -59,19 +67,23 @@ def load_manifest(saves_dir: Path, step: int) -> Manifest:
     return read_manifest(save_folder(saves_dir, step))
 
 
-def prepare_save(saves_dir: Path, step: int) -> Path:
-    """A new folder for `write_part`, where what an unfinished save of this step left is gone.
+def prepare_save(saves_dir: Path, step: int, run: str | None = None) -> Path:
+    """Make a folder for `write_part`, where what an unfinished save of this step left is gone. `run`: the run's token.
 
-    Raises MegatrainError when that save exists already, since a good save is never overwritten, and when the folder
-    cannot be made.
+    Raises MegatrainError when that save exists already, since a good save is never overwritten, when something else has
+    its name, and when the folder cannot be made.
     """
     folder = save_folder(saves_dir, step)
     if _is_committed(folder):
         raise MegatrainError(f"{folder} is a finished save already; delete it to save step {step} once more")
     with explained("make", folder):
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        saves_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            if not is_free(folder):
+                _remove(folder, run)
+            OwnedFolder.make(folder, FolderKind.SAVE, run, SHARED).release()
+        except (NotOwnedError, FileExistsError) as error:
+            raise MegatrainError(f"the save of step {step} cannot be made: {_in_the_way(folder, error)}") from None
     return folder
 
 
@@ -117,7 +129,8 @@ def abandon_save(saves_dir: Path, step: int) -> None:
     """Deletes what was written of a save that will not be finished; nobody writes to it any more."""
     folder = save_folder(saves_dir, step)
     if not _is_committed(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError, NotOwnedError):
+            _remove(folder)
 
 
 def set_aside(saves_dir: Path, step: int) -> Path:
@@ -132,26 +145,58 @@ def set_aside(saves_dir: Path, step: int) -> Path:
     return target
 
 
-def prune(saves_dir: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` saves, and never the newest. Raises MegatrainError."""
-    for step in list_saves(saves_dir)[: -max(1, keep)]:
+def prune(saves_dir: Path, keep: int, run: str | None = None) -> None:
+    """Delete all but the newest `keep` of the saves that the run with token `run` made, and never the newest.
+
+    A save that was moved away and linked, one of another run, and one without a mark are neither counted nor deleted.
+    Raises MegatrainError.
+    """
+    for step in [step for step in list_saves(saves_dir) if not why_kept(saves_dir, step, run)][: -max(1, keep)]:
         folder = save_folder(saves_dir, step)
         with explained("delete", folder):
             (folder / MANIFEST_NAME).unlink()
             sync(folder)  # killed from here on, it is an unfinished save
-            shutil.rmtree(folder)
+            _remove(folder, run)
 
 
-def clean_unfinished(saves_dir: Path) -> list[Path]:
-    """Deletes what saves that were never finished, or half deleted, left behind, and returns what they were.
+def why_kept(saves_dir: Path, step: int, run: str | None = None) -> str | None:
+    """Return why a save is not one that `prune` deletes; None for one that it does."""
+    return why_not_owned(save_folder(saves_dir, step), FolderKind.SAVE, below=saves_dir.parent, token=run)
 
-    Raises MegatrainError when that cannot be deleted.
+
+def clean_unfinished(saves_dir: Path, run: str | None = None) -> list[Path]:
+    """Delete what saves that were never finished, or half deleted, left behind, and return what they were.
+
+    Folders without this program's mark stay. Raises MegatrainError when one of its own cannot be deleted.
     """
     left = [folder for folder in _folders(saves_dir).values() if not _is_committed(folder)]
-    for folder in left:
-        with explained("delete", folder):
-            shutil.rmtree(folder)
-    return left
+    return [folder for folder in left if _clean(folder, run)]
+
+
+def in_the_way(saves_dir: Path, run: str | None = None) -> list[str]:
+    """Return what has the name of a save, is none, and is not deleted, with the reason; empty folders are taken."""
+    left = [folder for folder in _folders(saves_dir).values() if not _is_committed(folder) and not is_free(folder)]
+    reasons = (why_not_owned(folder, FolderKind.SAVE, below=saves_dir.parent, token=run) for folder in left)
+    return [reason for reason in reasons if reason]
+
+
+def _clean(folder: Path, run: str | None) -> bool:
+    with explained("delete", folder):
+        try:
+            _remove(folder, run)
+        except NotOwnedError:
+            return False
+    return True
+
+
+def _remove(folder: Path, run: str | None = None) -> None:
+    """Delete the folder of a save. Raises NotOwnedError, OSError."""
+    remove_owned(folder, FolderKind.SAVE, below=folder.parent.parent, token=run)
+
+
+def _in_the_way(folder: Path, error: OSError | NotOwnedError) -> str:
+    reason = str(error) if isinstance(error, NotOwnedError) else f"{folder} is no folder that this program made"
+    return f"{reason}; move it away, and start again"
 
 
 async def read_pieces(folder: Path, manifest: Manifest, wanted: Iterable[Piece]) -> None:

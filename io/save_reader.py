@@ -137,7 +137,7 @@ class SaveReader:
 def _take(stored: _Stored, codec: PieceCodec) -> None:
     """Checks a piece that was read, then copies what is wanted of it. Raises ValueError when it is damaged."""
     entry, piece, itemsize = stored.entry, stored.wanted, stored.itemsize
-    raw, raw_bytes, crc32 = codec.decode(entry.nbytes, stored.raw_bytes, itemsize, stored.blob.compression)
+    raw, raw_bytes, crc32, _ = codec.decode(entry.nbytes, stored.raw_bytes, itemsize, stored.blob.compression)
     if crc32 != entry.crc32:
         raise ValueError(f"expected checksum {entry.crc32:08x}, got {crc32:08x}")
     if piece is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,7 +16,8 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.disk_errors import explained
 from megatrain_ray.io.durable import wait_for_lock
 from megatrain_ray.io.highest_id import HighestId
-from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
+from megatrain_ray.io.owned_folder import FolderKind, NotOwnedError, remove_owned
+from megatrain_ray.io.partial_folder import complete_or_absent, partial_of, remove_abandoned
 from megatrain_ray.io.records import Skips, TextBlock, read_texts
 from megatrain_ray.io.token_writer import (
     ID_TYPES,
@@ -184,13 +185,13 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
     provenance = recipe.provenance()
     folder = root / key_of(provenance)
     lock = root / f"{folder.name}.lock"
-    with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder)):
+    with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder), lambda: _written_bytes(folder)):
         if not is_whole(folder):
             if folder.exists():
                 watcher.replace(folder)
-                shutil.rmtree(folder)
+                _remove_damaged(folder)
             remove_abandoned(root)
-            with complete_or_absent(folder) as partial:
+            with complete_or_absent(folder, FolderKind.TOKENS) as partial:
                 start = time.monotonic()
                 meta = recipe.write(partial, vocab_size, watcher.advance)
                 tree = {"provenance": provenance, "tokens": asdict(meta)}
@@ -199,6 +200,20 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
                     raise ConfigError("data.path: files changed while they were read; start again when they are done")
             watcher.end(meta, time.monotonic() - start)
     return folder
+
+
+def _remove_damaged(folder: Path) -> None:
+    try:
+        remove_owned(folder, FolderKind.TOKENS)
+    except NotOwnedError as error:
+        raise NotOwnedError(f"{error}; its tokens are damaged: delete it, then start again") from None
+
+
+def _written_bytes(folder: Path) -> int:
+    """Return how much the process that makes the folder of tokens has written."""
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in partial_of(folder).iterdir())
+    return 0
 
 
 def check_ids(meta: TokenMeta, vocab_size: int) -> None:

@@ -6,11 +6,8 @@ import functools
 import logging
 import os
 import secrets
-import shutil
 import signal
-import tempfile
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ import psutil
 import ray
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.durable import take_lock
+from megatrain_ray.io.owned_folder import FolderKind, NotOwnedError, OwnedFolder, has_mark, remove_owned
 from megatrain_ray.loopback import is_on_loopback, on_loopback
 
 # Batches and metrics only; Ray would claim 30 % of RAM, which the arenas need.
@@ -42,8 +39,8 @@ EMBEDDED_ENVIRONMENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
 }
 
-LOCK_NAME = ".lock"  # in the session folder, held by the driver
-UNLOCKED_S = 60.0  # a folder of that age without a lock is nobody's: its driver takes the lock as soon as it is made
+SESSIONS = Path("/tmp")  # a socket's path must stay under 107 bytes, so not the run directory
+SESSION_PREFIX = "megatrain-"
 DAEMONS = ("gcs_server", "raylet")
 
 
@@ -122,10 +119,11 @@ def _token() -> str:
 
 @contextmanager
 def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
-    # A socket path must stay under 107 bytes, so not under the run directory.
-    stale = _remove_stale_folders()
-    folder = Path(tempfile.mkdtemp(prefix=f"megatrain-{os.getpid()}-", dir="/tmp"))
-    lock = take_lock(folder / LOCK_NAME)
+    remove_left_sessions()
+    session = OwnedFolder.make(SESSIONS / f"{SESSION_PREFIX}{os.getpid()}-{secrets.token_hex(4)}", FolderKind.SESSION)
+    # Ray opens its own folder to every user, who could put links there for it to write through: so it lies in one that
+    # only this user can enter.
+    folder = session.path / "ray"
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     daemons, roots = Daemons(), None
     try:
@@ -156,28 +154,40 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
         else:  # nobody tells them to stop, and without its head Ray waits for it in ray.shutdown
             _end(started, 0)
             ray.shutdown()
-        # Ray's processes of a killed driver may have made its folder again as they ended.
-        for path in (folder, *stale):
-            shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-        _remove_stale_folders()
+        session.remove()
+        remove_left_sessions()
 
 
-def _remove_stale_folders() -> list[Path]:
-    """Of drivers that were killed, in this container or another one; another user's stay. Returns those whose lock was
-    free: these drivers are dead for certain, and as nobody makes such a name twice they may be removed once more."""
-    removed = []
-    for path in Path("/tmp").glob("megatrain-*-*"):
-        with suppress(OSError):
-            if (path / LOCK_NAME).exists():
-                lock = take_lock(path / LOCK_NAME)
-                removed.append(path)
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
-            # Its driver is just making it, or is dead, and Ray's processes made it again when it was removed.
-            elif abs(time.time() - path.stat().st_mtime) > UNLOCKED_S:
-                shutil.rmtree(path, ignore_errors=True)
-    return removed
+def remove_left_sessions() -> None:
+    """Delete the session folders of this user's drivers that were killed, once Ray's processes of them have ended too.
+
+    Only folders with the mark of a session are looked at (owned_folder.py), whatever they are called.
+    """
+    for path in session_folders():
+        if has_mark(path, FolderKind.SESSION) and not _is_used(path):
+            with suppress(NotOwnedError, OSError):
+                remove_owned(path, FolderKind.SESSION)
+
+
+def session_folders() -> list[Path]:
+    """Return what has the name of a session folder; the mark says whether it is one."""
+    return sorted(SESSIONS.glob(f"{SESSION_PREFIX}*"))
+
+
+def _is_used(folder: Path) -> bool:
+    """Return whether a process of this user was started with the folder or has a file in it open.
+
+    Ray's processes of a killed driver do, and would make the folder again: its agents live on for up to 70 s.
+    """
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if any(str(folder) in argument for argument in process.cmdline()):
+                return True
+            for file in Path(f"/proc/{process.pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # closed meanwhile
+                    if file.readlink().is_relative_to(folder):
+                        return True
+    return False
 
 
 def _init(problem: str, advice: str, **options: Any) -> None:

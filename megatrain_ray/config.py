@@ -319,6 +319,9 @@ class TrainConfig(Group):
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Deaths of the run's processes, or failures of its GPU, that are made good within one start of the run; one more
     ends it with exit 1."""
+    max_skipped: Count = 10
+    """Steps in a row that may be skipped for a gradient norm that is not finite; so many end the run with exit 1, and
+    the saves before them stay."""
     log: LogConfig = LogConfig()
     """Where metrics go beside metrics.jsonl."""
 

@@ -16,7 +16,8 @@ from megatrain_ray.errors import ConfigError
 SAVE_KEYS = ("save_every", "save_keep", "save_compress")
 EVAL_KEYS = ("eval_every", "data.eval_path", "data.eval_dataset")
 GROUPS = ("hardware", "spill", "log")
-FREE_ON_RESUME = ("train.steps", "train.moments", "run_dir", "resume", *SAVE_KEYS, *EVAL_KEYS, "max_failures", *GROUPS)
+LIMIT_KEYS = ("max_failures", "max_skipped")
+FREE_ON_RESUME = ("train.steps", "train.moments", "run_dir", "resume", *SAVE_KEYS, *EVAL_KEYS, *LIMIT_KEYS, *GROUPS)
 
 SPLIT_KEYS = ("train.micro_batch_size", "train.accumulate")
 

@@ -24,14 +24,16 @@ class Action(Enum):
 class Observation:
     """`submitted` and `completed` count updates of the whole run, `saved` is the newest save (-1: none).
 
-    `saving`: one is being written. `missed`: the last one that was begun did not come about. `evaluated`: the last
-    update after which the held-out data were evaluated (0: before the first, -1: never). `evaluating`: they are now.
+    `changed`: a step since then was not skipped. `saving`: one is being written. `missed`: the last one that was begun
+    did not come about. `evaluated`: the last update after which the held-out data were evaluated (0: before the first,
+    -1: never). `evaluating`: they are now.
     """
 
     submitted: int
     completed: int
     saved: int
     interrupted: bool
+    changed: bool = True
     saving: bool = False
     missed: bool = False
     evaluated: int = -1
@@ -84,4 +86,5 @@ class RunPolicy:
         return step % self.eval_every == 0 or step == self.steps
 
     def _unsaved(self, seen: Observation) -> bool:
-        return self.save_every is not None and max(0, seen.saved) < seen.completed
+        """Whether a save would hold other weights than the newest one, or than the run began with."""
+        return self.save_every is not None and max(0, seen.saved) < seen.completed and seen.changed

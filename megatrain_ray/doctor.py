@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def examine(folder: Path, root: Path = Path("/")) -> Iterator[Finding]:
     yield _ray()
     yield _session_folder()
     yield _tokens()
+    yield _unmarked(folder)
     yield _disk(folder)
 
 
@@ -180,6 +182,29 @@ def _session_folder() -> Finding:
     if free < ROOM_BYTES:
         return Finding("/tmp", State.SLOW, f"{format_bytes(free)} free", "Ray keeps logs and sockets there: free some")
     return Finding("/tmp", State.GOOD, f"{format_bytes(free)} free")
+
+
+def _unmarked(folder: Path) -> Finding:
+    """Name what looks like folders of this program and has no mark, so that it is never deleted.
+
+    folder: saves are looked for in it, if it is a run's directory, and unfinished folders.
+    """
+    from megatrain_ray.cluster import session_folders
+    from megatrain_ray.io.cache_pruning import without_mark
+    from megatrain_ray.io.owned_folder import has_mark
+    from megatrain_ray.io.save import list_saves, save_folder
+    from megatrain_ray.tokenizing import token_cache
+
+    left = [path for path in session_folders() if path.lstat().st_uid == os.geteuid() and not has_mark(path)]
+    saves = (save_folder(folder / "saves", step) for step in list_saves(folder / "saves"))
+    left += [path for path in (*saves, *sorted(folder.glob(".*.partial"))) if not has_mark(path)]
+    with suppress(RuntimeError):  # no home, so no cache
+        left += without_mark(token_cache())
+    if not left:
+        return Finding("folders", State.GOOD, "none that only looks like one of this program's")
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    text = f"{left[0]}{more} have no mark of this program, so it never deletes them"
+    return Finding("folders", State.NOTE, text, "delete what earlier releases left there, if anything")
 
 
 def _tokens() -> Finding:

@@ -84,6 +84,7 @@ def _export(
     files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, config: TrainConfig, *, merge: bool
 ) -> None:
     folder, manifest = save_folder(files.saves, step), load_manifest(files.saves, step)
+    files.check_save(step, manifest)
     model, lora, tokenizer = config.model, config.lora, files.tokenizer_files()
     if lora is not None and not merge:
         empty = _empty(_with_own_code(model, manifest), manifest)

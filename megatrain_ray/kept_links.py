@@ -57,8 +57,8 @@ def keep_link(folder: Path, link: KeptLink) -> None:
 
 
 def forget_hung(folder: Path) -> None:
-    """All GPUs of the machine that hung may be asked again. Raises OSError."""
+    """Delete the records of GPUs that hung, so that they are measured again. Raises OSError."""
     for file in folder.glob("*.json"):
         link = _read(file)
-        if link is None or link.bytes_per_s is None:
+        if link is not None and link.bytes_per_s is None and not file.is_symlink():
             file.unlink(missing_ok=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat_template import TEMPLATE_NAME
+from megatrain_ray.io.owned_folder import FolderKind, NotOwnedError, OwnedFolder, remove_owned
 from megatrain_ray.io.partial_folder import complete_or_absent
 from megatrain_ray.io.token_records import ATTENDED, IDS, LABELS, OTHER_MASKS
 from megatrain_ray.run_dir import RunDir
@@ -81,7 +82,9 @@ class Objects:
         given = [(name, value) for name, value in self._given() if not isinstance(value, str)]
         try:
             if is_new and given:
-                shutil.rmtree(folder, ignore_errors=True)  # of a start that made no step
+                if folder.exists():  # of a start that made no step
+                    remove_owned(folder, FolderKind.RUN_PART)
+                OwnedFolder.make(folder, FolderKind.RUN_PART).release()
             for name, value in given:
                 folder.mkdir(exist_ok=True)
                 file = folder / PLACES[name][2]
@@ -92,7 +95,8 @@ class Objects:
             yield
         finally:
             if is_new and given and not run.holds_run:
-                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(NotOwnedError, OSError):
+                    remove_owned(folder, FolderKind.RUN_PART)
 
     @property
     def is_empty(self) -> bool:
@@ -174,10 +178,9 @@ def _write_pretrained(name: str, value: Any, folder: Path) -> None:
 
 
 def _check_tokenizer(value: Any, folder: Path) -> None:
-    with complete_or_absent(folder.with_name(f"{folder.name}.now")) as now:
+    with tempfile.TemporaryDirectory() as now:
         value.save_pretrained(now)
-        same = _meaning(now) == _meaning(folder)
-    shutil.rmtree(folder.with_name(f"{folder.name}.now"))
+        same = _meaning(Path(now)) == _meaning(folder)
     if not same:
         raise ConfigError(f"tokenizer: is another than the run began with ({folder}); give that, or another run_dir")
 

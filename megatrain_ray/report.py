@@ -21,7 +21,9 @@ from megatrain_ray.comparisons import read_comparisons
 from megatrain_ray.config_file import dump_config
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.engine.tier import Tier
-from megatrain_ray.run_dir import RunFiles
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.disk_errors import explained
+from megatrain_ray.run_dir import REPORT_NAME, RunFiles
 from megatrain_ray.run_history import read_history
 from megatrain_ray.run_state import RunState, read_state
 from megatrain_ray.svg_charts import HEIGHT, WIDTH, Chart, Point, line_chart, stacked_chart
@@ -29,7 +31,7 @@ from megatrain_ray.units import format_bytes, format_count, format_duration
 
 log = logging.getLogger(__name__)
 
-REPORT_NAME = "report.html"
+TITLE_END = "– megatrain</title>"  # in the template, too
 TEMPLATE = "report.html.jinja"
 TIER_NAMES = {Tier.HBM: "Device memory (HBM)", Tier.HOST: "Host memory", Tier.NVME: "Disk (NVMe)"}
 Rows = Sequence[Mapping[str, Any]]
@@ -39,12 +41,20 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Reads what is there and writes the page to `out`, report.html in the run directory unless given; returns where it
     is. Of a run that is still going: as far as it is.
 
-    Raises ConfigError where `run_dir` holds no run, MegatrainError where the page cannot be written.
+    Raises ConfigError where `run_dir` holds no run, and where `out` is a file that is no such page; MegatrainError
+    where the page cannot be written.
     """
     files = RunFiles(run_dir.absolute())
+    if out is not None and out.exists() and not _is_report(out):
+        raise ConfigError(f"{out} exists and is no report: nothing else is overwritten; name another file")
     out = out or files.path / REPORT_NAME
     write_atomically(out, render(files, time.time()))
     return out
+
+
+def _is_report(file: Path) -> bool:
+    with explained("read", file), file.open("rb") as page:
+        return TITLE_END.encode() in page.read(4096)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A run directory: what a run is (config.yaml, plan.json), how it went (metrics.jsonl), and its saves and logs.
 
+owner.json     that this program made the directory, and the token of the run, which its saves have too
 config.yaml    resolved configuration; there is a run where this file is
 plan.json      of the newest start, written before its first step
 plans/         other plans of earlier starts, by their hash
@@ -24,32 +25,39 @@ import hashlib
 import json
 import logging
 import math
+import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from megatrain_ray.atomic_file import temporary_of, write_atomically
+from megatrain_ray.atomic_file import left_by_kills, write_atomically
 from megatrain_ray.comparisons import MEASURED_NAME
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import dump_config, load_config, resume_diff
 from megatrain_ray.engine.plan import Plan
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.chat_template import TEMPLATE_NAME, load_chat_template
 from megatrain_ray.io.disk_errors import UnreadableError, explained
 from megatrain_ray.io.durable import sync
+from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.io.owned_folder import MARK_NAME, FolderKind, OwnedFolder, has_mark, read_mark, remove_owned
 from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
-from megatrain_ray.io.save import clean_unfinished, list_saves
+from megatrain_ray.io.save import clean_unfinished, in_the_way, list_saves, load_manifest, why_kept
 from megatrain_ray.io.tokenizer import tokenizer_files
+from megatrain_ray.run_history import HISTORY_NAME
 from megatrain_ray.run_lock import PRIVATE, hold_lock
 from megatrain_ray.run_model import MODEL_NAME
 from megatrain_ray.run_processes import PROCESSES_NAME
 
 log = logging.getLogger(__name__)
+
+REPORT_NAME = "report.html"
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,8 @@ class RunFiles:
 
     def tokenizer_files(self) -> tuple[Path, ...]:
         """The tokenizer that the run was started with; with `bytes` only the chat template, if there is one."""
-        return tuple(sorted(self.tokenizer.iterdir())) if self.tokenizer.is_dir() else ()
+        files = self.tokenizer.iterdir() if self.tokenizer.is_dir() else ()
+        return tuple(sorted(file for file in files if file.name != MARK_NAME))
 
     @property
     def last_evaluated(self) -> int:
@@ -125,6 +134,28 @@ class RunFiles:
             raise ConfigError(f"{self.path} holds no run: {self.config_file.name} is missing; name the run_dir of one")
         return load_config(self.config_file)
 
+    def read_token(self) -> str | None:
+        """Return the token of the run, which its saves have too; None in a directory of an earlier release."""
+        mark = read_mark(self.path)
+        return mark.token if mark is not None and mark.kind is FolderKind.RUN else None
+
+    def check_save(self, step: int, manifest: Manifest) -> None:
+        """Raises ConfigError for a save of another run, and for one that is not the one its folder's name says.
+
+        A save of an earlier release names no run: it is this run's if it was made with the settings of this run.
+        """
+        token, others = self.read_token(), ""
+        if manifest.run is None:
+            others = _other_settings(manifest, self.read_config())
+        is_own = not others if manifest.run is None else token in (None, manifest.run)
+        if is_own and manifest.step == step:
+            return
+        whose = f"of step {manifest.step} of the run in {manifest.config.get('run_dir', 'an unknown place')}"
+        raise ConfigError(
+            f"{self.saves / f'step_{step}'} is the save {whose}{others}: move it away; to go on with that run, name "
+            "its directory, or a copy of all of it"
+        )
+
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics, without lines that are none: a kill can tear the last. Raises MegatrainError."""
         return _read_rows(self.metrics_file)
@@ -136,9 +167,10 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class RunDir(RunFiles):
-    """A run directory in use: the lock is held, `config` may run in it and is resolved."""
+    """A run directory in use: the lock is held, `config` may run in it and is resolved. `token`: of the run."""
 
     config: TrainConfig
+    token: str
 
     @staticmethod
     @contextmanager
@@ -146,38 +178,50 @@ class RunDir(RunFiles):
         """Locks `config.run_dir` for the block and checks that `config` may start or resume the run there.
 
         Writes nothing but the lock; where nothing is written in the block either, nothing stays behind. Raises
-        ConfigError: in use, cannot be written to, holds a run that must not be resumed or not with these settings.
+        ConfigError: in use, cannot be written to, holds a run that must not be resumed or not with these settings, or
+        files that no run wrote, or saves of another run.
         """
         files = RunFiles(Path(config.run_dir).absolute())
         with hold_lock(files.path):
             earlier = files.read_config() if files.holds_run and files.has_begun else None
-            if earlier is not None:
+            if earlier is None:
+                _check_free(files.path)
+            else:
                 _check_resume(files.path, earlier, config)
-            yield RunDir(files.path, config.resolve(earlier))
+            token = _token(files)
+            if left := in_the_way(files.saves, token):
+                raise ConfigError(f"run_dir: {left[0]}; move it away, and start again")
+            yield RunDir(files.path, config.resolve(earlier), token)
+
+    def kept_saves(self) -> list[str]:
+        """Return which saves `save_keep` does not count and never deletes, with the reason."""
+        reasons = (why_kept(self.saves, step, self.token) for step in list_saves(self.saves))
+        return [reason for reason in reasons if reason]
+
+    def missing_rows(self, step: int) -> list[int]:
+        """Return which of the first `step` updates have no row of metrics, though rows are there before a save is."""
+        there = {row["step"] for row in self.rows()}
+        return [number for number in range(1, step + 1) if number not in there]
 
     def clean(self) -> list[Path]:
         """Deletes what a dead run left half done (saves, replaced files, exports into this folder), and says what."""
-        files = (
-            self.config_file,
-            self.plan_file,
-            self.metrics_file,
-            self.evaluations_file,
-            self.path / MODEL_NAME,
-            self.path / PROCESSES_NAME,
-            self.path / MEASURED_NAME,
-            self.path / "report.html",
-        )
-        left = [file for file in map(temporary_of, files) if file.exists()]
-        left += self.path.glob("trace_steps_*.new")
+        names = [file.name for file in (self.config_file, self.plan_file, self.metrics_file, self.evaluations_file)]
+        names += [MODEL_NAME, PROCESSES_NAME, MEASURED_NAME, REPORT_NAME]
+        traces = [file.name.split(".", 1)[1].rsplit(".", 2)[0] for file in self.path.glob(".trace_steps_*.new")]
+        left = left_by_kills(self.path, [*names, *traces]) if has_mark(self.path, FolderKind.RUN) else []
         for file in left:
             file.unlink()
-        return [*left, *clean_unfinished(self.saves), *remove_abandoned(self.path)]
+        unfinished = clean_unfinished(self.saves, self.token)
+        return [*left, *unfinished, *remove_abandoned(self.saves), *remove_abandoned(self.path)]
 
     def begin(self, plan_json: str, step: int) -> None:
         """Makes the folder hold a run that goes on after `step` updates. Each file changes atomically, config last.
         With the run's first begin it is its owner's only; whoever opens it to others later finds it so on a resume."""
         if not self.has_begun:
             self._close()
+        if not has_mark(self.path, FolderKind.RUN):
+            with explained("write", self.path / MARK_NAME):
+                OwnedFolder.mark_existing(self.path, FolderKind.RUN, self.token).release()
         self.saves.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
         self._keep_plan(plan_json)
@@ -207,10 +251,11 @@ class RunDir(RunFiles):
         """
         if self.has_begun and self.tokenizer.exists():
             return
-        shutil.rmtree(self.tokenizer, ignore_errors=True)  # of a start with other settings
         files, template = tokenizer_files(self.config.tokenizer), self._chat_template()
+        if self.tokenizer.exists():  # of a start with other settings
+            remove_owned(self.tokenizer, FolderKind.RUN_PART)
         if files or template is not None:
-            with complete_or_absent(self.tokenizer) as folder:
+            with complete_or_absent(self.tokenizer, FolderKind.RUN_PART) as folder:
                 for file in files:
                     shutil.copy(file, folder)
                 if template is not None:
@@ -247,6 +292,52 @@ class RunDir(RunFiles):
             if file.exists():
                 kept = [json.dumps(row) + "\n" for row in _read_rows(file) if row["step"] <= last]
                 write_atomically(file, "".join(kept))
+
+
+# What a run writes over in its directory, and the folders that it makes there.
+FILES = (
+    "config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", HISTORY_NAME, MODEL_NAME, PROCESSES_NAME,
+    MEASURED_NAME, REPORT_NAME, MARK_NAME,
+)  # fmt: skip
+FOLDERS = ("plans", "saves", "tokenizer", "inputs")
+
+
+def _check_free(path: Path) -> None:
+    """Raises ConfigError where a folder that is no run's holds something that a run would write over."""
+    if has_mark(path, FolderKind.RUN):
+        return
+    found = [name for name in FILES if os.path.lexists(path / name)]
+    found += [name for name in FOLDERS if _is_taken(path / name)]
+    if found:
+        raise ConfigError(
+            f"run_dir: {path} holds {found[0]}, and no run that has begun: nothing there is overwritten; move it away, "
+            "or choose another run_dir"
+        )
+
+
+def _is_taken(folder: Path) -> bool:
+    """Return whether something lies in a folder that no start of a run made."""
+    if not folder.is_dir():
+        return os.path.lexists(folder)
+    return any(folder.iterdir()) and not has_mark(folder, FolderKind.RUN_PART)
+
+
+def _other_settings(manifest: Manifest, config: TrainConfig) -> str:
+    """Return the first setting that a save was made with and a run may not change; empty where there is none."""
+    try:
+        found = resume_diff(TrainConfig.model_validate(manifest.config), config)
+    except ConfigError as error:
+        found = [str(error).splitlines()[0]]
+    return f" ({found[0]})" if found else ""
+
+
+def _token(files: RunFiles) -> str:
+    """Return the token of the run: that of its directory, or else of its newest save, or a new one."""
+    saved: str | None = None
+    if files.holds_run and (steps := list_saves(files.saves)):
+        with suppress(MegatrainError):  # damaged: what is done then is decided where it is loaded
+            saved = load_manifest(files.saves, steps[-1]).run
+    return files.read_token() or saved or secrets.token_hex(16)
 
 
 def _text(file: Path) -> str:

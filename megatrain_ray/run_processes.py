@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,26 +15,13 @@ from pathlib import Path
 
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.process_identity import PidNamespace, start_ticks
 
 PROCESSES_NAME = "processes.json"
 END_S = 30.0  # Ray ends the actors of a killed driver within a few seconds
 POLL_S = 0.1
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a pid means something."""
-
-    host: str
-    boot_id: str
-    pid_namespace: str
-
-    @staticmethod
-    def here() -> _Place:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return _Place(platform.node(), boot_id, str(Path("/proc/self/ns/pid").readlink()))
 
 
 @dataclass(frozen=True)
@@ -46,7 +32,7 @@ class _Process:
 
     @property
     def lives(self) -> bool:
-        return _start_ticks(self.pid) == self.start_ticks
+        return start_ticks(self.pid) == self.start_ticks
 
 
 def record(path: Path, pids: Mapping[str, int]) -> None:
@@ -54,9 +40,9 @@ def record(path: Path, pids: Mapping[str, int]) -> None:
 
     Raises MegatrainError when the file cannot be written.
     """
-    started = {role: _start_ticks(pid) for role, pid in pids.items()}
+    started = {role: start_ticks(pid) for role, pid in pids.items()}
     processes = [_Process(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
-    values = {"place": asdict(_Place.here()), "processes": [asdict(process) for process in processes]}
+    values = {"place": asdict(PidNamespace.current()), "processes": [asdict(process) for process in processes]}
     write_atomically(path / PROCESSES_NAME, json.dumps(values, indent=2) + "\n")
 
 
@@ -93,27 +79,16 @@ def _read(file: Path) -> list[_Process]:
     """Those that can be looked up from here; none where nothing, or nothing readable, was written down."""
     try:
         values = json.loads(file.read_bytes())
-        place, processes = _Place(**values["place"]), [_Process(**process) for process in values["processes"]]
+        place, processes = PidNamespace(**values["place"]), [_Process(**process) for process in values["processes"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError) as error:
         log.warning("%s cannot be read, so left processes are not looked for: %s", file, error)
         return []
-    here = _Place.here()
-    if (place.boot_id, place.pid_namespace) == (here.boot_id, here.pid_namespace):
+    if place.is_current:
         return processes
     log.info("the last start's processes ran on %s before its restart, or in another container", place.host)
     return []
-
-
-def _start_ticks(pid: int) -> int | None:
-    """When a process was started; None when there is none, or only a zombie, which holds nothing."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name before may hold anything, spaces and brackets too
-    return None if state in "ZX" else int(fields[18])
 
 
 def _named(processes: list[_Process]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from megatrain_ray.engine.flat_layout import FlatLayout
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.gpu_worker import Progress
+from megatrain_ray.io.disk_errors import explained
 from megatrain_ray.io.free_space import check_room
 from megatrain_ray.io.manifest import FORMAT_VERSION, LayerEntry, Manifest, ParameterEntry, PartManifest, SaveTiming
+from megatrain_ray.io.owned_folder import FolderKind, OwnedFolder
+from megatrain_ray.io.partial_folder import remove_abandoned
 from megatrain_ray.io.save import (
     Piece,
     abandon_save,
@@ -58,25 +62,30 @@ def room_of_one(plan: Plan) -> int:
 
 
 def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:
-    """Bytes of state per second of writing at most 256 MiB, the way saves are written. They are deleted again."""
+    """Return how many bytes of state a second can be saved in the folder `saves`, by writing at most 256 MiB there."""
     count = max(1, min(num_bytes // 4, PROBE_VALUES))
     values = np.random.default_rng(0).standard_normal(count, np.float32)  # shrink as little as state does
     buffers = [values.data.cast("B")] * min(PROBE_BUFFERS, max(1, num_bytes // values.nbytes))
     piece = Piece("probe", "probe", 0, len(buffers) * count, buffers)
-    folder = prepare_save(saves, 0)  # killed meanwhile it leaves an unfinished save
+    saves.mkdir(exist_ok=True)
+    remove_abandoned(saves)
+    with explained("write to", saves):
+        probe = OwnedFolder.make(saves / ".probe.partial", FolderKind.PARTIAL)
     start_s = time.monotonic()
     try:
-        asyncio.run(write_part(folder, 0, [piece], compression=compression))
+        asyncio.run(write_part(probe.path, 0, [piece], compression=compression))
         return len(buffers) * values.nbytes / (time.monotonic() - start_s)
     finally:
-        abandon_save(saves, 0)
+        probe.remove()
 
 
 class RunningSave:
     """The save of one step, from its begin to its commit. Raises what a shard raised; then `abandon` it."""
 
-    def __init__(self, prepared: Prepared, crew: Crew, saves: Path, step: int, predicted_stall_s: float) -> None:
-        """Raises CapacityError, with nothing written, when there is no room for it."""
+    def __init__(
+        self, prepared: Prepared, crew: Crew, saves: Path, run: str, step: int, predicted_stall_s: float
+    ) -> None:
+        """`run`: the token of the run. Raises CapacityError, with nothing written, when there is no room for it."""
         check_room(saves, room_of_one(prepared.plan), f"the save of step {step}", ADVICE)
         self.step = step
         self._prepared = prepared
@@ -87,7 +96,8 @@ class RunningSave:
         self._waited_since_s: float | None = None
         self._parts: list[WrittenPart] = []
         self._at: tuple[Progress, Mapping[str, Any]] | None = None
-        self.calls = crew.write_parts(prepare_save(saves, step), step, prepared.config.save_compress)
+        self._run = run
+        self.calls = crew.write_parts(prepare_save(saves, step, run), step, prepared.config.save_compress)
 
     def reached(self, progress: Progress, position: Mapping[str, Any]) -> None:
         """The step has ended. Training and data may be many steps further when the last part is written."""
@@ -102,6 +112,12 @@ class RunningSave:
     def held_up_s(self) -> float:
         """How long training has waited for its end."""
         return 0.0 if self._waited_since_s is None else time.monotonic() - self._waited_since_s
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many of the run's steps up to the saved one changed the weights. Only once it is `complete`."""
+        assert self._at is not None
+        return self._at[0].adam_step
 
     @property
     def complete(self) -> bool:
@@ -131,8 +147,9 @@ class RunningSave:
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
         checksums = self._crew.base_checksums
-        commit_save(self._saves, self.step, _manifest(self._prepared, *self._at, parts, timing, checksums))
-        prune(self._saves, self._prepared.config.save_keep)
+        manifest = _manifest(self._prepared, *self._at, parts, timing, checksums)
+        commit_save(self._saves, self.step, replace(manifest, run=self._run))
+        prune(self._saves, self._prepared.config.save_keep, self._run)
         return timing
 
     def abandon(self) -> None:

@@ -31,6 +31,7 @@ from megatrain_ray.gpu_worker import Progress, StepResult
 from megatrain_ray.interrupts import Interrupts
 from megatrain_ray.io.disk_errors import DiskFullError
 from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.io.pieces import NonFiniteStateError
 from megatrain_ray.logs import say
 from megatrain_ray.metric_sinks import MetricSinks
 from megatrain_ray.placement import Placement
@@ -114,6 +115,8 @@ class Session:
         self._progress = Progress(step, manifest.optimizer_step if manifest else 0)
         self._position: Mapping[str, Any] | None = manifest.data if manifest else None
         self._saved = step if manifest else -1
+        self._saved_updates = manifest.optimizer_step if manifest else 0
+        self._updated = step  # the last step that was not skipped
         self._save: RunningSave | None = None
         self._evaluation: RunningEvaluation | None = None
         self._evaluated = run.last_evaluated
@@ -163,6 +166,8 @@ class Session:
             return f"saved at step {self._saved}; the same command resumes"
         if self._prepared.config.save_every is None:
             return "nothing saved (save_every: null)"
+        if self._saved >= 0:
+            return f"all steps since the save of step {self._saved} were skipped; the same command resumes from it"
         return "nothing saved; the same command resumes"
 
     def _start(self, crew: Crew) -> None:
@@ -211,6 +216,7 @@ class Session:
                         self._save.hold_up()
                     self._wait_for_all(crew, view)
                 case Action.STOP:
+                    self._check_skipped()
                     if self._policy.is_done(seen):
                         self._job.at_end(self._job, crew)
                     return
@@ -244,6 +250,7 @@ class Session:
             completed=self._completed,
             saved=self._saved,
             interrupted=self._interrupts.requested,
+            changed=self._progress.adam_step > self._saved_updates,
             saving=self._save is not None,
             missed=self._missed,
             evaluated=self._evaluated,
@@ -258,12 +265,13 @@ class Session:
                 self._prepared.plan, step_s, self._save_rates.disk_bytes_per_s, self._save_rates.copy_bytes_per_s
             )
         try:
-            self._save = RunningSave(self._prepared, crew, self._run.saves, step, predicted_s)
+            self._save = RunningSave(self._prepared, crew, self._run.saves, self._run.token, step, predicted_s)
         except CapacityError as error:  # while running: nothing of the configuration is wrong
             raise MegatrainError(f"{error}; {self._safe()}, and the same command resumes") from None
         self._missed = False
 
     def _safe(self) -> str:
+        """Says where a run that fails can go on from."""
         return f"the save of step {self._saved} is intact" if self._saved >= 0 else "there is no save yet"
 
     def _wait(self, crew: Crew, view: ProgressView) -> None:
@@ -292,6 +300,8 @@ class Session:
         self._completed = result.progress.step
         self._progress, self._position = result.progress, result.position
         self._last_row = result.row
+        if not result.row["skipped"]:
+            self._updated = self._completed
         with self._tracing.spans.span(Row.DRIVER, f"row of step {self._completed}"):
             self._write(self._run.append, result.row)
             log.info("step %d  %s", self._completed, describe_split([result.row]))
@@ -299,6 +309,19 @@ class Session:
         self._tracing.ended(crew, self._completed)
         self._plan_check.ended(crew, result.row)
         self._disk_counts.ended(crew)
+        self._check_skipped()
+
+    def _check_skipped(self) -> None:
+        """Raises MegatrainError when so many steps in a row were skipped that training does not recover."""
+        num_skipped, limit = self._completed - self._updated, self._prepared.config.max_skipped
+        if self._save and self._save.step <= self._updated:
+            return  # a good save is being written
+        if num_skipped >= limit:
+            raise MegatrainError(
+                f"the last {num_skipped} steps were skipped, each for a gradient norm that is not finite (max_skipped: "
+                f"{limit}): training has diverged; {self._safe()}: lower train.lr or look at the data of these steps, "
+                "and start again in another run_dir"
+            )
 
     def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
         try:
@@ -331,9 +354,14 @@ class Session:
             save.abandon()
             say(f"the save of step {save.step} was abandoned; the next one follows with the next step")
             self._save, self._missed = None, True
-        except RayTaskError:
+        except RayTaskError as error:
             self._save = None
             save.abandon()
+            if isinstance(error.cause, NonFiniteStateError):
+                raise MegatrainError(
+                    f"step {save.step} cannot be saved: {error.cause}, so training has diverged; {self._safe()}: lower "
+                    "train.lr, and start again in another run_dir"
+                ) from None
             raise
 
     def _mark(self) -> None:
@@ -343,10 +371,16 @@ class Session:
             self._save.reached(self._progress, self._position)
 
     def _commit(self, save: RunningSave) -> None:
+        """Make a complete save exist, unless all steps since the newest one were skipped: it is dropped then."""
+        if save.num_updates <= self._saved_updates:
+            self._save = None
+            save.abandon()
+            log.info("step %d is not saved: no step since the newest save changed the weights", save.step)
+            return
         self._run.settle()  # a save never stands without the rows before it
         with self._tracing.spans.span(Row.DRIVER, f"commit save {save.step}"):
             timing = save.commit()
-        self._saved, self._save = save.step, None
+        self._saved, self._saved_updates, self._save = save.step, save.num_updates, None
         log.info("saved step %d: %s", save.step, timing)
         if save.held_up_s and self._completed < self._prepared.config.train.steps:
             tell = log.info if self._told_of_waiting else say

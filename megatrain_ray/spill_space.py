@@ -93,10 +93,12 @@ def rate_file(folder: Path) -> Path:
 
 
 def forget_rates() -> None:
-    """The next run that spills measures its disk again."""
+    """Delete the measured rates, so that the next run that spills measures its disk again."""
     with suppress(RuntimeError):  # there is no cache
         for file in (cache_folder() / "disks").glob("*.json"):
-            file.unlink(missing_ok=True)
+            with suppress(OSError, ValidationError):  # what is no record of ours stays
+                _DISK_RATE.validate_json(file.read_bytes())
+                file.unlink()
 
 
 def _asked(spill: SpillConfig) -> tuple[DiskWay, ...]:

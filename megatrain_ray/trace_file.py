@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatrain_ray.atomic_file import temporary_of
+from megatrain_ray.atomic_file import temporary_file
 from megatrain_ray.io.disk_errors import explained
 from megatrain_ray.spans import RecordedSpans, Row, Span
 
@@ -43,8 +43,7 @@ def write_trace(path: Path, processes: Sequence[TracedProcess], layer_names: Seq
     """
     num_spans = sum(len(process.recorded.spans) for process in processes)
     target = path.with_name(path.name + ".gz") if num_spans > LARGE_SPANS else path
-    temporary = temporary_of(target)
-    with explained("write", target):
+    with explained("write", target), temporary_file(target) as temporary:
         with _open(temporary, "wt", compressed=target.suffix == ".gz") as file:
             file.writelines(_lines(events(processes, layer_names), processes))
         temporary.replace(target)

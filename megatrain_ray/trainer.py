@@ -209,6 +209,13 @@ def _tell_of_resume(run: RunDir, step: int) -> None:
     num_again = sum(row["step"] > step for row in run.rows())
     again = f"; {num_again} steps that were not saved are made again" if num_again else ""
     say(f"resuming from the save of step {step}{again}")
+    if missing := run.missing_rows(step):
+        say(
+            f"warning: metrics.jsonl has no rows of {len(missing)} of the {step} steps up to that save, the first of "
+            f"them step {missing[0]}: they were deleted; training is not changed by it"
+        )
+    for kept in run.kept_saves():
+        say(f"note: {kept}; save_keep does not count it")
     before, now = run.read_config().train, run.config.train
     if before.steps != now.steps and now.schedule != "constant":
         say(f"train.steps was {before.steps}: from here on the learning rate follows the schedule of {now.steps} steps")
@@ -301,7 +308,7 @@ def _tell_of_plan(before: Plan | None, plan: Plan) -> None:
 def _clean_unfinished(run: RunDir) -> None:
     """When every process has ended, so that nobody writes what was being saved."""
     with suppress(MegatrainError, OSError):  # what ended the run is to be told
-        clean_unfinished(run.saves)
+        clean_unfinished(run.saves, run.token)
 
 
 def _history(job: Job, step: int) -> AbstractContextManager[None]:
@@ -346,12 +353,18 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
 
 
 def _newest_save(run: RunDir) -> Manifest | None:
-    """Of the saves whose manifest can be read. Raises DamagedSaveError when there are saves and none of them can."""
+    """Return the manifest of the newest save that can be read; None where there is no save.
+
+    Raises DamagedSaveError when there are saves and none of them can be read, ConfigError for one of another run.
+    """
     for step in reversed(list_saves(run.saves)):
         try:
-            return load_manifest(run.saves, step)
+            manifest = load_manifest(run.saves, step)
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
+        else:
+            run.check_save(step, manifest)
+            return manifest
     return None
 
 

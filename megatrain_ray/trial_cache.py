@@ -71,7 +71,9 @@ class TrialCache:
 def _prune(folder: Path) -> None:
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[KEPT_FILES:]:
-        file.unlink(missing_ok=True)
+        with suppress(OSError, ValidationError):  # what is no record of ours stays
+            _TRIALS.validate_json(file.read_bytes())
+            file.unlink()
 
 
 @cache

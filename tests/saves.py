@@ -7,6 +7,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megatrain_ray.config import SaveCompression
@@ -24,10 +25,20 @@ State = dict[tuple[str, str], bytearray]  # by layer and kind
 
 
 def make_state(precision: str, seed: int | None = 0) -> State:
-    """Random bytes; zeros without a seed."""
-    sizes = {(layer, kind): n * LAYERS[layer] for layer in LAYERS for kind, n in ITEMSIZES[precision].items()}
+    """Random bytes that are finite numbers; zeros without a seed."""
     source = random.Random(seed)
-    return {key: bytearray(source.randbytes(n) if seed is not None else n) for key, n in sizes.items()}
+    state: State = {}
+    for layer, size in LAYERS.items():
+        for kind, itemsize in ITEMSIZES[precision].items():
+            state[layer, kind] = bytearray(source.randbytes(size * itemsize) if seed is not None else size * itemsize)
+            if kind != "residual":
+                make_finite(state[layer, kind], itemsize)
+    return state
+
+
+def make_finite(numbers: bytearray, itemsize: int) -> None:
+    """Clears one bit of the exponent of every FP32 (itemsize 4) or bf16 (2) number."""
+    numbers[itemsize - 1 :: itemsize] = bytes(byte & 0xBF for byte in numbers[itemsize - 1 :: itemsize])
 
 
 def flip(path: Path, position: int, mask: int = 0x10) -> None:
@@ -73,15 +84,16 @@ def write_save(
     precision: str = "bf16",
     num_shards: int = 2,
     compression: SaveCompression = "none",
+    token: str | None = None,
 ) -> Path:
-    folder = prepare_save(saves, step)
+    folder = prepare_save(saves, step, token)
 
     def write(k: int) -> PartManifest:
         pieces = pieces_of(state, precision, k, num_shards)
         return asyncio.run(write_part(folder, k, pieces, compression=compression))
 
     parts = [pickle.loads(pickle.dumps(write(k))) for k in range(num_shards)]
-    commit_save(saves, step, make_manifest(parts, precision, step))
+    commit_save(saves, step, replace(make_manifest(parts, precision, step), run=token))
     return folder
 
 

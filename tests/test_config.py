@@ -93,6 +93,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "lora": None,
         "eval_every": 0,
         "max_failures": 3,
+        "max_skipped": 10,
         "log": {"tensorboard": True, "wandb": None, "mlflow": None, "prometheus": True, "trace": None},
     }
 

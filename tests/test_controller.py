@@ -9,9 +9,9 @@ from megatrain_ray.controller import Action, Observation, RunPolicy
 
 def seen(
     submitted: int, completed: int, saved: int = -1, *, interrupted: bool = False, saving: bool = False,
-    missed: bool = False, evaluated: int = -1, evaluating: bool = False,
+    missed: bool = False, evaluated: int = -1, evaluating: bool = False, changed: bool = True,
 ) -> Observation:  # fmt: skip
-    return Observation(submitted, completed, saved, interrupted, saving, missed, evaluated, evaluating)
+    return Observation(submitted, completed, saved, interrupted, changed, saving, missed, evaluated, evaluating)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,9 @@ def seen(
         (RunPolicy(10, None), seen(5, 5, interrupted=True), Action.STOP),
         (RunPolicy(10, 0), seen(5, 5, 5, interrupted=True), Action.STOP),
         (RunPolicy(10, 0), seen(0, 0, interrupted=True), Action.STOP),
+        (RunPolicy(10, 0), seen(10, 10, 5, changed=False), Action.STOP),
+        (RunPolicy(10, 0), seen(10, 10, changed=False), Action.STOP),
+        (RunPolicy(10, 0), seen(7, 7, 5, interrupted=True, changed=False), Action.STOP),
         (RunPolicy(10, 0, 4), seen(0, 0), Action.EVALUATE),
         (RunPolicy(10, 0, 4), seen(0, 0, evaluating=True), Action.WAIT),
         (RunPolicy(10, 0, 4), seen(0, 0, evaluated=0), Action.STEP),
@@ -78,7 +81,8 @@ def play(
     saves, saving, missed, to_miss = ([start] if start else []), None, False, set(miss)
     for _ in range(1000):
         interrupted = interrupt_after is not None and completed >= interrupt_after
-        seen = Observation(submitted, completed, saves[-1] if saves else -1, interrupted, saving is not None, missed)
+        newest = saves[-1] if saves else -1
+        seen = Observation(submitted, completed, newest, interrupted, saving=saving is not None, missed=missed)
         match policy.tick(seen):
             case Action.STEP:
                 if policy.saves_next(seen):

@@ -41,19 +41,27 @@ def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
     cache = tmp_path_factory.mktemp("cache")
     disk = cache / "megatrain-ray" / "disks" / "0.json"  # of a folder that a run spilled to
     disk.parent.mkdir(parents=True)
-    disk.touch()
+    disk.write_text('{"version": 2, "folder": "/spill", "device": 1, "bytes_per_s": {}}')
+    other = disk.with_name("notes.json")
+    other.touch()
+    for name in (".mine.partial", "saves/step_3"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "saves" / "step_3" / "manifest.json").touch()
     done = cli("doctor", str(tmp_path), "--measure", XDG_CACHE_HOME=str(cache))
     assert done.returncode == 0, done.stdout
     topics = [line[6:21].strip() for line in done.stdout.splitlines()]
     assert topics == [
         "versions", "GPU", "rates", "AdamW", "shared memory", "RAM", "overcommit", "swap", "cores", "NUMA balancing",
-        "huge pages", "NUMA", "open files", "Ray", "/tmp", "token cache", "disk",
+        "huge pages", "NUMA", "open files", "Ray", "/tmp", "token cache", "folders", "disk",
     ]  # fmt: skip
     assert "GB/s" in done.stdout.splitlines()[-1]
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".mine.partial", "saves"]
+    folders = next(line for line in done.stdout.splitlines() if "have no mark of this program" in line)
+    assert f"{tmp_path}/saves/step_3 and 1 more" in folders or "more have no mark" in folders
     [file] = (cache / "megatrain-ray" / "profiles").iterdir()
     assert HardwareProfile.from_json(file.read_text()).machine == this_machine("cpu")
     assert not disk.exists()
+    assert other.exists(), "no record of a disk"
     assert f"({file})" in done.stdout.splitlines()[2]
 
 

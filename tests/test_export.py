@@ -27,6 +27,7 @@ from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, Part
 from megatrain_ray.io.save import Piece, commit_save, prepare_save, save_folder, write_part
 from megatrain_ray.io.save_reader import SaveReader
 from megatrain_ray.io.weights import WeightFolder
+from tests.partial_folders import killed_while_writing
 
 CONFIG = {
     "model_type": "llama",
@@ -221,9 +222,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)
-    leftover = tmp_path / ".out.partial"
-    leftover.mkdir()
-    (leftover / "killed").touch()
+    killed_while_writing(tmp_path / "out")
     with pytest.raises(MegatrainError, match=r"part_1.residual is damaged"):
         export_save(save_folder(tmp_path, 7), manifest, tmp_path / "out", ExportDtype.FP32)
     assert [p.name for p in tmp_path.iterdir()] == ["step_7"]

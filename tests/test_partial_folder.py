@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,22 +12,11 @@ import pytest
 
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.partial_folder import complete_or_absent, remove_abandoned
+from tests.partial_folders import killed_while_writing
 
 
 def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-def killed_while_writing(out: Path) -> None:
-    code = (
-        "import os, signal, sys\nfrom pathlib import Path\n"
-        "from megatrain_ray.io.partial_folder import complete_or_absent\n"
-        "with complete_or_absent(Path(sys.argv[1])) as folder:\n"
-        "    (folder / 'deep').mkdir()\n    (folder / 'deep' / 'half').touch()\n    (folder / 'old').touch()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(out)], check=False)
-    assert done.returncode == -signal.SIGKILL
 
 
 def test_it_has_its_name_when_the_block_is_over(tmp_path: Path) -> None:
@@ -91,6 +79,8 @@ def shared_by_users(folder: Path) -> None:
         "try:\n    complete_or_absent(folder / 'other').__enter__()\nexcept ConfigError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
-    lock = folder / ".other.partial" / ".lock"
-    assert done.stdout == f"cannot write to {folder}/other: Permission denied ({lock}); name another folder\n"
+    problem = (
+        f"{folder}/.other.partial is not deleted: it belongs to another user; move it away, or name another folder"
+    )
+    assert done.stdout == f"cannot write to {folder}/other: {problem}\n", done.stderr
     assert done.returncode == 0, done.stderr

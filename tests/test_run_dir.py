@@ -6,23 +6,30 @@ import json
 import math
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatrain_ray.config_file import config_to_dict
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.chat_template import PLAIN_TEMPLATE
+from megatrain_ray.io.manifest import Manifest
+from megatrain_ray.io.owned_folder import MARK_NAME
 from megatrain_ray.io.partial_folder import complete_or_absent
+from megatrain_ray.io.save import prepare_save
 from megatrain_ray.run_dir import RunDir, RunFiles
+from tests.partial_folders import killed_while_writing
 from tests.planned_steps import PROFILE, planned
 from tests.run_folders import begin, content, in_folder, refusal, row, train
+from tests.saves import make_manifest, make_state, write_save
 
 
 def test_a_run_is_its_resolved_configuration_and_its_plan(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
     begin(folder, train__micro_batch_size=2, train__accumulate=3)
-    assert sorted(content(folder)) == ["config.yaml", "lock", "logs", "plan.json", "saves"]
+    assert sorted(content(folder)) == ["config.yaml", "lock", "logs", "owner.json", "plan.json", "saves"]
     stored = RunFiles(folder).read_config()
     assert (stored.train.batch_size, stored.train.micro_batch_size, stored.train.accumulate) == (6, 2, 3)
     assert stored.data.tokenizer == "model"
@@ -35,7 +42,9 @@ def kept(folder: Path, **data: Any) -> dict[str, str]:
         run.begin("{}", 0)
         run.keep_tokenizer()
         run.keep_tokenizer()
-    return content(folder / "tokenizer")
+    files = content(folder / "tokenizer") if (folder / "tokenizer").exists() else {}
+    assert not files or files.pop(MARK_NAME)
+    return files
 
 
 def test_the_tokenizer_is_kept_with_the_template_that_chats_were_written_with(tmp_path: Path) -> None:
@@ -218,27 +227,118 @@ def test_reading_a_folder_without_a_run(tmp_path: Path) -> None:
 
 def test_what_a_dead_run_left_half_done_is_deleted_and_named(tmp_path: Path) -> None:
     begin(tmp_path)
-    left = ["plan.json.new", "metrics.jsonl.new", "saves/step_8/manifest.json.partial"]
+    left = [".plan.json.0123abcd.new", ".metrics.jsonl.0123abcd.new", ".trace_steps_1_2.json.gz.0123abcd.new"]
     kept = [
         "notes.new",
+        "plan.json.new",
+        ".plan.json.new",
+        ".notes.0123abcd.new",
+        ".hidden.partial/config.json",
         "saves/.nfs0001",
         "saves/step_4/manifest.json",
         "saves/step_6.damaged/part_0.m",
         "export/config.json",
     ]
-    for name in (*left, *kept, ".abandoned.partial/config.json"):
+    for name in (*left, *kept):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    before = set(content(tmp_path))
+    killed_while_writing(tmp_path / "abandoned")
+    (prepare_save(tmp_path / "saves", 8, RunFiles(tmp_path).read_token()) / "manifest.json.partial").touch()
     with RunDir.open(in_folder(tmp_path)) as run, complete_or_absent(tmp_path / "under_way"):
-        assert set(run.clean()) == {tmp_path / name for name in (*left[:2], "saves/step_8", ".abandoned.partial")}
+        assert set(run.clean()) == {tmp_path / name for name in (*left, "saves/step_8", ".abandoned.partial")}
         assert (tmp_path / ".under_way.partial").exists(), "an export that runs beside the training"
         assert run.clean() == []
-    gone = {*left, "saves/step_8", ".abandoned.partial", ".abandoned.partial/config.json"}
-    assert set(content(tmp_path)) == before - gone | {"under_way"}
+    there = set(content(tmp_path))
+    assert set(kept) <= there
+    assert not there & {*left, "saves/step_8", ".abandoned.partial"}
 
 
 def test_a_new_run_has_nothing_to_clean(tmp_path: Path) -> None:
     with RunDir.open(in_folder(tmp_path / "run")) as run:
         assert run.clean() == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "report.html", "owner.json"])
+def test_a_folder_with_files_that_no_run_wrote_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    assert f"holds {name}, and no run that has begun: nothing there is overwritten" in refusal(in_folder(tmp_path))
+    assert content(tmp_path) == {name: "mine"}
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "inputs", "saves", "plans"])
+def test_a_folder_with_folders_that_no_run_made_is_refused(tmp_path: Path, name: str) -> None:
+    """Such as a tokenizer that its user trained there."""
+    (tmp_path / name).mkdir()
+    begin(tmp_path / "with_an_empty_one")
+    (tmp_path / name / "file").write_text("mine")
+    assert f"holds {name}, and no run that has begun" in refusal(in_folder(tmp_path))
+    (tmp_path / name).rename(tmp_path / "elsewhere")
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    assert f"holds {name}, and no run that has begun" in refusal(in_folder(tmp_path))
+    assert (tmp_path / "elsewhere" / "file").read_text() == "mine"
+
+
+def test_a_start_that_made_no_step_is_no_hindrance(tmp_path: Path) -> None:
+    begin(tmp_path)
+    begin(tmp_path, train__lr=0.5)
+    assert RunFiles(tmp_path).read_config().train.lr == 0.5
+
+
+def test_a_file_is_replaced_and_not_what_a_link_of_its_name_leads_to(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    for name in ("plan.json", ".plan.json.0123abcd.new"):
+        (tmp_path / name).write_text("mine")
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+        (tmp_path / "run" / name).symlink_to(tmp_path / name)
+    with RunDir.open(in_folder(tmp_path / "run")) as run:
+        run.clean()
+        run.begin("{}", 0)
+    assert (tmp_path / "plan.json").read_text() == (tmp_path / ".plan.json.0123abcd.new").read_text() == "mine"
+    assert (tmp_path / "run" / "plan.json").read_text() == "{}"
+
+
+def save_of(run: Path, step: int, **changes: Any) -> Manifest:
+    """A save of a run as its manifest tells of it. `changes`: of the configuration; a run without a token: that of an
+    earlier release."""
+    token = changes.pop("token", RunFiles(run).read_token())
+    settings = config_to_dict(in_folder(run, **changes).resolve())
+    return replace(make_manifest([], step=step), run=token, config=settings)
+
+
+def test_a_save_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    train(tmp_path / "b")
+    files = RunFiles(tmp_path / "a")
+    files.check_save(4, save_of(tmp_path / "a", 4))
+    with pytest.raises(ConfigError, match=r"a/saves/step_4 is the save of step 4 of the run in .*/b: move it away"):
+        files.check_save(4, save_of(tmp_path / "b", 4))
+    with pytest.raises(ConfigError, match=r"step_9 is the save of step 4 of the run in .*/a: move it away"):
+        files.check_save(9, save_of(tmp_path / "a", 4))
+
+
+def test_a_save_of_an_earlier_release_is_known_by_its_settings(tmp_path: Path) -> None:
+    train(tmp_path)
+    files = RunFiles(tmp_path)
+    files.check_save(4, save_of(tmp_path, 4, token=None))
+    with pytest.raises(ConfigError, match=r"step_4 is the save of .* \(train.seed: 7 -> 0\): move it away"):
+        files.check_save(4, save_of(tmp_path, 4, token=None, train__seed=7))
+
+
+def test_a_run_keeps_its_token_where_its_mark_was_deleted(tmp_path: Path) -> None:
+    train(tmp_path)
+    token = RunFiles(tmp_path).read_token()
+    assert token is not None
+    write_save(tmp_path / "saves", 1, make_state("fp32"), "fp32", 1, token=token)
+    (tmp_path / MARK_NAME).unlink()
+    begin(tmp_path, step=1)
+    assert RunFiles(tmp_path).read_token() == token
+
+
+def test_missing_rows_are_found(tmp_path: Path) -> None:
+    with RunDir.open(in_folder(tmp_path)) as run:
+        run.begin("{}", 0)
+        for step in (1, 2, 5, 6):
+            run.append(row(step))
+        assert run.missing_rows(6) == [3, 4]
+        assert run.missing_rows(2) == []

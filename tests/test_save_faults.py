@@ -133,8 +133,8 @@ def test_a_disk_that_gets_full_while_a_part_is_written(tmp_path: Path, compressi
         tmp_path,
         f"""
 folder = prepare_save(saves, 2)
-big = Piece("big", "m", 0, 1 << 20, [memoryview(random.Random(0).randbytes(4 << 20))])
-message = r"cannot write .*part_0.m: No space left on device, .* free there; step_2 is abandoned, the saves before"
+big = Piece("big", "residual", 0, 2 << 20, [memoryview(random.Random(0).randbytes(4 << 20))])
+message = r"cannot write .*part_0.residual: No space left on device, .* free there; step_2 is abandoned, the saves"
 with pytest.raises(DiskFullError, match=message):
     asyncio.run(write_part(folder, 0, [big], compression={compression!r}))
 assert list_saves(saves) == [1]

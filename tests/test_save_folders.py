@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatrain_ray.errors import DamagedSaveError, MegatrainError
+from megatrain_ray.io.owned_folder import MARK_NAME
+from megatrain_ray.io.pieces import NonFiniteStateError, Piece
 from megatrain_ray.io.save import (
     abandon_save,
     clean_unfinished,
     commit_save,
+    in_the_way,
     list_saves,
     list_set_aside,
     prepare_save,
@@ -21,8 +27,10 @@ from megatrain_ray.io.save import (
     save_folder,
     set_aside,
     verify,
+    why_kept,
     write_part,
 )
+from tests.owned_folders import forget_maker
 from tests.saves import flip, make_manifest, make_state, pieces_of, read_save, write_save
 
 
@@ -34,7 +42,7 @@ def test_what_a_killed_save_left_is_no_save(tmp_path: Path) -> None:
     (torn / "manifest.json.partial").write_bytes(b"{")
     assert list_saves(tmp_path) == [1]
     assert prepare_save(tmp_path, 2) == torn
-    assert list(torn.iterdir()) == []
+    assert [file.name for file in torn.iterdir()] == [MARK_NAME]
     clean_unfinished(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
     assert read_save(tmp_path, 1) == state
@@ -57,8 +65,9 @@ def test_nothing_is_committed_before_it_is_on_disk(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("os.fsync", note_fsync)
     monkeypatch.setattr(Path, "rename", note_rename)
     write_save(tmp_path / "saves", 4, make_state("fp32"), "fp32", 1)
-    assert sorted(events[:3]) == ["fsync part_0.m", "fsync part_0.master", "fsync part_0.v"]
-    assert events[3:] == [
+    assert events[:2] == ["fsync owner.json", "fsync step_4"]
+    assert sorted(events[2:5]) == ["fsync part_0.m", "fsync part_0.master", "fsync part_0.v"]
+    assert events[5:] == [
         "fsync manifest.json.partial",
         "fsync step_4",
         "rename manifest.json",
@@ -157,12 +166,85 @@ def test_a_half_deleted_save_never_looks_whole(tmp_path: Path, monkeypatch: pyte
     events = list[str]()
     monkeypatch.setattr(os, "fsync", lambda fd: events.append(f"fsync with {list_saves(tmp_path)}"))
 
-    def die(path: Path) -> None:
+    def die(path: Path, fd: int) -> None:
         assert events == ["fsync with [2]"], "the manifest's end is on disk before anything else goes"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shutil.rmtree", die)
+    monkeypatch.setattr("megatrain_ray.io.owned_folder._delete", die)
     with pytest.raises(KeyboardInterrupt):
         prune(tmp_path, 1)
     assert list_saves(tmp_path) == [2]
     assert (save_folder(tmp_path, 1) / "part_0.m").exists()
+
+
+def made_saves(run: Path, steps: Sequence[int], token: str = "mine") -> Path:
+    """The saves of a run whose process is dead."""
+    for step in steps:
+        write_save(run / "saves", step, make_state("fp32"), "fp32", 1, token=token)
+        forget_maker(save_folder(run / "saves", step))
+    return run / "saves"
+
+
+def test_only_saves_that_this_run_made_are_pruned(tmp_path: Path) -> None:
+    """Not those that were moved away and linked, copied in, or made by an earlier release; they count for nothing."""
+    saves, other = made_saves(tmp_path / "run", range(1, 8)), made_saves(tmp_path / "other", [8], "theirs")
+    (saves / "step_1").rename(tmp_path / "archived")
+    (saves / "step_1").symlink_to(tmp_path / "archived")
+    (saves / "step_2" / MARK_NAME).unlink()
+    shutil.copytree(saves / "step_4", tmp_path / "copy")
+    shutil.rmtree(saves / "step_3")
+    (tmp_path / "copy").rename(saves / "step_3")
+    (other / "step_8").rename(saves / "step_8")
+    prune(saves, 2, "mine")
+    assert list_saves(saves) == [1, 2, 3, 6, 7, 8]
+    assert (tmp_path / "archived" / "manifest.json").exists()
+    reasons = [why_kept(saves, step, "mine") for step in list_saves(saves)]
+    expected = ["is a link", "has no mark", "is a copy", None, None, "another run made it"]
+    assert all(want is None if why is None else want in why for why, want in zip(reasons, expected, strict=True))
+
+
+def test_nothing_is_deleted_in_a_folder_of_saves_that_is_a_link(tmp_path: Path) -> None:
+    made_saves(tmp_path / "other", range(1, 5))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "saves").symlink_to(tmp_path / "other" / "saves")
+    prune(tmp_path / "run" / "saves", 1, "mine")
+    assert list_saves(tmp_path / "run" / "saves") == [1, 2, 3, 4]
+    (tmp_path / "linked_run").symlink_to(tmp_path / "other")
+    prune(tmp_path / "linked_run" / "saves", 1, "mine")
+    assert list_saves(tmp_path / "other" / "saves") == [4], "the run's directory itself may be one"
+
+
+def test_what_has_the_name_of_an_unfinished_save_and_is_none_stays(tmp_path: Path) -> None:
+    saves, precious = tmp_path / "run" / "saves", tmp_path / "precious"
+    for folder in (saves / "step_1", precious):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    (saves / "step_2").symlink_to(precious)
+    (saves / "step_3").mkdir()
+    assert clean_unfinished(saves, "mine") == []
+    assert sorted(path.name for path in saves.iterdir()) == ["step_1", "step_2", "step_3"]
+    for step, reason in ((1, "it has no mark"), (2, "step_2 is a link or no folder")):
+        with pytest.raises(MegatrainError, match=f"the save of step {step} cannot be made: .*{reason}.*move it away"):
+            prepare_save(saves, step, "mine")
+        abandon_save(saves, step)
+    assert (precious / "file").exists() and (saves / "step_1" / "file").exists()
+    assert len(in_the_way(saves, "mine")) == 2
+    prepare_save(saves, 3, "mine")  # was empty
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan])
+def test_what_is_no_number_is_not_saved(tmp_path: Path, itemsize: int, value: float) -> None:
+    kind, dtype = ("m", torch.float32) if itemsize == 4 else ("working", torch.bfloat16)
+    numbers = torch.full((5000,), torch.finfo(dtype).max, dtype=dtype)
+    numbers[::2] *= -1
+    folder = prepare_save(tmp_path, 1)
+
+    def write() -> None:
+        piece = Piece("layers.3", kind, 0, 5000, [memoryview(numbers.view(torch.uint8).numpy())])
+        asyncio.run(write_part(folder, 0, [piece]))
+
+    write()
+    numbers[4321] = value
+    with pytest.raises(NonFiniteStateError, match=f"{kind} of layers.3 holds a value that is not finite"):
+        write()
