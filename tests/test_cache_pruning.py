@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megatrain_ray.config import DataConfig
-from megatrain_ray.io.cache_pruning import UNUSED_DAYS, held, mark_used, prune, size_of
+from megatrain_ray.io.cache_pruning import UNUSED_DAYS, held, mark_used, prune, size_of, without_mark
+from megatrain_ray.io.owned_folder import MARK_NAME
 from tests.texts import tokens_of, write
 
 
@@ -77,6 +78,19 @@ def test_what_is_strange_stays_until_it_is_old(tmp_path: Path, cache: Path, spoi
     age(folder, UNUSED_DAYS + 1)
     assert prune(cache) > 0
     assert list(cache.iterdir()) == []
+
+
+def test_what_has_no_mark_or_is_linked_stays(tmp_path: Path, cache: Path) -> None:
+    unmarked, linked, old = tokens(tmp_path, a="a"), tokens(tmp_path, b="b"), tokens(tmp_path, c="c")
+    (unmarked / MARK_NAME).unlink()
+    linked.rename(tmp_path / "moved")
+    linked.symlink_to(tmp_path / "moved")
+    for folder in (unmarked, linked, old):
+        age(folder, UNUSED_DAYS + 1)
+    assert without_mark(cache) == sorted([unmarked, linked])
+    assert prune(cache) > 0
+    assert sorted(cache.iterdir()) == sorted([unmarked, linked])
+    assert (tmp_path / "moved" / "meta.json").exists()
 
 
 def test_what_another_process_holds_stays(tmp_path: Path, cache: Path) -> None:

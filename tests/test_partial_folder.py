@@ -60,6 +60,23 @@ def test_what_a_killed_one_left_goes_with_the_next_or_by_itself(tmp_path: Path) 
     assert names(tmp_path) == [".file.partial", "out", "out/new"]
 
 
+def test_what_has_the_name_of_an_unfinished_folder_and_no_mark_stays(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").touch()
+    (tmp_path / ".out.partial").symlink_to(mine)
+    (tmp_path / ".other.partial").mkdir()
+    (tmp_path / ".other.partial" / "file").touch()
+    for name, reason in (("out", "out.partial is a link or no folder"), ("other", "it has no mark")):
+        with pytest.raises(
+            ConfigError, match=f"cannot write to .*/{name}: .*{reason}.*; move it away"
+        ):
+            complete_or_absent(tmp_path / name).__enter__()
+    assert remove_abandoned(tmp_path) == []
+    assert (mine / "file").exists()
+    assert (tmp_path / ".other.partial" / "file").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has a second user at hand")
 def test_what_another_user_left_is_no_traceback() -> None:
     """As in a cache that users share: their unfinished folder stays; only who wants its very name is refused."""
