@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types unit curves
+.PHONY: demo test test-all lint types unit curves
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -20,8 +20,13 @@ types: $(READY)
 
 # A run has processes of its own for every core; all other tests leave cores idle.
 unit: $(READY)
-	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile
-	$(BIN)/python -m pytest -m ray
+	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile $(CASES)
+	$(BIN)/python -m pytest -m ray $(CASES)
+
+# Every case of every test, and the kill campaign (docs/testing.md says when).
+test-all: CASES = --all-cases --hypothesis-profile=many
+test-all: test
+	$(BIN)/python -m benchmarks.kill_campaign kill_campaign.json
 
 # The committed loss curves of the reference, made again.
 curves: $(READY)

@@ -15,10 +15,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.io.durable import POLL_S
 from megatrain_ray.io.owned_folder import FolderKind, NotOwnedError, remove_owned, why_not_owned
 from megatrain_ray.io.token_cache import META_NAME, VERSION, file_identity
 
 UNUSED_DAYS = 30
+HELD_S = 10.0  # longer than any process looks at one folder
 STRANGE = (ValueError, KeyError, TypeError, IndexError)  # what a meta.json of another program raises
 
 
@@ -30,14 +32,26 @@ def mark_used(folder: Path) -> None:
 
 @contextmanager
 def held(folders: Sequence[Path]) -> Iterator[None]:
-    """No process prunes these folders during the block. Where locks do not work nothing is pruned at all."""
+    """Keep other processes from pruning these folders during the block. Where locks do not work nothing is pruned."""
     with ExitStack() as locks:
         for folder in folders:
             with suppress(OSError):
                 lock = os.open(folder / META_NAME, os.O_RDONLY | os.O_CLOEXEC)
                 locks.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_SH)
+                _share(lock)
         yield
+
+
+def _share(lock: int) -> None:
+    """Take a share of the lock, which a pruning process holds for an instant. Raises BlockingIOError after HELD_S."""
+    deadline_s = time.monotonic() + HELD_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(POLL_S)
 
 
 def prune(root: Path) -> int:

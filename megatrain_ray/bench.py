@@ -120,7 +120,7 @@ def _check_updates(summary: TrainSummary) -> None:
 def _observe(job: Job, crew: Crew) -> Observed:
     plan = job.prepared.plan
     calls = crew.work().shards
-    shard_work = tuple(answer("the run's processes did not say what they did", call) for call in calls)
+    shard_work = tuple(answer("the run's processes did not say what they did", call, crew.check) for call in calls)
     on_gpu = plan.device == "cuda"
     return Observed(
         prepared=job.prepared,

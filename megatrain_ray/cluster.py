@@ -8,9 +8,9 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import ray
 
+from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.owned_folder import FolderKind, NotOwnedError, OwnedFolder, has_mark, remove_owned
 from megatrain_ray.loopback import is_on_loopback, on_loopback
@@ -42,25 +43,43 @@ EMBEDDED_ENVIRONMENT = {
 SESSIONS = Path("/tmp")  # a socket's path must stay under 107 bytes, so not the run directory
 SESSION_PREFIX = "megatrain-"
 DAEMONS = ("gcs_server", "raylet")
+# Agents, which the raylet starts and with which it ends (agent_manager.cc), by a word of their command line: before and
+# after they have named themselves. Without log monitor, autoscaler and dashboard a run goes on.
+AGENTS = {
+    "dashboard/agent.py": "dashboard agent",
+    "ray::DashboardAgent": "dashboard agent",
+    "runtime_env/agent/main.py": "runtime env agent",
+    "ray::RuntimeEnvAgent": "runtime env agent",
+}
 
 
 @dataclass(frozen=True)
 class Daemons:
-    """Ray's own processes of an embedded cluster, without which nothing goes on; of another cluster none are known."""
+    """Ray's own processes of an embedded cluster, without which nothing goes on; of another cluster none are known.
+    `names`: by pid."""
 
     processes: tuple[psutil.Process, ...] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    @staticmethod
+    def among(started: Iterable[psutil.Process]) -> Daemons:
+        """Those of the processes that `ray.init` started."""
+        named = {process: name for process in started if (name := _daemon_name(process))}
+        return Daemons(tuple(named), {process.pid: name for process, name in named.items()})
 
     @property
     def alive(self) -> bool:
-        try:
-            return all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in self.processes)
-        except psutil.NoSuchProcess:  # between the two questions
-            return False
+        return not self._dead
 
     def check(self) -> None:
-        """Raises MegatrainError when one died. Ray itself notices late and then ends this process."""
-        if not self.alive:
-            raise MegatrainError("a process of the run died (Ray's gcs_server or raylet); the same command resumes")
+        """Raises MegatrainError naming those that died. Ray itself notices late, and then ends this process or lets it
+        wait."""
+        if dead := self._dead:
+            raise MegatrainError(f"a process of the run died (Ray's {', '.join(dead)}); the same command resumes")
+
+    @property
+    def _dead(self) -> list[str]:
+        return [self.names.get(process.pid, "own") for process in self.processes if not _lives(process)]
 
 
 def in_ray_job() -> bool:
@@ -142,18 +161,18 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
                 _temp_dir=str(folder),
             )
             roots = _started(before)
-            daemons = Daemons(tuple(process for process in roots if _is_daemon(process)))
+            daemons = Daemons.among(roots)
             yield daemons
     finally:
         # Another child of this process may be a tracker's, which outlives the cluster.
         started = _started(before) if roots is None else _with_children(roots)
         if ray.is_initialized() and daemons.alive:
             _end(_helpers(started), 0)  # ray.shutdown waits a second for each to obey a SIGTERM, which it never gets
-            ray.shutdown()
+            _shutdown(started)
             _end(started, STOP_TIMEOUT_S)
         else:  # nobody tells them to stop, and without its head Ray waits for it in ray.shutdown
             _end(started, 0)
-            ray.shutdown()
+            _shutdown(started)
         session.remove()
         remove_left_sessions()
 
@@ -197,8 +216,9 @@ def _init(problem: str, advice: str, **options: Any) -> None:
     group, as schedulers send it, the run needs its processes for its last save.
     """
     handler, before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    others = {process.pid for process in psutil.Process().children(recursive=True)}
     try:
-        with _interrupted_afterwards():
+        with _interrupted_afterwards(), _killing_late(lambda: _started(others), DEADLINE_S):
             ray.init(**options)
     except Exception as error:  # Ray has many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -207,6 +227,25 @@ def _init(problem: str, advice: str, **options: Any) -> None:
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray's own prints a stack and aborts
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _shutdown(started: list[psutil.Process]) -> None:
+    with _killing_late(lambda: started, STOP_TIMEOUT_S):
+        ray.shutdown()
+
+
+@contextmanager
+def _killing_late(find: Callable[[], list[psutil.Process]], timeout_s: float) -> Iterator[None]:
+    """Bounds calls of Ray that have no timeout: kills Ray's processes where the block takes longer than `timeout_s`.
+    What asks them then fails, or Ray ends this process with exit code 1 once it has missed its head for as long as
+    EMBEDDED_ENVIRONMENT says."""
+    timer = threading.Timer(timeout_s, lambda: _end(find(), 0))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
@@ -233,16 +272,27 @@ def _interrupted_afterwards() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _is_daemon(process: psutil.Process) -> bool:
+def _daemon_name(process: psutil.Process) -> str | None:
+    """Which of DAEMONS or AGENTS a process is; None where it is none of them, or dead."""
     with suppress(psutil.NoSuchProcess):
-        return Path(process.cmdline()[0]).name in DAEMONS
-    return False
+        program, *words = process.cmdline() or [""]
+        if Path(program).name in DAEMONS:  # the raylet's command line has those of its agents in it
+            return Path(program).name
+        return next((name for mark, name in AGENTS.items() if any(mark in word for word in (program, *words))), None)
+    return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two questions
+        return False
 
 
 def _helpers(started: Iterable[psutil.Process]) -> list[psutil.Process]:
     """What ray.init starts beside its daemons, for clusters that scale and are looked at."""
     with suppress(psutil.NoSuchProcess):
-        return [process for process in started if process.ppid() == os.getpid() and not _is_daemon(process)]
+        return [process for process in started if process.ppid() == os.getpid() and not _daemon_name(process)]
     return []
 
 

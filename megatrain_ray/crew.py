@@ -41,6 +41,7 @@ from megatrain_ray.post import (
     answer,
     await_begin,
     could_not_start,
+    ended,
     held,
     result_or_cause,
 )
@@ -106,15 +107,15 @@ class Crew:
         from where training stands when it is called."""
         plan = self._prepared.plan
         place = self._placement = self._placement or Placement(crew_spec(self._prepared), awaits_nodes=True)
-        place.wait()
-        side = self._side = GpuSide(self._prepared, place, data_arguments)
+        place.wait(check=self.check)
+        side = self._side = GpuSide(self._prepared, place, data_arguments, self.check)
         self._posts = [owner_post(self._prepared, place, host, self._left) for host in range(plan.num_hosts)]
         for owner in self._posts:
             self._fill(owner, None)
             self._assign(owner, lambda actor: actor.run.remote(), serves=True)
         if plan.num_hosts > 1:
-            check_run_dir(self._prepared, place, self._posts)
-            warn_of_memory(self._posts)
+            check_run_dir(self._prepared, place, self._posts, self.check)
+            warn_of_memory(self._posts, self.check)
         with held(self._posts[0].handles) as self._own_handles:  # nobody but their owner holds them yet
             self._start_others(place, side)
         self._own_handles = {}
@@ -140,7 +141,7 @@ class Crew:
         if not self._prepared.plan.shard_homes:
             return
         calls = self.side.ask_each("home_problems")
-        of_gpus = [answer("a GPU worker did not start", call) for call in calls]
+        of_gpus = [answer("a GPU worker did not start", call, self.check) for call in calls]
         problems = {problem for found in (*self._ask_shards("home_problems"), *of_gpus) for problem in found}
         if problems:
             say(f"warning: {'; '.join(sorted(problems))}; updates may be slower (docs/numa.md)")
@@ -182,7 +183,9 @@ class Crew:
                 raise DeadlineError(f"{', '.join(busy)} did not load its weights within {limit_s:.0f} s; {AGAIN}")
             for call in self.wait(of_gpu, 1.0):
                 of_gpu.remove(call)
-                result_or_cause(call, of_gpu)  # raises what it failed by: shards may be loading for minutes yet
+                result_or_cause(
+                    call, of_gpu, self.check
+                )  # raises what it failed by: shards may be loading for minutes yet
         for call in filling:
             self._until(call, "the layers on the device were not filled", limit_s)
         if not plan.saves_frozen:
@@ -218,15 +221,15 @@ class Crew:
         watched = {post.call: post for post in self._posts if post.call is not None}
         of_side = self._side.watched if self._side else []
         everything = [*calls, *watched, *of_side]
-        ended, _ = ray.wait(everything, num_returns=1, timeout=timeout_s)
-        if ended:
-            ended, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
-        for call in ended:
+        done, _ = ray.wait(everything, num_returns=1, timeout=timeout_s)
+        if done:
+            done, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
+        for call in done:
             if call in watched:
                 self._task_ended(watched[call], call)
             elif call in of_side:
                 self._side_ended(call)
-        return [call for call in ended if call in calls]
+        return [call for call in done if call in calls]
 
     def step(self, step: int, save: bool) -> Any:
         """Begins a step; the call whose result is all GPU workers'."""
@@ -245,10 +248,10 @@ class Crew:
     def abandon_save(self) -> None:
         """Nobody waits for the newest save any more."""
         with suppress(RayActorError):  # who follows waits for no save up to this one
-            answer("a save could not be abandoned", self.gpu.abandon_save.remote(self._newest_save))
+            answer("a save could not be abandoned", self.gpu.abandon_save.remote(self._newest_save), self.check)
         for post in self._shards:
             try:
-                answer("a save could not be abandoned", post.actor.abandon_save.remote(self._newest_save))
+                answer("a save could not be abandoned", post.actor.abandon_save.remote(self._newest_save), self.check)
             except RayActorError as error:  # who follows waits for no save up to this one
                 self.replace(error)
 
@@ -303,12 +306,13 @@ class Crew:
 
     def _lose(self, name: str, ids: Set[str], reason: str) -> float:
         """When it was noticed. `ids`: of the actors that end with it. Raises MegatrainError where that was one too
-        many."""
+        many, and where a process of Ray's died: then all actors die of it, one after the other."""
+        self._check_cluster()
         self._gone |= ids
         self._watch.died(name)
         self._failures.spend(name)
         log.warning("%s died: %s", name, reason)
-        self.check_hosts()
+        self.check()
         return time.monotonic()
 
     def _tell(self, name: str, start_s: float) -> None:
@@ -328,10 +332,10 @@ class Crew:
     def failures(self, within_s: float = 2.0) -> Iterator[Exception]:
         """What the tasks raised, given a moment: what made a shard fail may arrive after what followed from it."""
         calls = [post.call for post in self._posts if post.call is not None]
-        ended, _ = ray.wait(calls, num_returns=1, timeout=within_s) if calls else ([], [])
-        for call in ended:
+        done, _ = ray.wait(calls, num_returns=1, timeout=within_s) if calls else ([], [])
+        for call in done:
             try:
-                ray.get(call)
+                ray.get(call, timeout=within_s)
             except Exception as error:
                 yield error
 
@@ -364,8 +368,8 @@ class Crew:
         for post in self._posts:
             post.serves = False
             with suppress(RayActorError):  # everything is saved: who dies now is not missed
-                answer(f"{post.name} did not stop", post.actor.stop.remote())
-                answer(f"{post.name} did not end", post.call)
+                answer(f"{post.name} did not stop", post.actor.stop.remote(), self.check)
+                answer(f"{post.name} did not end", post.call, self.check)
 
     def kill(self) -> None:
         """Ends the processes whatever their state, unless their cluster is gone and ends with them. Idempotent."""
@@ -384,7 +388,7 @@ class Crew:
     def _until(self, call: Any, late: str, timeout_s: float) -> Any:
         """The answer of a call that takes time; who dies meanwhile is replaced."""
         self._until_all({call: late}, timeout_s)
-        return ray.get(call)
+        return self.result(call)
 
     def _until_all(self, calls: Mapping[Any, str], timeout_s: float) -> None:
         """The same for several, by how each is called when it is late. Raises what the first that failed raised, or the
@@ -393,7 +397,7 @@ class Crew:
         while waiting:
             for call in self.wait(list(waiting), 1.0):
                 del waiting[call]
-                result_or_cause(call, list(waiting))
+                result_or_cause(call, list(waiting), self.check)
             if waiting and time.monotonic() > deadline_s:
                 raise DeadlineError(f"{next(iter(waiting.values()))} within {timeout_s:.0f} s; {AGAIN}")
 
@@ -403,7 +407,7 @@ class Crew:
 
     def _task_ended(self, post: Post, call: Any) -> None:
         try:
-            ray.get(call)
+            self.result(call)
         except RayActorError as error:
             self.replace(error)
             return
@@ -417,7 +421,7 @@ class Crew:
         if call not in self.side.watched:  # of a worker that was replaced just now
             return
         try:
-            ray.get(call)
+            self.result(call)
         except RayActorError as error:
             self.replace(error)
         else:
@@ -435,12 +439,18 @@ class Crew:
         own = self._own_handles if host == 0 else {}  # the driver's
         return [handles for handles in (*posts, of_gpu, own) if handles]
 
-    def check_hosts(self, within_s: float = 0.0) -> None:
-        """Raises LostProcessError where one is gone, or within a moment is: a process is missed before its node."""
+    def result(self, call: Any) -> Any:
+        """Return what a call that has ended returned. Raises what it raised, and what `check` raises."""
+        return ended(call, self.check)
+
+    def check(self, within_s: float = 0.0) -> None:
+        """Raises MegatrainError where a process of Ray's died, and LostProcessError where another host is gone, or
+        within a moment is: a process is missed before its node."""
+        self._check_cluster()
         deadline_s = time.monotonic() + within_s
-        while self._placement is not None and self._prepared.plan.num_hosts > 1:
+        while self._placement is not None:
             self._placement.check_hosts()
-            if time.monotonic() >= deadline_s:
+            if time.monotonic() >= deadline_s or self._prepared.plan.num_hosts == 1:
                 return
             time.sleep(CHECK_S)
 
@@ -449,7 +459,9 @@ class Crew:
         answers = []
         for post in self._shards:
             try:
-                answers.append(answer(f"{post.name} did not answer", getattr(post.actor, question).remote()))
+                answers.append(
+                    answer(f"{post.name} did not answer", getattr(post.actor, question).remote(), self.check)
+                )
             except RayActorError as error:
                 self.replace(error)
         return answers
@@ -457,8 +469,8 @@ class Crew:
     def _introduce(self, post: Post) -> bool:
         """Waits until the actor has started; False where it died doing so and another one has taken its place."""
         try:
-            await_begin(post.name, post.begun, self.check_hosts)
-            post.handles = answer(f"{post.name} did not start", post.actor.handles.remote())
+            await_begin(post.name, post.begun, self.check)
+            post.handles = answer(f"{post.name} did not start", post.actor.handles.remote(), self.check)
         except RayActorError as error:
             self.replace(error)
             return False

@@ -15,7 +15,7 @@ from megatrain_ray.io.disk_io import DiskIo
 from megatrain_ray.logs import say
 from megatrain_ray.placement import Placement
 from megatrain_ray.planning import Prepared
-from megatrain_ray.post import CHECK_S, Post, answer
+from megatrain_ray.post import CHECK_S, Check, Post, answer
 from megatrain_ray.roles import owner_name, shard_name
 from megatrain_ray.run_dir import RunFiles
 from megatrain_ray.spill_folder import OtherHost
@@ -65,16 +65,17 @@ def shard_arguments(
     return prepared, index, holders, after_pid, True
 
 
-def _who_sees_another(path: Path, owners: Sequence[Post]) -> list[int]:
+def _who_sees_another(path: Path, owners: Sequence[Post], check: Check) -> list[int]:
     """Hosts on which the file is not what it is on the first one."""
-    seen = [answer(f"{post.name} did not answer", post.actor.digest_of.remote(str(path))) for post in owners]
+    seen = [answer(f"{post.name} did not answer", post.actor.digest_of.remote(str(path)), check) for post in owners]
     return [host for host, digest in enumerate(seen) if digest != seen[0]]
 
 
-def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[Post]) -> None:
-    """Raises ConfigError where another host does not see the run directory, into which all of them save."""
+def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[Post], check: Check) -> None:
+    """Raises ConfigError where another host does not see the run directory, into which all of them save. `check`: as of
+    `answer`."""
     path, deadline_s = RunFiles(Path(prepared.config.run_dir).absolute()).plan_file, time.monotonic() + SAME_S
-    while others := _who_sees_another(path, owners):
+    while others := _who_sees_another(path, owners, check):
         if time.monotonic() < deadline_s:
             time.sleep(CHECK_S)
             continue
@@ -84,8 +85,9 @@ def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[Post]) 
         )
 
 
-def warn_of_memory(owners: Sequence[Post]) -> None:
-    """Where spill.path is in memory on another host: the driver's own was told of with the plan."""
+def warn_of_memory(owners: Sequence[Post], check: Check) -> None:
+    """Where spill.path is in memory on another host: the driver's own was told of with the plan. `check`: as of
+    `answer`."""
     for post in owners:
-        if text := answer(f"{post.name} did not answer", post.actor.memory_warning.remote()):
+        if text := answer(f"{post.name} did not answer", post.actor.memory_warning.remote(), check):
             say(f"warning: {text}")

@@ -16,6 +16,7 @@ from megatrain_ray.faults import kind_of
 from megatrain_ray.io.measured_store import NOTHING, Moved
 from megatrain_ray.metric_sink import Count
 from megatrain_ray.metric_sinks import MetricSinks
+from megatrain_ray.post import ANSWER_S
 from megatrain_ray.roles import gpu_name, shard_name
 from megatrain_ray.step_work import RunWork
 from megatrain_ray.work_calls import WorkCalls
@@ -48,7 +49,7 @@ class DiskCounts:
 
     def _take(self, calls: WorkCalls) -> None:
         try:
-            work = calls.done()
+            work = calls.done(ANSWER_S)
         except ray.exceptions.RayError as error:  # the crew replaces who died, or ends the run
             log.info("what was moved on the disk is not counted this time: %s", error)
             return

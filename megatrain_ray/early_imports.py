@@ -10,6 +10,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from megatrain_ray.engine.deadlines import DEADLINE_S
+from megatrain_ray.errors import DeadlineError
+
 # Of Transformers 5.23 all that `open_model` imports for a model, but for the model's own file: 2.8 of 2.9 s.
 TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
@@ -42,9 +45,10 @@ def import_first(modules: Sequence[str]) -> None:
 @contextmanager
 def importing(modules: Sequence[str]) -> Iterator[None]:
     """Imports beside the block, which must not import the same; at its end they are there. Where the block fails, the
-    module that is being imported is the last."""
+    module that is being imported is the last. Raises DeadlineError where one is not there within DEADLINE_S."""
     stopped = threading.Event()
-    thread = threading.Thread(target=_import_unsignalled, args=(modules, stopped), name="imports")
+    # A daemon: a process whose file system hangs must still be able to exit.
+    thread = threading.Thread(target=_import_unsignalled, args=(modules, stopped), name="imports", daemon=True)
     thread.start()
     try:
         yield
@@ -52,7 +56,9 @@ def importing(modules: Sequence[str]) -> Iterator[None]:
         stopped.set()
         raise
     finally:
-        thread.join()
+        thread.join(DEADLINE_S)
+    if thread.is_alive():
+        raise DeadlineError(f"{', '.join(modules)} were not imported within {DEADLINE_S:.0f} s: is their disk stuck?")
 
 
 def _import_unsignalled(modules: Sequence[str], stopped: threading.Event) -> None:

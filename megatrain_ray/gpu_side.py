@@ -15,7 +15,7 @@ from megatrain_ray.gpu_worker import Progress, Seat
 from megatrain_ray.io.arena_holder import Handles
 from megatrain_ray.placement import Placement
 from megatrain_ray.planning import Prepared
-from megatrain_ray.post import actor_id, answer, await_answer, await_begin
+from megatrain_ray.post import Check, actor_id, answer, await_begin
 from megatrain_ray.roles import DATA, gpu_name
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,13 @@ class GpuSide:
     end, so another one takes the place of each.
     """
 
-    def __init__(self, prepared: Prepared, place: Placement, data_arguments: Callable[[], Mapping[str, Any]]) -> None:
-        """Takes the data process, which begins to open its files."""
+    def __init__(
+        self, prepared: Prepared, place: Placement, data_arguments: Callable[[], Mapping[str, Any]], check: Check
+    ) -> None:
+        """Takes the data process, which begins to open its files. `check`: called in every wait, as of `answer`."""
         self._prepared = prepared
         self._place = place
+        self._check = check
         self._data_arguments = data_arguments
         self._gpus: list[Any] = []
         self.handles: dict[int, Handles] = {}  # of each host's arenas, which its first GPU worker keeps alive, too
@@ -101,7 +104,7 @@ class GpuSide:
         if plan.num_gpus > 1:
             addresses = self._place.addresses
             meeting = self.gpu.open_meeting.remote(addresses[0])
-            place = await_answer("the GPU workers found no place to meet", meeting, self._place.check_hosts)
+            place = answer("the GPU workers found no place to meet", meeting, self._check)
             seats = [Seat(rank, place, addresses[rank // plan.host_gpus]) for rank in range(plan.num_gpus)]
         return [
             gpu.take_up.remote(
@@ -121,13 +124,13 @@ class GpuSide:
         self._introduce_gpus(attaching)
 
     def _introduce_data(self) -> None:
-        await_begin("the data process", self._drawing, self._place.check_hosts)
-        self.pids[DATA] = answer("the data process did not start", self.data.pid.remote())
+        await_begin("the data process", self._drawing, self._check)
+        self.pids[DATA] = answer("the data process did not start", self.data.pid.remote(), self._check)
 
     def _introduce_gpus(self, attaching: Sequence[Any]) -> None:
         for rank, (call, gpu) in enumerate(zip(attaching, self._gpus, strict=True)):
-            await_begin(f"the {gpu_name(rank)}", call, self._place.check_hosts)
-            handles = answer(f"the {gpu_name(rank)} did not start", gpu.handles.remote())
+            await_begin(f"the {gpu_name(rank)}", call, self._check)
+            handles = answer(f"the {gpu_name(rank)} did not start", gpu.handles.remote(), self._check)
             self.pids[gpu_name(rank)] = next(iter(handles.values())).pid
             self.handles.setdefault(rank // self._prepared.plan.host_gpus, handles)
 
@@ -150,7 +153,7 @@ class GpuSide:
         self._begin_data()
         self._introduce_data()
         for call in self.ask_each("take_data", self.data):
-            answer("a GPU worker did not take the data process", call)
+            answer("a GPU worker did not take the data process", call, self._check)
         self.watch()
 
     def replace_gpus(
@@ -169,7 +172,7 @@ class GpuSide:
         filled = self.ask_each("fill", None, None)  # nothing lives on the device
         self.all_of(self.ask_each("build"), until, "did not build its engine")
         for call in filled:
-            answer("a GPU worker was not filled", call)
+            answer("a GPU worker was not filled", call, self._check)
         try:
             self.begin("resume", progress, until, "did not take up training")
         except RayTaskError as error:

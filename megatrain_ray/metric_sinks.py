@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 from megatrain_ray.atomic_file import write_atomically
 from megatrain_ray.config import TrainConfig
 from megatrain_ray.config_file import config_to_dict
+from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.tier import Tier
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.logs import say
@@ -160,10 +162,18 @@ def open_sinks(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[
         raise
     finally:
         for name, sink in opened.items():
-            try:
-                sink.close(end)
-            except Exception as error:
-                say(f"warning: {name} could not be closed ({type(error).__name__}: {error})")
+            thread = threading.Thread(target=_close, args=(name, sink, end), name=f"closing {name}", daemon=True)
+            thread.start()
+            thread.join(DEADLINE_S)  # a tracker whose server is away tries for ever
+            if thread.is_alive():
+                say(f"warning: {name} was not closed within {DEADLINE_S:.0f} s; metrics.jsonl is whole")
+
+
+def _close(name: str, sink: MetricSink, end: End) -> None:
+    try:
+        sink.close(end)
+    except Exception as error:
+        say(f"warning: {name} could not be closed ({type(error).__name__}: {error})")
 
 
 def _wanted(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[tuple[str, str, Callable[[], MetricSink]]]:

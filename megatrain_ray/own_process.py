@@ -10,7 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import ParamSpec, TypeVar
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.engine.deadlines import DEADLINE_S, STEP_DEADLINE_S
+from megatrain_ray.errors import DeadlineError, MegatrainError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -22,7 +23,8 @@ def in_own_process(
     """The function, its arguments and its result must be picklable. What it prints goes to standard error. The process
     is gone when this returns or raises.
 
-    Raises what the function raises, and MegatrainError, which `name` begins, where the process dies.
+    Raises what the function raises, and with a message that `name` begins MegatrainError where the process dies and
+    DeadlineError where it takes longer than STEP_DEADLINE_S.
     """
     # Spawned: a fork would inherit what CUDA and Ray have begun. It imports the program that runs, the command line.
     context = multiprocessing.get_context("spawn")
@@ -31,12 +33,14 @@ def in_own_process(
     process.start()
     theirs.close()  # theirs alone: when they die the answer ends
     try:
+        if not ours.poll(STEP_DEADLINE_S):
+            raise DeadlineError(f"{name} did not end within {STEP_DEADLINE_S:.0f} s; start again")
         done, answer = ours.recv()
     except EOFError:
         raise MegatrainError(f"{name} died, perhaps for want of memory (dmesg says so); start again") from None
     finally:
         process.kill()
-        process.join()
+        process.join(DEADLINE_S)
         ours.close()
     if not done:
         raise answer

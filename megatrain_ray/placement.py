@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,10 @@ from megatrain_ray.data_worker import DataWorker
 from megatrain_ray.early_imports import COMPILER, TRANSFORMERS
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.rank_group import LOOPBACK
-from megatrain_ray.errors import DeadlineError, LostProcessError
+from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
+from megatrain_ray.post import CHECK_S, Check
 from megatrain_ray.roles import DATA, GPU, OWNER, gpu_name, owner_name, shard_name
 from megatrain_ray.shard_worker import ShardWorker
 
@@ -114,16 +116,26 @@ class Placement:
         self._waiting = {name: self._begin(name) for name in self._bundle_of}
         self._nodes: list[str] = []  # of each host, by Ray's id
 
-    def wait(self, soon_s: float = SOON_S, timeout_s: float = DEADLINE_S) -> None:
-        """Until there is room for them, for others may use it. Says so after `soon_s`; raises DeadlineError."""
-        if not self._group.wait(soon_s):
+    def wait(self, soon_s: float = SOON_S, timeout_s: float = DEADLINE_S, check: Check = lambda: None) -> None:
+        """Until there is room for them, for others may use it. Says so after `soon_s`; raises DeadlineError, and what
+        `check` raises, as `answer`."""
+        if not self._has_room(soon_s, check):
             say(f"waiting for room in the Ray cluster: {self._lacking}")
-            if not self._group.wait(timeout_s):
+            if not self._has_room(timeout_s, check):
                 raise DeadlineError(
                     f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; {self._remedy}"
                 )
         by_bundle = placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = [by_bundle[bundle] for bundle in range(self._spec.num_hosts)]
+
+    def _has_room(self, timeout_s: float, check: Check) -> bool:
+        """Whether there is within `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._group.wait(max(0.0, min(CHECK_S, deadline_s - time.monotonic()))):
+            check()
+            if time.monotonic() >= deadline_s:
+                return False
+        return True
 
     @property
     def addresses(self) -> list[str]:
@@ -143,12 +155,12 @@ class Placement:
         return self._nodes[host]
 
     def check_hosts(self) -> None:
-        """Raises LostProcessError where the Ray node of a host is gone, with the state that it had. Of a run on one
-        host the driver is there, too."""
-        if self._spec.num_hosts == 1:
-            return
+        """Raises LostProcessError where the Ray node of a host is gone, with the state that it had; and MegatrainError
+        where that is the driver's own, without which the driver starts nothing."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         gone = [str(host) for host, node in enumerate(self._nodes) if node not in alive]
+        if gone and self._nodes[0] not in alive:
+            raise MegatrainError("Ray's node on this machine died; the same command resumes once Ray is up again")
         if gone:
             raise LostProcessError(f"the Ray node of host {', '.join(gone)} of {self._spec.num_hosts} is gone")
 

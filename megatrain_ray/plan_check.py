@@ -18,6 +18,7 @@ from megatrain_ray.crew import Crew
 from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.engine.plan import Plan
 from megatrain_ray.logs import say
+from megatrain_ray.post import ANSWER_S, CLOSE_S, await_thread
 from megatrain_ray.prediction_check import MIN_STEPS, Comparison, compare, warning
 from megatrain_ray.process_memory import pss_of_run
 from megatrain_ray.step_work import RunWork, work_between
@@ -26,7 +27,6 @@ from megatrain_ray.work_calls import WorkCalls
 log = logging.getLogger(__name__)
 
 NEWEST = 256  # rows of which medians are taken
-ANSWER_S = 30.0  # for what a shard answers at once
 
 
 class PlanCheck:
@@ -63,15 +63,19 @@ class PlanCheck:
 
     def finish(self, crew: Crew) -> None:
         """No step comes any more; the processes still are."""
-        self.close()
+        self._await_look(crew)
         if self._num_usual >= MIN_STEPS:
             self._look(crew, at_end=True)
-            self.close()
+            self._await_look(crew)
 
     def close(self) -> None:
         """No process answers any more. Idempotent."""
         if self._thread is not None:
-            self._thread.join(DEADLINE_S)
+            self._thread.join(CLOSE_S)
+
+    def _await_look(self, crew: Crew) -> None:
+        if self._thread is not None:
+            await_thread(self._thread, crew.check, DEADLINE_S)
 
     @property
     def _is_looking(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -15,11 +16,14 @@ from megatrain_ray.engine.deadlines import DEADLINE_S
 from megatrain_ray.errors import DeadlineError, LostPeerError, MegatrainError
 from megatrain_ray.io.arena_holder import ArenaHolder, Handles
 
-CHECK_S = 1.0  # how often somebody who waits for an actor asks whether it can still begin
+CHECK_S = 1.0  # how often somebody who waits asks whether that can still come
+ANSWER_S = 30.0  # for what an actor answers at once
+CLOSE_S = 10.0  # for a thread of the driver whose calls have failed, since the actors are dead
 DEATH_TOLD_S = 10.0  # a guess: in which Ray tells that a process has ended
 AGAIN = "the same command starts again from the last save"
 
 Task = Callable[[Any], Any]  # from an actor to its answer to come
+Check = Callable[[], None]  # raises where what is waited for cannot come any more
 
 
 @dataclass
@@ -53,45 +57,56 @@ def actor_id(actor: Any) -> str:
     return str(actor._actor_id.hex())
 
 
-def answer(late: str, call: Any, timeout_s: float = DEADLINE_S) -> Any:
-    """What a call that takes no time returns. Raises what it raised, DeadlineError that begins with `late`."""
-    try:
-        return ray.get(call, timeout=timeout_s)
-    except GetTimeoutError:
-        raise _late(late, timeout_s) from None
+def answer(late: str, call: Any, check: Check, timeout_s: float = DEADLINE_S) -> Any:
+    """Return what a call of Ray returns, and wait for it at most `timeout_s`.
+
+    `check` is called every CHECK_S while waiting, and when the call fails: an actor also dies when a process of Ray's
+    does, and then that is the cause. Raises what `check` raises, what the call raised, and DeadlineError, whose message
+    begins with `late`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(call, timeout=max(0.0, min(CHECK_S, deadline_s - time.monotonic())))
+        except GetTimeoutError:
+            check()
+            if time.monotonic() >= deadline_s:
+                raise DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}") from None
+        except RayError:
+            check()
+            raise
 
 
-def _late(late: str, timeout_s: float) -> DeadlineError:
-    return DeadlineError(f"{late} within {timeout_s:.0f} s; {AGAIN}")
+def ended(call: Any, check: Check) -> Any:
+    """Return what a call that has ended returned, as `answer`: a large result is still to be fetched."""
+    return answer("a result did not arrive", call, check)
 
 
-def await_answer(late: str, call: Any, check: Callable[[], None]) -> Any:
-    """As `answer`, of one that may never begin: `check` raises where it cannot any more."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not ray.wait([call], timeout=CHECK_S)[0]:
+def await_thread(thread: threading.Thread, check: Check, timeout_s: float) -> None:
+    """Wait until a thread has ended, at most `timeout_s`. Raises what `check` raises, which is called every CHECK_S."""
+    deadline_s = time.monotonic() + timeout_s
+    while thread.is_alive() and (left_s := deadline_s - time.monotonic()) > 0:
         check()
-        if time.monotonic() > deadline_s:
-            raise _late(late, DEADLINE_S)
-    return ray.get(call)
+        thread.join(min(CHECK_S, left_s))
 
 
-def await_begin(name: str, begun: Any, check: Callable[[], None]) -> None:
-    """Until an actor has taken up. Raises RayActorError where it died, MegatrainError where it cannot, and what `check`
-    does, which is asked meanwhile."""
+def await_begin(name: str, begun: Any, check: Check) -> None:
+    """Wait until an actor has taken up. Raises RayActorError where it died, MegatrainError where it cannot, and what
+    `check` raises, as `answer`."""
     try:
-        await_answer(f"{name} did not start", begun, check)
+        answer(f"{name} did not start", begun, check)
     except RayTaskError as error:
-        check()  # what it needs is not where it was
         if isinstance(error.cause, MegatrainError):
             raise
         raise MegatrainError(could_not_start(name, error)) from error
 
 
-def result_or_cause(call: Any, others: Sequence[Any]) -> Any:
+def result_or_cause(call: Any, others: Sequence[Any], check: Check) -> Any:
     """What a call that has ended returned. Raises what it raised; but for a LostPeerError the death of an actor of
-    `others`, where Ray tells of one within DEATH_TOLD_S: that is the cause. `others`: calls that are still open."""
+    `others`, where Ray tells of one within DEATH_TOLD_S: that is the cause. `others`: calls that are still open.
+    `check`: as of `answer`."""
     try:
-        return ray.get(call)
+        return ended(call, check)
     except RayTaskError as error:
         if isinstance(error.cause, LostPeerError) and (death := _death_among(others)):
             raise death from error
@@ -103,10 +118,10 @@ def _death_among(calls: Sequence[Any]) -> RayActorError | None:
     open."""
     waiting, deadline_s = list(calls), time.monotonic() + DEATH_TOLD_S
     while waiting and (left_s := deadline_s - time.monotonic()) > 0:
-        ended, waiting = ray.wait(waiting, timeout=left_s)
-        for call in ended:
+        done, waiting = ray.wait(waiting, timeout=left_s)
+        for call in done:
             try:
-                ray.get(call)
+                ray.get(call, timeout=CHECK_S)
             except RayActorError as death:
                 return death
             except RayError:  # a rank that lost it, too

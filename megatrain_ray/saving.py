@@ -126,7 +126,7 @@ class RunningSave:
     def take(self, call: Any) -> None:
         """One of `calls` has ended."""
         self.calls.remove(call)
-        self._parts.append(ray.get(call))
+        self._parts.append(self._crew.result(call))
 
     def check_deadline(self) -> None:
         """Raises DeadlineError when it takes longer than the steps before it and the slowest disk would."""

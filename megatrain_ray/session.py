@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.cluster import Daemons, in_ray_job
@@ -147,7 +146,7 @@ class Session:
                 crew.stop()
         except RayError as error:
             log.error("after step %d", self._completed, exc_info=error)
-            crew.check_hosts(NOTICE_S if _may_be_of_a_node(error) else 0.0)
+            crew.check(NOTICE_S if _may_be_of_a_node(error) else 0.0)
             raise understood(error, crew) from error
         finally:
             crew.kill()
@@ -283,11 +282,11 @@ class Session:
         self._sinks.keep()
         for call in ended:
             if self._under_way and call == self._under_way[0]:
-                self._record(crew, ray.get(call), view)
+                self._record(crew, crew.result(call), view)
                 self._under_way.pop(0)
                 self._mark()
             elif self._evaluation and call in evaluated:
-                self._evaluation.take(call, ray.get(call))
+                self._evaluation.take(call, crew.result(call))
                 view.evaluating(*self._evaluation.progress)
             else:
                 self._take_part(crew, call)

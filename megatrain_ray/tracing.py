@@ -14,6 +14,7 @@ from megatrain_ray.crew import Crew
 from megatrain_ray.engine.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.logs import say
 from megatrain_ray.planning import Prepared
+from megatrain_ray.post import CLOSE_S, await_thread
 from megatrain_ray.spans import SpanLog, traced_steps
 from megatrain_ray.trace_file import TracedProcess, trace_path, write_trace
 
@@ -44,12 +45,17 @@ class Tracing:
         if self._thread is None and completed in self._steps:
             self._collect(crew, completed)
         if self._thread is not None:
-            self._thread.join()
+            await_thread(self._thread, crew.check, self._limit_s)
 
     def close(self) -> None:
         """No process answers any more. Idempotent."""
         if self._thread is not None:
-            self._thread.join(DEADLINE_S)
+            self._thread.join(CLOSE_S)
+
+    @property
+    def _limit_s(self) -> float:
+        """For an answer: a process answers when step and update are over."""
+        return STEP_DEADLINE_S + self._prepared.plan.update_deadline_s + DEADLINE_S
 
     def _watch(self, completed: int) -> None:
         self.spans.on = completed + 1 in self._steps
@@ -75,9 +81,8 @@ class Tracing:
 
     def _answer(self, name: str, call: Any) -> TracedProcess | None:
         """None where the process has died."""
-        limit_s = STEP_DEADLINE_S + self._prepared.plan.update_deadline_s + DEADLINE_S
         try:
-            return TracedProcess(name, ray.get(call, timeout=limit_s))
+            return TracedProcess(name, ray.get(call, timeout=self._limit_s))
         except ray.exceptions.RayError as error:
             log.warning("the trace is without the spans of %s: %s", name, error)
             return None

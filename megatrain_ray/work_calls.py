@@ -20,7 +20,7 @@ class WorkCalls(NamedTuple):
     def all(self) -> list[Any]:
         return [*self.shards, *self.gpus]
 
-    def done(self, timeout_s: float | None = None) -> RunWork:
+    def done(self, timeout_s: float) -> RunWork:
         """Raises what a call raised, GetTimeoutError."""
         answers = ray.get(self.all, timeout=timeout_s)
         return RunWork(answers[: len(self.shards)], answers[len(self.shards) :])

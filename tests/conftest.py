@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.sampling import numbered, pairwise, spread
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; nothing here may ask the network
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 # Read by OpenMP when torch is imported, here and in the processes of runs: threads that share cores wait without
@@ -19,18 +21,42 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-# An example takes as long as a loaded machine takes, and the same ones are tried each time.
-settings.register_profile("tests", deadline=None, derandomize=True)
-settings.load_profile("tests")
+# An example takes as long as a loaded machine takes, and the same ones are tried each time. `make test-all` tries more.
+settings.register_profile("few", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("many", deadline=None, derandomize=True, max_examples=200)
+settings.load_profile("few")
 
 END_S = 30.0  # a thread that has been told to end does so within
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs the machine for itself: all that uses the cluster of the tests."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="run everything that is long by nature, as make test-all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what needs the machine for itself: all that uses the cluster of the tests. Leaves out what is long."""
     for item in items:
         if "ray_address" in getattr(item, "fixturenames", ()):
             item.add_marker("ray")
+    if not config.getoption("--all-cases"):
+        left_out = {id(item) for item in left_for_all_cases(items)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+        items[:] = [item for item in items if id(item) not in left_out]
+
+
+def left_for_all_cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """What `make test` does not run: tests marked `long`, and most cases of those marked `pairwise` or `spread`."""
+    groups: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("long"):
+            yield item
+        elif item.get_closest_marker("pairwise") or item.get_closest_marker("spread"):
+            groups.setdefault(item.function, []).append(item)  # type: ignore[attr-defined]
+    for group in groups.values():
+        marker = group[0].get_closest_marker("spread")
+        cases = [item.callspec.params if hasattr(item, "callspec") else {} for item in group]
+        kept = spread(len(cases), marker.args[0]) if marker else pairwise(numbered(cases))
+        yield from (item for k, item in enumerate(group) if k not in kept)
 
 
 @pytest.fixture(scope="session", autouse=True)

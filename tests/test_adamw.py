@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -119,7 +119,6 @@ def test_modes(split: bool, gradient_dtype: torch.dtype, decay: bool, scale: flo
     assert all(torch.equal(a, b) for a, b in zip(feed, kept, strict=True)), "a gradient was written"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(size=st.integers(1, 6000), cuts=st.sets(st.integers(1, 93), max_size=6), split=st.booleans())
 def test_cuts_at_multiples_of_64_change_nothing(size: int, cuts: set[int], split: bool) -> None:
     case, master = Case(num_steps=3, split=split), random_master(size)

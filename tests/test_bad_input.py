@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatrain_ray.cli import main
+from megatrain_ray.cluster import Daemons
 from tests.runs import cli, config, write_config
 from tests.tiny import build_tiny
 
@@ -106,8 +108,7 @@ def test_a_plan_for_a_gpu_needs_neither_that_nor_data(tmp_path: Path, capsys: py
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bad_input(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def check_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     spoil, code, message = CASES[name]
     folder = build_tiny(tmp_path / "model")
     tree = config(tmp_path / "runs" / "run", folder)
@@ -120,6 +121,24 @@ def test_bad_input(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixtu
     assert sum(line.startswith("error: ") for line in shown.splitlines()) == 1
     assert "Traceback" not in shown
     assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
+
+
+@contextmanager
+def no_processes(*_: object) -> Iterator[tuple[Daemons, None]]:
+    yield Daemons(), None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Nothing that is refused needs the processes that a start brings up meanwhile."""
+    monkeypatch.setattr("megatrain_ray.trainer._processes", no_processes)
+    check_refusal(tmp_path, capsys, name)
+
+
+def test_bad_input_beside_a_cluster(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check_refusal(tmp_path, capsys, "bad JSON")
 
 
 def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ from tests.run_engine import EngineResult, Mode, train_engine
 from tests.shapes import qwen
 from tests.tiny import build_tiny, tiny_batches
 
+# `make test-all` runs the products.
+pytestmark = pytest.mark.pairwise
+
 ALL = frozenset(range(5))  # layers of the tiny model
 STEPS = 4
 CAPTURED = Mode(hbm_layers=ALL, captured=True)

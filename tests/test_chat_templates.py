@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -146,7 +146,6 @@ def rendered(reference: PreTrainedTokenizerFast, messages: Messages, tokenize: b
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(deadline=None, derandomize=True, max_examples=25)
 @given(system=st.none() | TEXTS, pairs=PAIRS, asked_again=st.booleans())
 def test_random_chats(
     folders: Path, name: str, system: str | None, pairs: list[tuple[str, str]], asked_again: bool
@@ -183,7 +182,6 @@ def cached_encoder(folder: Path) -> ChatEncoder:
     return encoder_of(folder)
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
 @given(system=st.none() | TEXTS, pairs=PAIRS)
 def test_random_chats_as_bytes(system: str | None, pairs: list[tuple[str, str]]) -> None:
     encoder = ChatEncoder(load_tokenizer("bytes"), load_chat_template("bytes"))

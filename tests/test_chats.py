@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
@@ -108,7 +108,6 @@ def test_answers_without_anything_between_them_are_two(tmp_path: Path) -> None:
     assert shown(sequence) == "q:AB#"
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
 @given(contents=st.lists(st.text("ab", min_size=1, max_size=9), min_size=2, max_size=8), max_tokens=st.integers(2, 60))
 def test_any_cut_is_a_prefix_with_something_to_learn(
     tmp_path_factory: pytest.TempPathFactory, contents: list[str], max_tokens: int

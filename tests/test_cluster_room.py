@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from megatrain_ray.cluster_room import check_device, check_node, lacking, place_here, this_node
-from megatrain_ray.errors import CapacityError, ConfigError, DeadlineError
+from megatrain_ray.errors import CapacityError, ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.placement import CrewSpec, Placement
 from tests.runs import cli_here, config, write_config
 from tests.tiny import build_tiny
@@ -88,6 +88,28 @@ def test_a_full_cluster_is_waited_for_and_said(ray_address: str, capsys: pytest.
         with closing_placement(placement), pytest.raises(DeadlineError, match=r"no room within 0 s: CPU \(0\.3 asked"):
             placement.wait(soon_s=0.0, timeout_s=0.0)
     assert "waiting for room in the Ray cluster: CPU (0.3 asked for, " in capsys.readouterr().err
+
+
+def test_a_full_cluster_whose_processes_died_is_not_waited_for(ray_address: str) -> None:
+    def died() -> None:
+        raise MegatrainError("a process of Ray's died")
+
+    with taken(CPU=4.0):
+        placement = Placement(CrewSpec(2, "cpu"))
+        with closing_placement(placement), pytest.raises(MegatrainError, match="Ray's died"):
+            placement.wait(check=died)
+
+
+def test_a_run_ends_with_the_ray_node_of_its_driver(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cluster that it did not start: from a dead node the driver can start nothing again."""
+    placement = Placement(CrewSpec(1, "cpu"))
+    with closing_placement(placement):
+        placement.wait()
+        placement.check_hosts()
+        dead = {**this_node(), "Alive": False}
+        monkeypatch.setattr(ray, "nodes", lambda: [dead])
+        with pytest.raises(MegatrainError, match="Ray's node on this machine died; the same command resumes"):
+            placement.check_hosts()
 
 
 @contextmanager

@@ -24,6 +24,9 @@ from megatrain_ray.engine.tier import Tier
 from tests.exhaustive import Exhaustive
 from tests.shapes import deepened
 
+# `make test-all` runs every case: they take a minute.
+pytestmark = pytest.mark.spread(4)
+
 MAY_MISS = 0.03
 SEQ = 2048
 MiB = 1 << 20

@@ -32,15 +32,12 @@ def asked() -> list[tuple[str, str, Any]]:
 def side(asked: list[tuple[str, str, Any]], monkeypatch: pytest.MonkeyPatch) -> GpuSide:
     """Of two hosts with two GPUs each."""
     handles = iter(range(100, 200))
-    monkeypatch.setattr(gpu_side, "await_answer", lambda *_: "where they meet")
     monkeypatch.setattr(gpu_side, "await_begin", lambda *_: None)
     monkeypatch.setattr(gpu_side, "answer", lambda *_: {"arena": SimpleNamespace(pid=next(handles))})
     monkeypatch.setattr(gpu_side.ray, "kill", lambda _: None)
-    place = SimpleNamespace(
-        take=lambda name: Actor(name, asked), addresses=["first", "second"], check_hosts=lambda: None
-    )
+    place = SimpleNamespace(take=lambda name: Actor(name, asked), addresses=["first", "second"])
     plan = SimpleNamespace(num_gpus=4, host_gpus=2, repeats_steps=True)
-    return GpuSide(SimpleNamespace(plan=plan), place, dict)
+    return GpuSide(SimpleNamespace(plan=plan), place, dict, lambda: None)
 
 
 def test_each_waits_for_the_end_of_all_before_it_on_its_host(side: GpuSide, asked: list[tuple[str, str, Any]]) -> None:

@@ -133,7 +133,7 @@ def crashes(draw: st.DrawFn) -> list[tuple[int | None, Span, Phase]]:
     return found
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     blocks=crashes(),
     precision=st.sampled_from(PRECISIONS),

@@ -9,25 +9,33 @@ import pytest
 
 from benchmarks.kill_campaign import checks
 from benchmarks.kill_campaign.cases import (
+    AUTOSCALER,
     BACKWARD,
+    DASHBOARD,
+    DASHBOARD_AGENT,
     DATA,
     DRIVER,
     FORWARD,
     GPU,
     LANDED,
+    LOG_MONITOR,
     OWNER,
+    RUNTIME_ENV_AGENT,
     SHARD_0,
     SHARD_1,
     UPDATE,
     Outcome,
 )
 from benchmarks.kill_campaign.checks import OK
+from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.processes import Role
 from megatrain_ray.io.save import list_saves
 from tests.kills import END_S, SECOND_SAVE, kill, mid_update, prepare, training
 from tests.runs import assert_equals_reference, cli_here, rows, write_config
 
 pytestmark = pytest.mark.ray
+
+RAY_END_S = 30.0  # in which a run ends without one of Ray's processes that it needs (docs/troubleshooting.md)
 
 
 def test_shards_and_the_arena_owner_are_replaced(tmp_path: Path) -> None:
@@ -88,6 +96,32 @@ def test_what_dies_with_the_gpu_worker_is_made_again_from_the_last_save(tmp_path
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 25))
     assert checks.of_unfinished(tmp_path / "run") == OK
+
+
+def test_a_run_goes_on_without_rays_helpers_and_ends_with_an_agent(tmp_path: Path, ray_address: str) -> None:
+    """Ray's raylet ends with each of its two agents, and all actors with the raylet."""
+    tree, path = prepare(tmp_path, train__steps=40)
+    with training(tmp_path, path) as run:
+        for helper in (DASHBOARD, LOG_MONITOR, AUTOSCALER):
+            kill(run, BACKWARD, helper)
+        kill(run, BACKWARD, DASHBOARD_AGENT)
+        drivers = [_ends_with(run, Role.DASHBOARD_AGENT)]
+    with training(tmp_path, path) as run:
+        hit = kill(run, SECOND_SAVE, RUNTIME_ENV_AGENT)
+        drivers.append(_ends_with(run, Role.RUNTIME_ENV_AGENT))
+        assert checks.of_saves(tmp_path / "run", hit.committed) == OK
+    assert cli_here("train", str(path)).returncode == 0
+    assert checks.of_folders(drivers) == OK
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+    assert checks.of_unfinished(tmp_path / "run") == OK
+
+
+def _ends_with(run: LiveRun, role: Role) -> int:
+    """The run ends in time, says what died and leaves nobody behind. Returns the pid of its driver."""
+    assert run.process.wait(RAY_END_S) == 1, run.text()
+    assert checks.of_message(run, Outcome.ENDED, {role}) == OK
+    assert run.processes.await_end(5.0) == []
+    return run.process.pid
 
 
 def test_the_same_command_resumes_after_any_other_death(tmp_path: Path, ray_address: str) -> None:

@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain_ray.engine.flat_layout import (
@@ -22,7 +22,6 @@ from megatrain_ray.engine.shard_layout import ShardLayout
 
 shapes = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 granularities = st.sampled_from([CUT_ELEMENTS, 3 * CUT_ELEMENTS, NODE_CUT_ELEMENTS])
-repeatable = settings(deadline=None, derandomize=True, max_examples=60)
 VECTOR_ELEMENTS = 64  # torch's vectorised AdamW rounds alike whatever is cut off at a multiple of these
 
 
@@ -41,7 +40,6 @@ def build(parameter_shapes: list[tuple[int, ...]], num_fragments: int = 1) -> Fl
     return FlatLayout.build("layer", specs, num_fragments)
 
 
-@repeatable
 @given(shapes, st.integers(1, 5))
 def test_parameters_are_aligned_and_apart(parameter_shapes: list[tuple[int, ...]], num_fragments: int) -> None:
     layout = build(parameter_shapes, num_fragments)
@@ -55,7 +53,6 @@ def test_parameters_are_aligned_and_apart(parameter_shapes: list[tuple[int, ...]
     assert position <= layout.size
 
 
-@repeatable
 @given(shapes, st.integers(1, 5))
 def test_fragments_cover_the_layer_and_cut_no_parameter(parameter_shapes: list[tuple[int, ...]], count: int) -> None:
     layout = build(parameter_shapes, count)
@@ -66,7 +63,6 @@ def test_fragments_cover_the_layer_and_cut_no_parameter(parameter_shapes: list[t
         assert sum(f.start <= segment.start and segment.stop <= f.stop for f in layout.fragments) == 1
 
 
-@repeatable
 @given(shapes, st.integers(1, 7))
 def test_cuts_cover_the_layer_on_safe_boundaries(parameter_shapes: list[tuple[int, ...]], num_shards: int) -> None:
     layout = build(parameter_shapes)
@@ -77,7 +73,6 @@ def test_cuts_cover_the_layer_on_safe_boundaries(parameter_shapes: list[tuple[in
     assert all(cut.start % CUT_ELEMENTS == 0 for cut in cuts)
 
 
-@repeatable
 @given(shapes, st.integers(1, 5))
 def test_runs_of_all_shards_are_every_element_once(parameter_shapes: list[tuple[int, ...]], num_shards: int) -> None:
     layout = build(parameter_shapes)
@@ -126,7 +121,6 @@ def test_shards_store_their_parts_one_after_the_other() -> None:
     assert [s.spans[1] for s in shards] == [Span(0, 0), Span(0, 0), Span(0, 2048)]
 
 
-@repeatable
 @given(layers(), st.integers(1, 9), granularities)
 def test_cuts_lie_on_vector_boundaries_of_every_parameter(
     layout: FlatLayout, num_shards: int, granularity: int
@@ -140,7 +134,6 @@ def test_cuts_lie_on_vector_boundaries_of_every_parameter(
     assert max(cut.size for cut in cuts) <= granularity * math.ceil(math.ceil(layout.size / granularity) / num_shards)
 
 
-@repeatable
 @given(layers(), st.data())
 def test_logical_and_padded_are_each_others_inverse(layout: FlatLayout, data: st.DataObject) -> None:
     """Of any span, whether it begins and ends in parameters or in the padding between them."""
@@ -161,7 +154,6 @@ def test_logical_and_padded_are_each_others_inverse(layout: FlatLayout, data: st
         assert span.start <= run.padded and run.padded + run.length <= span.stop
 
 
-@repeatable
 @given(layers())
 def test_views_are_apart_aligned_and_inside_one_fragment(layout: FlatLayout) -> None:
     flat = torch.zeros(layout.size, dtype=torch.int16)
@@ -181,7 +173,6 @@ def test_views_are_apart_aligned_and_inside_one_fragment(layout: FlatLayout) -> 
         assert (view.data_ptr(), view.shape, view.stride()) == (same.data_ptr(), same.shape, same.stride())
 
 
-@repeatable
 @given(st.lists(layers(), min_size=1, max_size=4), st.integers(1, 6), granularities)
 def test_shards_own_every_element_of_a_model_once(flats: list[FlatLayout], num_shards: int, granularity: int) -> None:
     model = ModelLayout(tuple(flats), ())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,7 +86,6 @@ def compare(sizes: Sequence[int], dtype: torch.dtype, scale: float, *, is_split:
     assert all(torch.equal(a, b) for a, b in zip(gradients, before, strict=True)), "a gradient was written"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 200), st.integers(1, 70_000)), min_size=1, max_size=5),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),

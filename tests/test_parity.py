@@ -22,6 +22,9 @@ from tests.reference import Recipe, Result, train_reference
 from tests.run_engine import EngineResult, Mode, train_engine
 from tests.tiny import build_tiny, tiny_batches
 
+# `make test-all` runs the products.
+pytestmark = pytest.mark.pairwise
+
 Gradients = Mapping[str, torch.Tensor | None]
 
 STEPS = 10

@@ -68,9 +68,7 @@ def test_what_has_the_name_of_an_unfinished_folder_and_no_mark_stays(tmp_path: P
     (tmp_path / ".other.partial").mkdir()
     (tmp_path / ".other.partial" / "file").touch()
     for name, reason in (("out", "out.partial is a link or no folder"), ("other", "it has no mark")):
-        with pytest.raises(
-            ConfigError, match=f"cannot write to .*/{name}: .*{reason}.*; move it away"
-        ):
+        with pytest.raises(ConfigError, match=f"cannot write to .*/{name}: .*{reason}.*; move it away"):
             complete_or_absent(tmp_path / name).__enter__()
     assert remove_abandoned(tmp_path) == []
     assert (mine / "file").exists()

@@ -29,6 +29,9 @@ from megatrain_ray.engine.tier import Tier
 from megatrain_ray.engine.visits import LoopOrder
 from tests.shapes import qwen
 
+# `make test-all` runs every case: they take a minute.
+pytestmark = pytest.mark.spread(4)
+
 MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=1 << 41, hbm_bytes=None, profile=TYPICAL_GPU)
 SHORT = replace(MACHINE, ram_bytes=16 << 30, spill=SpillSpace(1 << 40, 3e9))  # of RAM: most of the plans spill
 SHORTER = replace(SHORT, ram_bytes=6 << 30)  # most of them working copies, too

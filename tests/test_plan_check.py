@@ -30,6 +30,8 @@ class Shards:
         self._update_s = update_s
         self.num_asked = 0
 
+    def check(self) -> None: ...
+
     def work(self) -> WorkCalls:
         """With the answers themselves in the place of calls."""
         self.num_asked += 1

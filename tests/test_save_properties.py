@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain_ray.config import SaveCompression
@@ -67,7 +67,6 @@ manifests = st.builds(
 
 
 @given(manifests)
-@settings(max_examples=100, deadline=None)
 def test_a_manifest_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, manifest: Manifest) -> None:
     folder = tmp_path_factory.getbasetemp()
     (folder / MANIFEST_NAME).write_bytes(manifest.to_json())
@@ -75,7 +74,6 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathF
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
 def test_any_changed_byte_of_a_manifest_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.getbasetemp()
     text = bytearray(stored("none")[1].to_json())
@@ -121,7 +119,6 @@ def edges(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
 
 
 @given(st.data(), compressions, st.sampled_from([64, 4096, 8192]), st.sampled_from([100, 4096]))
-@settings(max_examples=40, deadline=None)
 def test_any_cuts_written_and_any_cuts_read_give_the_same_bytes(
     data: st.DataObject, compression: SaveCompression, stored_bytes: int, chunk_bytes: int
 ) -> None:
@@ -159,7 +156,6 @@ def stored(compression: SaveCompression) -> tuple[MemoryStore, Manifest]:
 
 
 @given(st.data(), compressions)
-@settings(max_examples=150, deadline=None)
 def test_any_changed_byte_of_any_blob_is_found(data: st.DataObject, compression: SaveCompression) -> None:
     """Also one that changes nothing that is read: a bit without a meaning in a frame's header, the filler."""
     store, manifest = stored(compression)

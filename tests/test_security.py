@@ -94,10 +94,12 @@ def imported_bare(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in UNSAFE)
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
-def test_nothing_pickled_is_read(file: Path) -> None:
-    source = file.read_text()
-    assert {*unsafe_calls(source), *imported_bare(source)} <= ON_A_PIPE.get(file.name, set())
+def test_nothing_pickled_is_read() -> None:
+    found = {}
+    for file in SOURCES:
+        source = file.read_text()
+        found[file.name] = {*unsafe_calls(source), *imported_bare(source)} - ON_A_PIPE.get(file.name, set())
+    assert {name: calls for name, calls in found.items() if calls} == {}
 
 
 def test_an_unsafe_call_is_noticed() -> None:

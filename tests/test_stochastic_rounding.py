@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,7 +36,6 @@ def bits(counter: int, size: int) -> Tensor:
     return out.to(torch.int64) & 0xFFFFFFFF
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(0, 0xFFFFFFFF))
 @example(0)
 @example(0x80000000)

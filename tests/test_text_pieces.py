@@ -113,7 +113,6 @@ def test_the_ids_are_those_of_the_whole_text(tokenizer: tokenizers.Tokenizer, na
     assert ids == encode(text).ids
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
 @given(
     parts=st.lists(st.sampled_from([*BITS, "a", "7", "\n", "x" * 40]), min_size=100, max_size=300),
     size=st.integers(64, 200),

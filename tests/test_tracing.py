@@ -27,6 +27,8 @@ class FakeCrew:
     answers: dict[str, Any] = field(default_factory=lambda: {"GPU worker": STEP, "optimizer shard 0": UPDATE})
     asked: list[int] = field(default_factory=list)
 
+    def check(self) -> None: ...
+
     def spans(self, last: int) -> dict[str, Any]:
         self.asked.append(last)
         return self.answers

@@ -1,6 +1,6 @@
 """Kills real runs from outside, phase by phase, and compares what they become with runs that nobody killed.
 
-    python -m benchmarks.kill_campaign OUT.json [--seed N] [--random N] [--only TEXT]
+    python -m benchmarks.kill_campaign OUT.json [--seed N] [--random N] [--only TEXT ...]
 
 On the CPU, with py-spy beside the interpreter. Cases are in cases.py, what is checked in checks.py.
 """
@@ -90,7 +90,7 @@ def main() -> int:
     try:
         for variant in Variant:
             cases = [case for case in all_cases(options, 0) if case.variant is variant]
-            exports = variant is Variant.CLIPPED and options.only in ("", "export")
+            exports = variant is Variant.CLIPPED and bool({"", "export"} & set(options.only))
             if not cases and not exports:
                 continue
             expected = undisturbed(folder / variant.name, variant)
@@ -113,7 +113,7 @@ def main() -> int:
 def all_cases(options: argparse.Namespace, save_bytes: int) -> list[Case]:
     source = random.Random(options.seed)
     cases = table(source, NUM_BLOCKS + 2, save_bytes, options.random)
-    return [case for case in cases if options.only in f"{case.variant.name}/{case.name}"]
+    return [case for case in cases if any(text in f"{case.variant.name}/{case.name}" for text in options.only)]
 
 
 class Report:
@@ -170,8 +170,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--random", type=int, default=16, help="kills at random moments, on top of the named ones")
     parser.add_argument(
-        "--only", default="", help="cases whose name (VARIANT/ROLE/PHASE) holds this; export: only those"
-    )
+        "--only", nargs="+", default=[""], metavar="TEXT",
+        help="cases whose name (VARIANT/ROLE/PHASE) holds one of these; export: only those",
+    )  # fmt: skip
     return parser.parse_args()
 
 

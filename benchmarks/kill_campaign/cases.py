@@ -19,7 +19,7 @@ from benchmarks.kill_campaign.phases import (
     by_title,
     by_words,
 )
-from benchmarks.kill_campaign.processes import Actor, Role
+from benchmarks.kill_campaign.processes import SCRIPTS, Actor, Role
 from benchmarks.kill_campaign.strike import Blow
 
 SAVE_KEEP = 2
@@ -63,6 +63,7 @@ class Outcome(Enum):
     REPLACED = "another one in its place within the run, or all of them from the last save"
     ENDED = "exit 1 with one clear message; the same command resumes"
     SILENT = "the same command resumes"
+    GOES_ON = "the run goes on without it"
     EITHER = "replaced, or ended: while the actors start there may be nobody yet to attach to"
 
 
@@ -87,6 +88,8 @@ class Case:
     def outcome(self) -> Outcome:
         if Role.DRIVER in self.roles:
             return Outcome.SILENT
+        if self.roles <= set(SCRIPTS):
+            return Outcome.GOES_ON
         if self.starting:
             return Outcome.EITHER
         if any(blow.phase.name in BEFORE_STEPS for blow in self.blows) and Role.GPU in self.roles:
@@ -97,6 +100,8 @@ class Case:
 SHARD_0, SHARD_1 = Actor(Role.SHARD, 0), Actor(Role.SHARD, 1)
 NEW_SHARD, OWNER, GPU, DATA = Actor(Role.SHARD), Actor(Role.OWNER), Actor(Role.GPU), Actor(Role.DATA)
 DRIVER, GCS, RAYLET = Actor(Role.DRIVER), Actor(Role.GCS), Actor(Role.RAYLET)
+DASHBOARD_AGENT, RUNTIME_ENV_AGENT = Actor(Role.DASHBOARD_AGENT), Actor(Role.RUNTIME_ENV_AGENT)
+DASHBOARD, LOG_MONITOR, AUTOSCALER = Actor(Role.DASHBOARD), Actor(Role.LOG_MONITOR), Actor(Role.AUTOSCALER)
 
 IN_STEP = by_title("in a step", "GpuActor.step", GPU, early=False)
 BACKWARD = by_words("backward, some gradients landed", lambda m: 0 < m.num_landed < len(m.landed))
@@ -151,6 +156,20 @@ def table(source: random.Random, num_layers: int, whole_bytes: int, num_random: 
         actor = source.choice((DRIVER, GPU, DATA, OWNER, SHARD_0, SHARD_1))
         early = k % 4 == 3
         yield case(actor if not early else DRIVER, at=at_random(source.uniform(0, 12 if early else 4), early=early))
+    yield from _of_ray(case)
+
+
+def _of_ray(case: Callable[..., Case]) -> Iterator[Case]:
+    """Ray's own processes. The last of all, so that the choices of the others stay what they were; a case that a run
+    survives stands before one that ends it, since the next start has those processes again."""
+    for phase in (BACKWARD, SAVING):
+        yield case(DASHBOARD, LOG_MONITOR, AUTOSCALER, at=phase)
+        for actor in (DASHBOARD_AGENT, RUNTIME_ENV_AGENT):
+            yield case(actor, at=phase)
+    for phase in (SHARDS_ATTACHING, RESTORING):
+        yield case(DASHBOARD, LOG_MONITOR, AUTOSCALER, at=phase, needs=Needs.A_SAVE)
+        for actor in (GCS, RAYLET, DASHBOARD_AGENT, RUNTIME_ENV_AGENT):
+            yield case(actor, at=phase, needs=Needs.A_SAVE)
 
 
 def _of_starts(case: Callable[..., Case]) -> Iterator[Case]:

@@ -22,6 +22,7 @@ from tests.runs import command
 STRIKE_S = 90.0  # for a phase to come
 END_S = 120.0  # for a run to end, or to go on, after a kill: more is a hang
 RUN_S = 1800.0  # for a whole run that is left alone; 250 steps took over 600 s on two cores busy with other work
+GOING_ON = (Outcome.REPLACED, Outcome.GOES_ON)
 AFTER_A_SAVE = Case((Blow((DRIVER,), by_saves("after a save", lambda s: bool(s.committed))),))
 
 
@@ -71,6 +72,9 @@ class Chain:
         for case in cases:
             early = case.blows[0].phase.early
             ready = case.needs is Needs.ANYTHING or saved == (case.needs is Needs.A_SAVE)
+            if self._live and case.outcome is Outcome.GOES_ON:
+                # Nobody takes their place: a run in which they were killed does not have them any more.
+                ready = ready and all(map(self._live.processes.find, case.blows[0].actors))
             if (ready and not early) or (ready and self._live is None):
                 return case
         if self._live is None and not saved and cases:
@@ -86,13 +90,14 @@ class Chain:
         if not hits:
             return None
         case = replace(case, blows=case.blows[: len(hits)])
-        num_failures += sum(len(hit.pids) for hit in hits)
+        if case.outcome is not Outcome.GOES_ON:
+            num_failures += sum(len(hit.pids) for hit in hits)
         start_s = time.monotonic()
         outcome = case.outcome if case.outcome is not Outcome.EITHER else self._became(live, num_failures)
         result = Result(case.name, case.variant.name, outcome.name, hits)
         self.results.append(result)
-        if outcome is Outcome.REPLACED:
-            result.checks["replaced"] = self._goes_on(live, num_failures)
+        if outcome in GOING_ON:
+            result.checks["goes on"] = self._goes_on(live, num_failures)
         else:
             result.exit_code = self._end(live)
             expected = 1 if outcome is Outcome.ENDED else -9
@@ -148,7 +153,7 @@ class Chain:
         self._check_resumed()
         result.checks["message"] = checks.of_message(live, outcome, case.roles)
         result.checks["rows"] = checks.of_rows(self._run_dir, self._undisturbed)
-        if outcome is Outcome.REPLACED and live.process.poll() in (None, 0):
+        if outcome in GOING_ON and live.process.poll() in (None, 0):
             result.checks["saves"] = self._of_saves(result, live)
             return
         self._live = None
@@ -197,7 +202,7 @@ class Chain:
         return Outcome.REPLACED if _num_failures(live) >= num_failures else Outcome.ENDED
 
     def _goes_on(self, live: LiveRun, num_failures: int) -> str:
-        """Waits for updates after a replacement."""
+        """Waits for updates after a replacement, where there is one."""
         deadline_s = time.monotonic() + END_S
         first = None
         while not live.over and time.monotonic() < deadline_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.kill_campaign.cases import SAVE_KEEP, Outcome
 from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.processes import TITLES, Role
+from megatrain_ray.cluster import remove_left_sessions
 from megatrain_ray.exporting import export_run
 from megatrain_ray.io.save import list_saves, save_folder, verify
 from tests.runs import plan_of, rows
@@ -52,12 +53,10 @@ def compared(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def digest(run_dir: Path, scratch: Path) -> str:
-    """Of the FP32 masters of the newest save, exported."""
-    shutil.rmtree(scratch, ignore_errors=True)
-    export_run(run_dir, scratch, "fp32")
-    found = folder_digest(scratch)
-    shutil.rmtree(scratch)
-    return found
+    """Return the digest of the FP32 masters of the newest save, exported into a new folder beside `scratch`."""
+    with tempfile.TemporaryDirectory(dir=scratch.parent) as folder:
+        export_run(run_dir, Path(folder) / scratch.name, "fp32")
+        return folder_digest(Path(folder) / scratch.name)
 
 
 def folder_digest(folder: Path) -> str:
@@ -116,7 +115,8 @@ def of_all_processes(runs: Sequence[LiveRun], timeout_s: float = RAY_END_S) -> s
 
 
 def of_folders(drivers: Sequence[int]) -> str:
-    """Session folders of these drivers."""
+    """Session folders of these drivers that the next start would leave."""
+    remove_left_sessions()
     left = [str(path) for pid in drivers for path in Path("/tmp").glob(f"megatrain-{pid}-*")]
     return OK if not left else f"left: {left}"
 

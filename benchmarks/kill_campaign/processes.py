@@ -29,6 +29,11 @@ class Role(Enum):
     OWNER = "arena owner"
     GCS = "gcs_server"
     RAYLET = "raylet"
+    DASHBOARD_AGENT = "dashboard agent"
+    RUNTIME_ENV_AGENT = "runtime env agent"
+    DASHBOARD = "dashboard"
+    LOG_MONITOR = "log monitor"
+    AUTOSCALER = "autoscaler"
 
 
 TITLES = {
@@ -36,6 +41,15 @@ TITLES = {
     Role.SHARD: "ray::ShardWorker",
     Role.DATA: "ray::DataWorker",
     Role.OWNER: "ray::ArenaOwner",
+}
+RAYLET_ENDS_WITH = {
+    Role.DASHBOARD_AGENT: "ray::DashboardAgent",
+    Role.RUNTIME_ENV_AGENT: "ray::RuntimeEnvAgent",
+}
+SCRIPTS = {  # of Ray's processes without which a run goes on
+    Role.DASHBOARD: "/ray/dashboard/dashboard.py",
+    Role.LOG_MONITOR: "/ray/_private/log_monitor.py",
+    Role.AUTOSCALER: "/ray/autoscaler/_private/monitor.py",
 }
 
 
@@ -177,6 +191,10 @@ def _is(pid: int, actor: Actor) -> bool:
     if actor.role in TITLES:
         right = name.startswith(TITLES[actor.role]) and state(pid) not in "ZX"
         return right and (actor.role is not Role.SHARD or shard_number(pid) == actor.number)
+    if actor.role in RAYLET_ENDS_WITH:
+        return name.startswith(RAYLET_ENDS_WITH[actor.role]) and state(pid) not in "ZX"
+    if actor.role in SCRIPTS:
+        return any(word.endswith(SCRIPTS[actor.role]) for word in name.split(" ")) and state(pid) not in "ZX"
     return Path(name.split(" ")[0]).name == actor.role.value and state(pid) not in "ZX"
 
 
