@@ -30,7 +30,7 @@ test-all: test
 
 # The committed loss curves of the reference, made again.
 curves: $(READY)
-	$(BIN)/python -m tests.make_curves
+	$(BIN)/python -m tests.support.make_curves
 
 # torch first and alone, at one version: nothing that asks for a range picks another one.
 $(READY): pyproject.toml constraints.txt

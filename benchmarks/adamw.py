@@ -27,18 +27,18 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
-from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
-from megatrain_ray.engine.optimizer.journal import Journal, Part, Transaction
 from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
-from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
+from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
+from megatrain_ray.engine.optimizer.undo_log import Journal, Part, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
-from megatrain_ray.engine.plan import Precision
-from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.io.arena import Arena
-from megatrain_ray.io.arena_holder import ArenaHolder
-from megatrain_ray.io.compiled import declare, load_compiled
+from megatrain_ray.engine.plan.plan import Precision
+from megatrain_ray.io.arenas.arena import Arena
+from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.words.compile_c import declare, load_compiled
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 GRADIENT_BYTES, TRIAD_BYTES = 2, 16

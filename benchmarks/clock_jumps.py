@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.io.manifest import read_manifest
-from megatrain_ray.io.save import Piece, read_pieces
-from tests.runs import ROOT, command, config, rows, write_config
-from tests.tiny import build_tiny
+from megatrain_ray.io.saves.manifest import read_manifest
+from megatrain_ray.io.saves.save_folder import Piece, read_pieces
+from tests.support.runs import ROOT, command, config, rows, write_config
+from tests.support.tiny import build_tiny
 
 DAY_S = 86400.0
 JUMPS_S = {3: DAY_S, 10: -2 * DAY_S, 20: 0.0}  # by step: from the true time, from then on

@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
-from megatrain_ray.engine.compiled_call import compiler_options
-from megatrain_ray.surroundings import hardware, versions
+from megatrain_ray.engine.layer_calls.compiled_call import compiler_options
+from megatrain_ray.machine.environment import hardware, versions
 
 SECONDS = 0.6  # of measuring, for each row
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]

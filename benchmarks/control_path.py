@@ -36,24 +36,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatrain_ray.config import TrainConfig
-from megatrain_ray.config_file import override
-from megatrain_ray.device_layers import DeviceLayers
-from megatrain_ray.engine.compiled_call import compiler_options, keep_compiled_graphs
-from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.engine import Engine, UpdateSettings
-from megatrain_ray.engine.host_words import HostWords
-from megatrain_ray.engine.micro_batch import MicroBatch
-from megatrain_ray.engine.model import LayerKind
-from megatrain_ray.engine.momenta import Momenta
-from megatrain_ray.engine.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.rehearsal import Coming
-from megatrain_ray.engine.shared_host import SharedHost
-from megatrain_ray.engine.step import StepInput, World
-from megatrain_ray.io.words import WORD_BYTES
-from megatrain_ray.planned_device import make_device
-from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import override
+from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.host.momenta import Momenta
+from megatrain_ray.engine.host.shared_host import SharedHost
+from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.layer_calls.compiled_call import compiler_options, keep_compiled_graphs
+from megatrain_ray.engine.model.micro_batch import MicroBatch
+from megatrain_ray.engine.model.structure import LayerKind
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.engine.step.warm_up import Coming
+from megatrain_ray.io.words.atomic_words import WORD_BYTES
+from megatrain_ray.planning.prepare import Prepared, prepare
 from megatrain_ray.spans import Row, Span
+from megatrain_ray.workers.device_layers import DeviceLayers
+from megatrain_ray.workers.open_device import make_device
 
 WARMUP_STEPS, PLAIN_STEPS, TRACED_STEPS = 3, 10, 3
 ALONE_ROUNDS = 100

@@ -27,12 +27,12 @@ import tokenizers
 import zstandard
 from tokenizers import models, pre_tokenizers, trainers
 
-from megatrain_ray.config import DataConfig
-from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.io.batches import BatchStream
-from megatrain_ray.io.corpus import open_corpus
-from megatrain_ray.io.windows import cut
-from megatrain_ray.tokenizing import tokenize
+from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.data.data_worker import DataWorker
+from megatrain_ray.data.tokenize_data import tokenize
+from megatrain_ray.io.batching.batch_stream import BatchStream
+from megatrain_ray.io.batching.windows import cut
+from megatrain_ray.io.tokens.corpus import open_corpus
 
 SHAKESPEARE = Path(__file__).parent.parent / "examples" / "data" / "tinyshakespeare.txt"
 END = "<|endoftext|>"

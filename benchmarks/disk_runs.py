@@ -27,12 +27,12 @@ from benchmarks.kill_campaign.cases import SHARD_0
 from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.phases import by_words
 from benchmarks.kill_campaign.strike import Blow, strike
-from megatrain_ray.config_file import load_config
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning import Question, question_of
-from megatrain_ray.surroundings import commit, hardware, versions
-from tests.runs import command, plan_of, rows
+from megatrain_ray.machine.environment import commit, hardware, versions
+from megatrain_ray.planning.prepare import Question, question_of
+from tests.support.runs import command, plan_of, rows
 
 CONFIG = Path(__file__).parent / "configs" / "speed" / "qwen2.5_0.5b.yaml"
 PLENTY = 1 << 40

@@ -23,23 +23,23 @@ import torch
 import transformers
 
 from benchmarks.vertical_slice import machine
-from megatrain_ray.engine.attention import MIN_HEAD_DIM, Attention, flex_problem
-from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.cuda_device import CudaDevice
-from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.model import build_empty
-from megatrain_ray.engine.packing import check_packing
-from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.structure import discover
-from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.engine.device.cpu_device import CpuDevice
+from megatrain_ray.engine.device.cuda_device import CudaDevice
+from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.discovery.discover import discover
+from megatrain_ray.engine.discovery.packing_check import check_packing
+from megatrain_ray.engine.model.attention import MIN_HEAD_DIM, Attention, flex_problem
+from megatrain_ray.engine.model.structure import build_empty
+from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batches import Batch
-from megatrain_ray.trace import Timeline
-from tests.families import FAMILIES
-from tests.family_models import build_family, family_batches
-from tests.reference import Recipe, Result, train_reference
-from tests.run_engine import EngineResult, Mode, folder_source, train_engine
-from tests.test_packing import packed
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.virtual_clock import Timeline
+from tests.engine.discovery.test_packing import packed
+from tests.support.families import FAMILIES
+from tests.support.family_models import build_family, family_batches
+from tests.support.reference import Recipe, Result, train_reference
+from tests.support.run_engine import EngineResult, Mode, folder_source, train_engine
 
 # One without masks of its own, windows, capped scores, sinks: each compiles for tens of seconds.
 WITH_FLEX = ("Llama", "Mistral", "Gemma 2", "GPT-OSS")

@@ -26,21 +26,21 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from megatrain_ray.engine.activation_file import ActivationFile
-from megatrain_ray.engine.activation_space import Windows
-from megatrain_ray.engine.cpu_device import CpuDevice
-from megatrain_ray.engine.cuda_device import CudaDevice, device_name
-from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.direct_disk import measure_direct
-from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.tier import Tier
+from megatrain_ray.engine.activations.disk_activations import ActivationFile
+from megatrain_ray.engine.device.cpu_device import CpuDevice
+from megatrain_ray.engine.device.cuda_device import CudaDevice, device_name
+from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.measure.measure_direct_disk import measure_direct
+from megatrain_ray.engine.plan.activation_windows import Windows
+from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.blob_store import aligned
-from megatrain_ray.io.disk_io import DiskIo, DiskWay, held_files
-from megatrain_ray.io.disk_rate import measure_mixed
-from megatrain_ray.io.kvikio_store import unusable
-from megatrain_ray.io.spill_file import create_spill_file
-from megatrain_ray.trace import Op
+from megatrain_ray.io.storage.blob_store import aligned
+from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay, held_files
+from megatrain_ray.io.storage.disk_rate import measure_mixed
+from megatrain_ray.io.storage.kvikio_store import unusable
+from megatrain_ray.io.storage.spill_file import create_spill_file
+from megatrain_ray.virtual_clock import Op
 
 MIXED_BYTES = 512 << 20
 # Of square matrices, and their products: 11 ms each on an H200. Far fewer than a stream takes before the host waits.

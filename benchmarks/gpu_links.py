@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.engine.cuda_device import PeerCopies
-from megatrain_ray.engine.flat_layout import Span
-from megatrain_ray.engine.rank_group import Meeting, Place, RankGroup
-from megatrain_ray.surroundings import commit, hardware, versions
+from megatrain_ray.engine.device.cuda_device import PeerCopies
+from megatrain_ray.engine.device.rank_group import Meeting, Place, RankGroup
+from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.machine.environment import commit, hardware, versions
 
 ELEMENTS = 233_057_280  # of a layer of 7.6B, a multiple of 64 × 8
 ROUNDS, CALLS = 7, 4

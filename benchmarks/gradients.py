@@ -21,17 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
-from megatrain_ray.config_file import load_config
-from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.engine.engine import Engine, UpdateSettings
-from megatrain_ray.engine.local_host import LocalHost
-from megatrain_ray.engine.micro_batch import micro_batches_of
-from megatrain_ray.engine.shard import UpdateHeader
-from megatrain_ray.engine.step import StepInput, World
-from megatrain_ray.io.batches import Batch
-from megatrain_ray.planned_device import make_device
-from megatrain_ray.planning import Prepared, prepare
-from megatrain_ray.tokenizing import tokenize
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.data.data_worker import DataWorker
+from megatrain_ray.data.tokenize_data import tokenize
+from megatrain_ray.engine.model.micro_batch import micro_batches_of
+from megatrain_ray.engine.shards.adam_shard import UpdateHeader
+from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.workers.open_device import make_device
+from tests.support.local_host import LocalHost
 
 
 class Recorder:

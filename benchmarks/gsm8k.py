@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.scratch import fresh
 from benchmarks.vertical_slice import ROOT, machine, train
-from tests.runs import cli
+from tests.support.runs import cli
 
 CONFIG = ROOT / "examples" / "gsm8k" / "config.yaml"
 SHIPPED = ROOT / "examples" / "gsm8k" / "train_400.jsonl"

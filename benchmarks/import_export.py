@@ -32,18 +32,18 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.export_save import export_save
-from megatrain_ray.engine.flat_layout import FlatLayout, ParameterSpec
-from megatrain_ray.engine.layout import ModelLayout
+from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import Hyper
-from megatrain_ray.engine.optimizer.journal import Journal
-from megatrain_ray.engine.plan import Precision
-from megatrain_ray.engine.shard import AdamShard
-from megatrain_ray.engine.shard_layout import ShardLayout
-from megatrain_ray.io.export import ExportDtype
-from megatrain_ray.io.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
-from megatrain_ray.io.save import commit_save, load_manifest, prepare_save, save_folder, write_part
-from megatrain_ray.io.weights import INDEX_NAME, WeightFolder
+from megatrain_ray.engine.optimizer.undo_log import Journal
+from megatrain_ray.engine.plan.plan import Precision
+from megatrain_ray.engine.shards.adam_shard import AdamShard
+from megatrain_ray.engine.weights.export_save import export_save
+from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, WeightFolder
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
+from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
+from megatrain_ray.io.saves.save_folder import commit_save, load_manifest, prepare_save, save_folder, write_part
 
 HIDDEN, VOCABULARY = 1024, 32_000
 BLOCK = {

@@ -18,14 +18,14 @@ from typing import Any
 
 import ray
 
-from megatrain_ray.cluster import cluster
-from megatrain_ray.config import TrainConfig
-from megatrain_ray.crew import Crew
-from megatrain_ray.engine.plan import Tier
-from megatrain_ray.gpu_worker import Progress
-from megatrain_ray.planning import Prepared, prepare
-from megatrain_ray.process_memory import pss
-from megatrain_ray.tokenizing import tokenize
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.crew.ray_cluster import cluster
+from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.data.tokenize_data import tokenize
+from megatrain_ray.engine.plan.plan import Tier
+from megatrain_ray.machine.process_memory import pss
+from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.workers.gpu_worker import Progress
 
 ROOT = Path(__file__).parent.parent
 NUM_LAYERS = (6, 20)

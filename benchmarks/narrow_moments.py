@@ -25,16 +25,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatrain_ray.config import TrainConfig
-from megatrain_ray.config_file import config_to_dict, load_config
+from megatrain_ray.bench.in_process import run_in_process
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import config_to_dict, load_config
+from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.optimizer import kernel_choice
 from megatrain_ray.engine.optimizer.adamw import Hyper, Rates
-from megatrain_ray.engine.optimizer.journal import Part, Transaction
-from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
-from megatrain_ray.in_process import run_in_process
-from megatrain_ray.planning import prepare
-from megatrain_ray.surroundings import commit, hardware, versions
-from megatrain_ray.tokenizing import tokenize
+from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
+from megatrain_ray.engine.optimizer.undo_log import Part, Transaction
+from megatrain_ray.machine.environment import commit, hardware, versions
+from megatrain_ray.planning.prepare import prepare
 
 CONFIG = Path("examples/tiny_llama.yaml")
 LAST = 50

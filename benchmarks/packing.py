@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain_ray.config import TrainConfig
-from megatrain_ray.engine.engine import Engine, UpdateSettings
-from megatrain_ray.engine.local_host import LocalHost
-from megatrain_ray.engine.micro_batch import micro_batches_of
-from megatrain_ray.engine.plan import Tier
-from megatrain_ray.engine.rehearsal import Coming
-from megatrain_ray.engine.shard import UpdateHeader
-from megatrain_ray.engine.step import StepInput, World
-from megatrain_ray.io.batches import Batch, assemble
-from megatrain_ray.io.windows import Rows
-from megatrain_ray.planned_device import make_device
-from megatrain_ray.planning import Prepared, prepare
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.model.micro_batch import micro_batches_of
+from megatrain_ray.engine.plan.plan import Tier
+from megatrain_ray.engine.shards.adam_shard import UpdateHeader
+from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.engine.step.warm_up import Coming
+from megatrain_ray.io.batching.batch_stream import Batch, assemble
+from megatrain_ray.io.batching.windows import Rows
+from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.workers.open_device import make_device
+from tests.support.local_host import LocalHost
 
 VOCAB = 32000
 

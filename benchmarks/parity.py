@@ -41,17 +41,18 @@ import torch
 
 from benchmarks.parity_modes import MODES, Common, Mode, summary
 from benchmarks.plain_training import Grouping, Numbers, check_settings, train_plain
-from megatrain_ray.config import TrainConfig
-from megatrain_ray.config_file import config_to_dict, load_config
-from megatrain_ray.data_worker import DataWorker
-from megatrain_ray.engine import captured_step, compiled_call
+from megatrain_ray.bench.in_process import run_in_process
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import config_to_dict, load_config
+from megatrain_ray.data.data_worker import DataWorker
+from megatrain_ray.data.tokenize_data import tokenize
+from megatrain_ray.engine.layer_calls import compiled_call
+from megatrain_ray.engine.step import captured_step
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.in_process import run_in_process
-from megatrain_ray.io.batches import Batch
-from megatrain_ray.planned_device import make_device
-from megatrain_ray.planning import Prepared
-from megatrain_ray.surroundings import commit, hardware, versions
-from megatrain_ray.tokenizing import tokenize
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.machine.environment import commit, hardware, versions
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.workers.open_device import make_device
 
 CONFIG = Path(__file__).parent / "configs" / "speed" / "qwen2.5_0.5b.yaml"
 TOLERANCES = {"bf16": 2e-2, "fp32": 1e-4}

@@ -10,23 +10,23 @@ from typing import Any
 
 from torch import Tensor
 
-from megatrain_ray.config import TrainConfig
-from megatrain_ray.engine.activation_bytes import ActivationBytes
-from megatrain_ray.engine.load import WeightSource
-from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.plan import ActivationPolicy, Plan, Precision, Tier, UpdateOrder
-from megatrain_ray.engine.planner.build import build_plan
-from megatrain_ray.engine.planner.candidates import candidates
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.discovery.discover import discover
+from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan, Precision, Tier, UpdateOrder
+from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.limits import fits
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search import make_plan
-from megatrain_ray.engine.structure import discover
-from megatrain_ray.engine.visits import LoopOrder
+from megatrain_ray.engine.planner.search.build import build_plan
+from megatrain_ray.engine.planner.search.candidates import candidates
+from megatrain_ray.engine.planner.search.make_plan import make_plan
+from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.machine import probe_machine
-from megatrain_ray.model_source import ModelSource, open_model
-from megatrain_ray.planning import Prepared
-from megatrain_ray.profiles import with_profile
+from megatrain_ray.machine.machine import probe_machine
+from megatrain_ray.model.model_source import ModelSource, open_model
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.profiling.profiles import with_profile
 
 SEVERAL = 4  # micro-batches
 

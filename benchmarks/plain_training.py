@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.initialization import no_init_weights
 
-from megatrain_ray.config import OptimizationConfig, TrainConfig
-from megatrain_ray.engine.device import Device
-from megatrain_ray.engine.micro_batch import MicroBatch, micro_batches_of
-from megatrain_ray.engine.model import LayerKind, ModelStructure
-from megatrain_ray.engine.plan import Precision
-from megatrain_ray.engine.working_copy import to_working
+from megatrain_ray.config.schema import OptimizationConfig, TrainConfig
+from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.layout.split_master import to_working
+from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
+from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
+from megatrain_ray.engine.plan.plan import Precision
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batches import IGNORED, Batch
-from megatrain_ray.model_source import ModelSource
-from tests.reference import reference_learning_rate
+from megatrain_ray.io.batching.batch_stream import IGNORED, Batch
+from megatrain_ray.model.model_source import ModelSource
+from tests.support.reference import reference_learning_rate
 
 # Of train: what is done here, and what may differ because it changes no number or is the caller's choice.
 KNOWN = (

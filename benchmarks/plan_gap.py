@@ -1,5 +1,6 @@
-"""How far `make_plan` is from the fastest plan there is: drawn small models (tests/plan_cases.py) with two blocks,
-beside every plan of them that can be (tests/exhaustive.py). By predicted seconds of a step: nothing is run.
+"""How far `make_plan` is from the fastest plan there is: drawn small models (tests/support/plan_cases.py) with two
+blocks, beside every plan of them that can be (tests/support/exhaustive.py). By predicted seconds of a step: nothing is
+run.
 
     python -m benchmarks.plan_gap OUT.json FIRST LAST [--no-disk] [--minutes 30]
 
@@ -19,12 +20,12 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.engine.planner import spill
-from megatrain_ray.engine.planner.search import make_plan
+from megatrain_ray.engine.planner.memory import spill_bytes
+from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.surroundings import commit, hardware
-from tests.exhaustive import Exhaustive
-from tests.plan_cases import KINDS, PLENTY, SMALL_EXTENTS, Case, case
+from megatrain_ray.machine.environment import commit, hardware
+from tests.support.exhaustive import Exhaustive
+from tests.support.plan_cases import KINDS, PLENTY, SMALL_EXTENTS, Case, case
 
 LEAST_GAP = 0.005  # smaller ones are not looked for: what cannot be faster by more is not simulated
 TOO_FAR = 0.03
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     # A constant of the product: slots of whole extents would take all that models of this size have.
-    spill.EXTENT_ELEMENTS = SMALL_EXTENTS  # type: ignore[misc]
+    spill_bytes.EXTENT_ELEMENTS = SMALL_EXTENTS  # type: ignore[misc]
     end_s = time.monotonic() + 60 * options.minutes
     found: dict[int, dict[str, float]] = {}
     for number in range(options.first, options.last + 1):

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.rows import ALIASED, CONFIGS, ROWS
-from megatrain_ray.config_file import load_config
-from megatrain_ray.engine.hardware_profile import TYPICAL_DISK_BYTES_PER_S
-from megatrain_ray.engine.plan import Plan, Tier
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S
+from megatrain_ray.engine.plan.plan import Plan, Tier
 from megatrain_ray.engine.planner.request import SpillSpace
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning import Question, question_of
+from megatrain_ray.planning.prepare import Question, question_of
 
 HBM = "hardware.hbm_limit=141GB"
 DEPTHS = 28, 80, 180

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from megatrain_ray.engine.plan import CONTEXT, EXCHANGE
+from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE
 
 TOLERANCES = {"step": 0.10, "HBM": 0.05, "host": 0.05}
 GB = 1e9

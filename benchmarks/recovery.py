@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.run_processes import PROCESSES_NAME
-from megatrain_ray.surroundings import commit, hardware, versions
-from tests.runs import command, plan_of, rows
+from megatrain_ray.machine.environment import commit, hardware, versions
+from megatrain_ray.run.run_processes import PROCESSES_NAME
+from tests.support.runs import command, plan_of, rows
 
 LIMIT_S = 540.0
 POLL_S = 0.02

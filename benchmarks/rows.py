@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.trace_file import find_traces
+from megatrain_ray.accounting.trace_file import find_traces
 
 CONFIGS = Path(__file__).parent / "configs" / "speed"
 # 20.5 billion parameters: their state fits neither device memory nor 123 GiB of RAM nor both.

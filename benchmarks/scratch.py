@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatrain_ray.io.owned_folder import SHARED, FolderKind, NotOwnedError, OwnedFolder, remove_owned
+from megatrain_ray.io.files.owned_folder import SHARED, FolderKind, NotOwnedError, OwnedFolder, remove_owned
 
 
 def fresh(folder: Path) -> Path:

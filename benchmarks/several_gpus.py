@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatrain_ray.surroundings import commit, hardware, versions
-from tests.ray_nodes import ray_nodes
-from tests.runs import command, plan_of, rows
+from megatrain_ray.machine.environment import commit, hardware, versions
+from tests.support.ray_nodes import ray_nodes
+from tests.support.runs import command, plan_of, rows
 
 CONFIG = Path(__file__).parent / "configs" / "speed" / "qwen2.5_0.5b.yaml"
 CLOSE = 1e-6

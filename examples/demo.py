@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from megatrain_ray.io.owned_folder import SHARED, FolderKind, NotOwnedError, OwnedFolder, remove_owned
-from megatrain_ray.run_lock import lock_holder
+from megatrain_ray.io.files.owned_folder import SHARED, FolderKind, NotOwnedError, OwnedFolder, remove_owned
+from megatrain_ray.run.run_lock import lock_holder
 
 CONFIG = "examples/tiny_llama.yaml"
 FOLDER = Path("runs/demo")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatrain_ray.config import TrainConfig
-    from megatrain_ray.config_file import load_config
+    from megatrain_ray.config.schema import TrainConfig
+    from megatrain_ray.config.yaml_file import load_config
     from megatrain_ray.trainer import Trainer
 
 __all__ = ["TrainConfig", "Trainer", "__version__", "load_config"]
@@ -20,11 +20,11 @@ def __getattr__(name: str) -> Any:
 
         return Trainer
     if name == "TrainConfig":
-        from megatrain_ray.config import TrainConfig
+        from megatrain_ray.config.schema import TrainConfig
 
         return TrainConfig
     if name == "load_config":
-        from megatrain_ray.config_file import load_config
+        from megatrain_ray.config.yaml_file import load_config
 
         return load_config
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

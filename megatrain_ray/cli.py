@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatrain_ray import __version__
-from megatrain_ray.bench_config import BenchOptions, bench_config
-from megatrain_ray.config import TrainConfig
-from megatrain_ray.config_file import load_config
+from megatrain_ray.bench.bench_config import BenchOptions, bench_config
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.console.logs import is_unread, show, silence
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
-from megatrain_ray.logs import is_unread, show, silence
 from megatrain_ray.units import parse_size
 
 UNREAD = 128 + signal.SIGPIPE  # as of a program that the signal ends
@@ -184,10 +184,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _train(config: TrainConfig) -> int:
-    from megatrain_ray.startup import spinner
+    from megatrain_ray.console.startup import spinner
 
     with spinner("importing PyTorch and Ray"):
-        from megatrain_ray.summary import summarize
+        from megatrain_ray.console.run_summary import summarize
         from megatrain_ray.trainer import Trainer
 
     summary = Trainer(config).fit()
@@ -202,10 +202,10 @@ def _train(config: TrainConfig) -> int:
 
 
 def _plan(config: TrainConfig, options: argparse.Namespace) -> int:
-    from megatrain_ray.startup import spinner
+    from megatrain_ray.console.startup import spinner
 
     with spinner("importing PyTorch"):
-        from megatrain_ray.plan_command import show_plan
+        from megatrain_ray.commands.plan import show_plan
 
     show_plan(config, as_json=options.json, what_if=options.what_if, price_per_hour=options.price)
     return 0
@@ -223,11 +223,11 @@ def _bench(options: argparse.Namespace) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="megatrain-bench-") as folder:
         config = bench_config(options.config, options.overrides, settings, Path(folder) / "run")
-        from megatrain_ray.startup import spinner
+        from megatrain_ray.console.startup import spinner
 
         with spinner("importing PyTorch and Ray"):
-            from megatrain_ray.bench import measure
-            from megatrain_ray.bench_report import print_table, to_json, to_report
+            from megatrain_ray.bench.bench import measure
+            from megatrain_ray.bench.bench_report import print_table, to_json, to_report
 
         report = to_report(measure(config, settings), settings)
     if options.json:
@@ -238,11 +238,11 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _export(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool) -> int:
-    from megatrain_ray.startup import spinner
+    from megatrain_ray.console.startup import spinner
 
     with spinner("exporting"):
-        from megatrain_ray.export_report import describe_export
-        from megatrain_ray.exporting import export_run
+        from megatrain_ray.export.export import export_run
+        from megatrain_ray.export.export_report import describe_export
 
         step = export_run(run_dir, out_dir, dtype, merge=merge)
     for line in describe_export(out_dir, step):
@@ -251,7 +251,7 @@ def _export(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool) -> 
 
 
 def _inspect(run_dir: Path) -> int:
-    from megatrain_ray.inspect_run import inspect_run, state_of_run
+    from megatrain_ray.report.inspect_run import inspect_run, state_of_run
 
     print(state_of_run(run_dir), flush=True)  # all saves are read before the rest is there
     report, good = inspect_run(run_dir)
@@ -260,14 +260,14 @@ def _inspect(run_dir: Path) -> int:
 
 
 def _report(run_dir: Path, out: Path | None) -> int:
-    from megatrain_ray.report import write_report
+    from megatrain_ray.report.html_report import write_report
 
     print(f"wrote {write_report(run_dir, out)}")
     return 0
 
 
 def _refit(run_dir: Path, out: Path) -> int:
-    from megatrain_ray.refitting import describe_refit, refit
+    from megatrain_ray.commands.refit import describe_refit, refit
 
     for line in describe_refit(refit(run_dir, out), out):
         print(line)
@@ -275,11 +275,11 @@ def _refit(run_dir: Path, out: Path) -> int:
 
 
 def _doctor(folder: Path, *, measure: bool) -> int:
-    from megatrain_ray.doctor import examine
-    from megatrain_ray.finding import State
-    from megatrain_ray.machine import probe_machine
-    from megatrain_ray.profiles import measure_everything
-    from megatrain_ray.spill_space import forget_rates
+    from megatrain_ray.commands.doctor import examine
+    from megatrain_ray.commands.finding import State
+    from megatrain_ray.machine.machine import probe_machine
+    from megatrain_ray.profiling.profiles import measure_everything
+    from megatrain_ray.profiling.spill_disk import forget_rates
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder: name the one where runs will be")
@@ -294,7 +294,7 @@ def _doctor(folder: Path, *, measure: bool) -> int:
 
 
 def _train_tokenizer(options: argparse.Namespace) -> int:
-    from megatrain_ray.tokenizer_training import train_tokenizer
+    from megatrain_ray.commands.train_tokenizer import train_tokenizer
 
     num_ids = train_tokenizer(
         options.paths,
@@ -310,7 +310,7 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from megatrain_ray.converting import convert
+    from megatrain_ray.convert.convert_config import convert
 
     if options.gpus < 1:
         raise ConfigError(f"--gpus: {options.gpus}: expected 1 or more")

@@ -1,7 +1,7 @@
 """Spans of real time: what a process does in the traced steps of a training.
 
-All times are of CLOCK_MONOTONIC, which is one clock for all processes of a machine. The virtual clock of trace.py is
-another thing: it counts costs, and tests read the order of a step off it.
+All times are of CLOCK_MONOTONIC, which is one clock for all processes of a machine. The virtual clock of
+virtual_clock.py is another thing: it counts costs, and tests read the order of a step off it.
 """
 
 from __future__ import annotations

@@ -13,46 +13,46 @@ from typing import Any, Literal
 
 import ray
 
-from megatrain_ray.cluster import Daemons, cluster, in_ray_job, joins_cluster
-from megatrain_ray.cluster_room import check_device
-from megatrain_ray.config import TrainConfig
-from megatrain_ray.controller import Observation, RunPolicy
-from megatrain_ray.crew import Crew
-from megatrain_ray.data_worker import HeldOutData, naming_eval_path, open_stream
-from megatrain_ray.discovering import compiles
-from megatrain_ray.early_imports import TRANSFORMERS, importing
-from megatrain_ray.engine.packing import check_packing
-from megatrain_ray.engine.plan import Plan
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.logs import log_to, say
+from megatrain_ray.console.startup import Startup
+from megatrain_ray.convert.training_arguments import with_arguments
+from megatrain_ray.crew.failure_budget import FailureBudget
+from megatrain_ray.crew.placement import CrewSpec, Placement
+from megatrain_ray.crew.ray_cluster import Daemons, cluster, in_ray_job, joins_cluster
+from megatrain_ray.crew.ray_resources import check_device
+from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.data.data_worker import HeldOutData, naming_eval_path, open_stream
+from megatrain_ray.data.python_objects import Objects
+from megatrain_ray.data.tokenize_data import check_there, tokenize
+from megatrain_ray.driver.interrupts import Interrupts
+from megatrain_ray.driver.policy import Observation, RunPolicy
+from megatrain_ray.driver.session import Job, Session
+from megatrain_ray.engine.discovery.packing_check import check_packing
+from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
+from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import Machine
-from megatrain_ray.engine.precision import NARROW_MOMENTS
 from megatrain_ray.errors import ConfigError, DamagedSaveError, LostProcessError, MegatrainError
-from megatrain_ray.exporting import export_run, has_adapters, load_exported
-from megatrain_ray.failure_budget import FailureBudget
-from megatrain_ray.interrupts import Interrupts
-from megatrain_ray.io.cache_pruning import held
-from megatrain_ray.io.manifest import Manifest
-from megatrain_ray.io.save import clean_unfinished, list_saves, load_manifest, set_aside
-from megatrain_ray.io.tokenizer import tokenizer_files
-from megatrain_ray.logs import log_to, say
-from megatrain_ray.machine import machine_of
-from megatrain_ray.metric_sinks import check_packages, open_sinks
-from megatrain_ray.model_source import ModelSource, read_model
-from megatrain_ray.objects import Objects
-from megatrain_ray.placement import CrewSpec, Placement
-from megatrain_ray.planning import Prepared, check_length, prepare
-from megatrain_ray.profiles import measured
-from megatrain_ray.replanned import changes, is_same_placement
-from megatrain_ray.report import report_behind
-from megatrain_ray.run_dir import RunDir
-from megatrain_ray.run_history import History
-from megatrain_ray.run_model import check_model, record_model
-from megatrain_ray.run_processes import await_end
-from megatrain_ray.session import Job, Session
-from megatrain_ray.spill_space import with_spill
-from megatrain_ray.startup import Startup
-from megatrain_ray.surroundings import hardware, versions
-from megatrain_ray.tokenizing import check_there, tokenize
-from megatrain_ray.training_arguments import with_arguments
+from megatrain_ray.export.export import export_run, has_adapters, load_exported
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_folder import clean_unfinished, list_saves, load_manifest, set_aside
+from megatrain_ray.io.tokens.cache_pruning import held
+from megatrain_ray.io.tokens.tokenizer import tokenizer_files
+from megatrain_ray.machine.environment import hardware, versions
+from megatrain_ray.machine.machine import machine_of
+from megatrain_ray.metrics.sinks import check_packages, open_sinks
+from megatrain_ray.model.discover_model import compiles
+from megatrain_ray.model.model_source import ModelSource, read_model
+from megatrain_ray.planning.plan_diff import changes, is_same_placement
+from megatrain_ray.planning.prepare import Prepared, check_length, prepare
+from megatrain_ray.profiling.profiles import measured
+from megatrain_ray.profiling.spill_disk import with_spill
+from megatrain_ray.report.html_report import report_behind
+from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.run.run_history import History
+from megatrain_ray.run.run_model import check_model, record_model
+from megatrain_ray.run.run_processes import await_end
+from megatrain_ray.workers.early_imports import TRANSFORMERS, importing
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,9 @@ class Trainer:
     ) -> None:  # fmt: skip
         """`config`: or its settings, as in a YAML file. Objects stand in the place of the settings that would name
         files, which are then left out: model.path, data.path, data.eval_path, data.tokenizer; what they may be:
-        objects.py. data.kind follows the first record unless it is set. `processing_class`: the tokenizer.
+        data/python_objects.py. data.kind follows the first record unless it is set. `processing_class`: the tokenizer.
 
-        `args`: a transformers.TrainingArguments, for what the settings do not say (training_arguments.py).
+        `args`: a transformers.TrainingArguments, for what the settings do not say (convert/training_arguments.py).
 
         Raises ConfigError.
         """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.sampling import numbered, pairwise, spread
+from tests.support.sampling import numbered, pairwise, spread
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; nothing here may ask the network
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -70,7 +70,7 @@ def ray_address() -> Iterator[str]:
     """The address of a cluster that this process started; a run given it as RAY_ADDRESS starts none of its own."""
     import ray
 
-    from megatrain_ray.cluster import cluster
+    from megatrain_ray.crew.ray_cluster import cluster
 
     with cluster(num_cpus=4, num_gpus=0):
         yield ray.get_runtime_context().gcs_address

@@ -15,7 +15,7 @@ import yaml
 import megatrain_ray
 from megatrain_ray.cli import main
 from megatrain_ray.errors import CapacityError, InterruptedRunError, MegatrainError
-from tests.settings import settings
+from tests.support.settings import settings
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from tests.sampling import numbered, pairwise, spread
+from tests.support.sampling import numbered, pairwise, spread
 
 
 def test_every_pair_of_values_occurs() -> None:

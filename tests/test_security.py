@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.io.spill_file import create_spill_file
-from megatrain_ray.run_dir import RunDir
-from tests.run_folders import begin, in_folder
-from tests.runs import ROOT
+from megatrain_ray.io.storage.spill_file import create_spill_file
+from megatrain_ray.run.run_dir import RunDir
+from tests.support.run_folders import begin, in_folder
+from tests.support.runs import ROOT
 
 SOURCES = [file for folder in ("megatrain_ray", "io", "engine") for file in sorted((ROOT / folder).rglob("*.py"))]
 # Calls that make code, or objects of any class, of what they read.

@@ -29,7 +29,7 @@ from benchmarks.kill_campaign.cases import SAVE_KEEP, Case, Variant, table
 from benchmarks.kill_campaign.chain import RUN_S, Chain, Result
 from benchmarks.kill_campaign.checks import OK, Undisturbed
 from benchmarks.kill_campaign.exports import kill_exports
-from tests.runs import ROOT, command, config, write_config
+from tests.support.runs import ROOT, command, config, write_config
 
 NUM_BLOCKS = 3
 # Wide and shallow: a layer's update and a save's blobs take milliseconds, which is long enough to be met.

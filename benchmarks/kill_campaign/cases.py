@@ -35,7 +35,7 @@ class Variant(Enum):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Of the configuration, as `tests.runs.config` takes them."""
+        """Of the configuration, as `tests.support.runs.config` takes them."""
         changes: dict[str, Any] = {"train__precision": "bf16", "train__steps": 250}
         if self is Variant.UNCLIPPED:
             changes |= {"train__precision": "fp32", "train__clip": None, "train__steps": 120}
@@ -178,9 +178,9 @@ def _of_starts(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(actor, at=RESTORING, needs=Needs.A_SAVE)
     for actor in (GPU, DRIVER, OWNER, SHARD_1):
         yield case(actor, at=STARTING, needs=Needs.A_SAVE)
-    yield case(DRIVER, at=by_stack("planning", "planning.py", "prepare", early=True), needs=Needs.A_SAVE)
-    yield case(DRIVER, at=by_stack("starting Ray", "cluster.py", "_init", early=True), needs=Needs.A_SAVE)
-    yield case(DRIVER, at=by_stack("starting actors", "crew.py", "start", early=True), needs=Needs.A_SAVE)
+    yield case(DRIVER, at=by_stack("planning", "prepare.py", "prepare", early=True), needs=Needs.A_SAVE)
+    yield case(DRIVER, at=by_stack("starting Ray", "ray_cluster.py", "_init", early=True), needs=Needs.A_SAVE)
+    yield case(DRIVER, at=by_stack("starting actors", "worker_group.py", "start", early=True), needs=Needs.A_SAVE)
     yield case(NEW_SHARD, at=attaching(), needs=Needs.A_SAVE)
     yield case(OWNER, at=SHARDS_ATTACHING, needs=Needs.A_SAVE, starting=True)
     yield case(SHARD_0, at=before_words(GPU), needs=Needs.A_SAVE, starting=True)
@@ -198,11 +198,11 @@ def _of_steps(case: Callable[..., Case], source: random.Random, num_layers: int)
         yield case(OWNER, at=phase)
     yield case(OWNER, SHARD_1, at=mid_layer(1, source.randrange(num_layers)))
     yield case(OWNER, SHARD_0, SHARD_1, at=UPDATE)
-    yield case(GPU, at=by_stack("forward", "step.py", "_forward", near=IN_STEP))
-    yield case(GPU, at=by_stack("loss", "loss.py", "chunked_loss", near=IN_STEP))
-    yield case(GPU, at=by_stack("backward", "step.py", "_backward", near=IN_STEP))
-    yield case(GPU, at=by_stack("adding up gradients", "gradients.py", "add", near=IN_STEP))
-    yield case(GPU, at=by_stack("norms", "gradients.py", "finish", near=BACKWARD))
+    yield case(GPU, at=by_stack("forward", "step_runner.py", "_forward", near=IN_STEP))
+    yield case(GPU, at=by_stack("loss", "chunked_loss.py", "chunked_loss", near=IN_STEP))
+    yield case(GPU, at=by_stack("backward", "step_runner.py", "_backward", near=IN_STEP))
+    yield case(GPU, at=by_stack("adding up gradients", "gradient_store.py", "add", near=IN_STEP))
+    yield case(GPU, at=by_stack("norms", "gradient_store.py", "finish", near=BACKWARD))
     yield case(GPU, at=by_stack("copy to the device", "cpu_device.py", "work", thread="h2d", near=IN_STEP))
     yield case(GPU, at=by_stack("copy to the host", "cpu_device.py", "work", thread="d2h", near=IN_STEP))
     for phase in (BACKWARD, LANDED, UPDATE):
@@ -233,8 +233,8 @@ def _of_others(case: Callable[..., Case], num_layers: int) -> Iterator[Case]:
     yield case(SHARD_0, at=under_way, variant=Variant.UNCLIPPED)
     yield case(GPU, at=under_way, variant=Variant.UNCLIPPED)
     yield case(SHARD_1, at=SAVING, variant=Variant.UNCLIPPED)
-    yield case(GPU, at=by_stack("recomputing", "step.py", "_recompute", near=IN_STEP), variant=Variant.TIGHT)
-    waiting = by_stack("sums waiting on the host", "gradients.py", "suspend", "fetch", "_total", near=IN_STEP)
+    yield case(GPU, at=by_stack("recomputing", "step_runner.py", "_recompute", near=IN_STEP), variant=Variant.TIGHT)
+    waiting = by_stack("sums waiting on the host", "gradient_store.py", "suspend", "fetch", "_total", near=IN_STEP)
     yield case(GPU, at=waiting, variant=Variant.TIGHT)
     yield case(SHARD_0, at=mid_layer(0, num_layers // 2), variant=Variant.TIGHT)
     for actor, phase in ((GPU, BACKWARD), (GPU, LANDED), (SHARD_0, middle), (OWNER, UPDATE), (DRIVER, BACKWARD)):

@@ -16,8 +16,8 @@ from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.phases import by_saves
 from benchmarks.kill_campaign.processes import go_on, stop
 from benchmarks.kill_campaign.strike import Blow, Hit, strike
-from megatrain_ray.io.save import list_saves
-from tests.runs import command
+from megatrain_ray.io.saves.save_folder import list_saves
+from tests.support.runs import command
 
 STRIKE_S = 90.0  # for a phase to come
 END_S = 120.0  # for a run to end, or to go on, after a kill: more is a hang

@@ -14,10 +14,10 @@ from typing import Any
 from benchmarks.kill_campaign.cases import SAVE_KEEP, Outcome
 from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.processes import TITLES, Role
-from megatrain_ray.cluster import remove_left_sessions
-from megatrain_ray.exporting import export_run
-from megatrain_ray.io.save import list_saves, save_folder, verify
-from tests.runs import plan_of, rows
+from megatrain_ray.crew.ray_cluster import remove_left_sessions
+from megatrain_ray.export.export import export_run
+from megatrain_ray.io.saves.save_folder import list_saves, save_folder, verify
+from tests.support.runs import plan_of, rows
 
 # Ray's own helpers outlive a driver that was killed for as long as they look for its GCS (60 s by Ray's default).
 RAY_END_S = 75.0

@@ -13,7 +13,7 @@ from benchmarks.kill_campaign.checks import OK
 from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.phases import Phase, by_folder, by_stack
 from benchmarks.kill_campaign.strike import Blow, strike
-from tests.runs import command
+from tests.support.runs import command
 
 WEIGHTS = "model.safetensors"
 NUM_ATTEMPTS = 5  # at a phase that did not come

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.kill_campaign.processes import MARK, Actor, Processes, Role, arenas, state
-from megatrain_ray.engine.host_words import HostWords, _Word
+from megatrain_ray.engine.host.signal_words import HostWords, _Word
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.arena import ArenaHandle
-from megatrain_ray.io.arena_holder import ArenaHolder
-from megatrain_ray.io.save import list_saves
-from tests.runs import ROOT, plan_of
+from megatrain_ray.io.arenas.arena import ArenaHandle
+from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.saves.save_folder import list_saves
+from tests.support.runs import ROOT, plan_of
 
 WORDS = "words"
 

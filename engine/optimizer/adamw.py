@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.split_master import join_into, split_into
 from megatrain_ray.engine.optimizer.muon import Muon
 from megatrain_ray.engine.optimizer.stochastic_rounding import random_bits, round_into
-from megatrain_ray.engine.working_copy import join_into, split_into
 
 BLOCK_ELEMENTS = 1 << 18  # a multiple of 64; what a block reads and writes is then about 6 MiB
 

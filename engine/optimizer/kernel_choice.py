@@ -7,11 +7,11 @@ import logging
 from functools import partial
 
 from megatrain_ray.engine.optimizer.adamw import Hyper
-from megatrain_ray.engine.optimizer.native_adamw import NativeAdamW
-from megatrain_ray.engine.optimizer.torch_blocks import TorchBlocks
+from megatrain_ray.engine.optimizer.native.native_kernel import NativeAdamW
+from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.update_kernel import Build, UpdateKernel, check_kernel
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.compiled import CompileError
+from megatrain_ray.io.words.compile_c import CompileError
 
 # Lengths of torch's vectors. torch 2.13 has 8 in this function on AVX-512 too; 4 is NEON's.
 NATIVE: tuple[Build, ...] = tuple(partial(NativeAdamW, vector=vector) for vector in (8, 16, 4))

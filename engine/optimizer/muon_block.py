@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatrain_ray.engine.layout.split_master import join_into, split_into
 from megatrain_ray.engine.optimizer.adamw import AdamState, Rates, Scratch, Weighting, scaled
 from megatrain_ray.engine.optimizer.muon import Muon
-from megatrain_ray.engine.working_copy import join_into, split_into
 
 
 def muon_block(

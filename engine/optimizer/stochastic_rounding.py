@@ -21,8 +21,8 @@ import zlib
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.working_copy import CANONICAL_NAN
-from megatrain_ray.io.splitmix import splitmix64_chain
+from megatrain_ray.engine.layout.split_master import CANONICAL_NAN
+from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
 MASK = (1 << 32) - 1
 MAGNITUDE = 0x7FFFFFFF

@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.split_master import split
 from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Scratch, Weighting, adamw_block
 from megatrain_ray.engine.optimizer.block_pool import BlockPool
-from megatrain_ray.engine.optimizer.journal import UNIT_ELEMENTS, Part, Transaction, num_units
 from megatrain_ray.engine.optimizer.muon_block import muon_block
-from megatrain_ray.engine.working_copy import split
+from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, Part, Transaction, num_units
 from megatrain_ray.errors import MegatrainError
 
 # Of the check's parameters: bodies and tails for vectors of up to 16 elements, and an end of a unit inside one.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatrain_ray.engine.plan import Plan
-from megatrain_ray.engine.tier import Tier
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import Plan
 
 
 def fits(plan: Plan) -> bool:

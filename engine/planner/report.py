@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatrain_ray.engine.homes import Home, slab_nodes
-from megatrain_ray.engine.layout import DIRECTION_BYTES
-from megatrain_ray.engine.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
+from megatrain_ray.engine.device.numa_homes import Home, slab_nodes
+from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES
+from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
+from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.limits import beyond_device, beyond_disk, host_bytes, spare_ram
 from megatrain_ray.engine.planner.request import ANY_ROOM
-from megatrain_ray.engine.precision import NARROW_MOMENTS
-from megatrain_ray.engine.prediction import Prediction
-from megatrain_ray.engine.tier import Tier
-from megatrain_ray.io.disk_io import DIRECT, PLAIN, DiskWay
+from megatrain_ray.io.storage.disk_io import DIRECT, PLAIN, DiskWay
 from megatrain_ray.units import format_bytes, format_count, format_ranges, format_seconds
 
 NUM_NAMED = 4  # layers

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from megatrain_ray.engine.attention import Attention
-from megatrain_ray.engine.hardware_profile import HardwareProfile, typical
-from megatrain_ray.engine.homes import Gpu, NumaNode
-from megatrain_ray.engine.plan import ActivationPolicy
-from megatrain_ray.engine.precision import Precision
-from megatrain_ray.engine.tier import Tier
-from megatrain_ray.engine.visits import LoopOrder
-from megatrain_ray.io.disk_io import PLAIN, DiskWay
+from megatrain_ray.engine.device.hardware_profile import HardwareProfile, typical
+from megatrain_ray.engine.device.numa_homes import Gpu, NumaNode
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.attention import Attention
+from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.io.storage.disk_io import PLAIN, DiskWay
 
 ANY_ROOM = 1 << 60  # bytes: of a disk that is not here
 

@@ -1,0 +1,250 @@
+"""ActivationFile: activations that wait on disk, and the windows between it and the memory that they leave. Windows are
+pinned memory of the host, or where the store moves that (Plan.windows) memory of the device.
+
+Out of the device block by block: a copy into a window, and from there into the blob, once the copy has ended. Back in
+the order in which they are wanted: read into windows as far ahead as there are any, and copied as soon as there is
+memory on the device. What has begun to leave has all windows before anything is read, so neither waits for the other.
+Copies and transfers are submitted by the event loop of SpillTransfers; a thread for each direction waits for copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from megatrain_ray.engine.device.deadlines import transfer_deadline_s
+from megatrain_ray.engine.device.device import Device, Event
+from megatrain_ray.engine.layer_calls.layer_call import bytes_of
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.activation_disk_clock import SimulatedFile
+from megatrain_ray.engine.plan.activation_windows import Block, Places, windows_of
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.spill.spill_transfers import Checksums, SpillTransfers
+from megatrain_ray.io.storage import blob_store
+from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, BlobStore, aligned_block
+from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
+from megatrain_ray.spans import Row
+from megatrain_ray.virtual_clock import Op, Stage
+
+POISON = 0xFF  # as bf16 and fp32 a NaN
+
+
+class _Copying(NamedTuple):
+    """Of all blocks: after which event, and when it ends on the virtual clock."""
+
+    after: tuple[Event, ...]
+    end_s: float
+
+
+@dataclass(eq=False)
+class OnDisk:
+    """What one layer left of one micro-batch, from its departure until it is back. `memory`: 1-D uint8 of each storage
+    as long as copies of it are to be submitted."""
+
+    file: ActivationFile
+    op: Op
+    storages: list[torch.UntypedStorage]
+    blocks: Sequence[Block]
+    memory: list[torch.Tensor]
+    last_out: Event | None = None  # of all copies out of the device, once they are submitted
+    last_in: Event | None = None  # of all copies back
+    num_written: int = 0  # blocks
+    num_back: int = 0
+    coming: _Copying | None = None  # once there is memory for it
+    is_written: asyncio.Event = field(default_factory=asyncio.Event)
+    is_wanted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def gone(self) -> Event:
+        """After which nothing reads its storages; the host waits until that is submitted."""
+        return self.file.wait(lambda: self.last_out, "d2h", f"{self} to be written")
+
+    def fetch(self) -> None:
+        """Takes memory for it, which is filled as blocks come. Idempotent."""
+        if self.coming is None:
+            for storage, tensor_bytes in zip(self.storages, self.sizes, strict=True):
+                storage.resize_(tensor_bytes)
+            self.file.want(self)
+
+    def back(self) -> Event:
+        """After which its storages have what they had; the host waits until that is submitted."""
+        return self.file.wait(lambda: self.last_in, "h2d", f"{self} to be read")
+
+    def __str__(self) -> str:
+        return f"{self.op.name} activations of layer {self.op.layer}"
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of its storages."""
+        sizes = [0] * len(self.storages)
+        for block in self.blocks:
+            for part in block.parts:
+                sizes[part.storage] = part.span.stop
+        return sizes
+
+
+class ActivationFile:
+    """Of one plan. `send`, `expect`, `want`, `wait` and `clear` are the compute thread's."""
+
+    def __init__(self, plan: Plan, device: Device, store: BlobStore, name: str, *, poison: bool = False) -> None:
+        """`name`: of a blob in `store`, of `plan.activation_file_bytes`; it moves blocks of the device where the plan
+        has windows there. `poison`: windows that are let go of are filled with NaN.
+
+        Raises MegatrainError for a blob that is not there.
+        """
+        size, count = plan.window_bytes, plan.num_windows
+        memory = _memory(device, plan.windows, count * size)
+        self._device = device
+        self._windows = [memory[i * size : (i + 1) * size] for i in range(count)]
+        self._poison = torch.full_like(self._windows[0], POISON) if poison else None
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        for i in range(count):
+            self._free.put_nowait(i)
+        self._leaving, self._reading = asyncio.Lock(), asyncio.Lock()  # whose turn it is to take windows
+        self._places = Places(plan)
+        account = device.timeline.account
+        self._clock = SimulatedFile(count * size, lambda stage, op, *after: account(stage, op, after))
+        self._changed = threading.Condition()
+        self._waiters = {stage: ThreadPoolExecutor(1, f"activations {stage.value}") for stage in (Stage.D2H, Stage.H2D)}
+        words = windows_of(plan).num_blocks(plan.disk_activations)
+        checksums = Checksums(Words(aligned_block(WORD_BYTES * words), words), 0)
+        timeout_s = transfer_deadline_s(plan.total_bytes(Tier.NVME))  # whose disk this is, too
+        self._transfers = SpillTransfers(store, name, checksums, timeout_s, self._wake, device.checksum)
+        self._transfers.open()
+
+    def begin(self) -> None:
+        """A step."""
+        self.clear()
+        self._clock.begin()
+
+    def clear(self) -> None:
+        """Nothing is away."""
+        self._places.clear()
+
+    def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OnDisk:
+        """Behind what was submitted."""
+        blocks = self._places.take(op.layer, [storage.nbytes() for storage in storages])
+        sent = OnDisk(self, op, storages, blocks, [bytes_of(storage) for storage in storages])
+        after = self._device.record()
+        copying = _Copying((after,), self._clock.leave(op, after.at_s))
+        self._transfers.submit(self._send(sent, copying))
+        return sent
+
+    def expect(self, coming: Sequence[OnDisk]) -> None:
+        """All of these have gone, and come back in this order."""
+        self._clock.expect([each.op for each in coming], self._device.timeline.now(Stage.COMPUTE))
+        for each in coming:
+            self._transfers.submit(self._read(each))
+
+    def want(self, coming: OnDisk) -> None:
+        """Its storages have memory, which something submitted before may use."""
+        after = self._device.record()
+        assert coming.last_out is not None  # it is gone
+        coming.memory = [bytes_of(storage) for storage in coming.storages]
+        coming.coming = _Copying((after, coming.last_out), self._clock.fetch(coming.op, after.at_s))
+        self._transfers.submit(self._want(coming))
+
+    def wait(self, last: Callable[[], Event | None], cause: str, what: str) -> Event:
+        """The compute thread waits until the last of some copies is submitted. Raises what kept one from that."""
+        if (event := last()) is not None:
+            return event
+        with self._device.exposed(cause), self._changed:
+            return self._transfers.wait_for(self._changed, last, what)
+
+    def close(self) -> None:
+        """Whoever waits fails, and what is on its way is given up. Idempotent."""
+        self._transfers.close()
+        for waiter in self._waiters.values():
+            waiter.shutdown()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # What follows runs on the event loop.
+
+    async def _send(self, sent: OnDisk, copying: _Copying) -> None:
+        async with self._leaving:
+            for block in sent.blocks:
+                window = await self._free.get()
+                event = self._copy(Stage.D2H, sent, block, window, copying)
+                self._transfers.submit(self._write(sent, block, window, event))
+            sent.memory = []
+            sent.last_out = event
+        self._wake()
+
+    async def _write(self, sent: OnDisk, block: Block, window: int, copied: Event) -> None:
+        await self._reached(Stage.D2H, copied)
+        with self._span("write", sent, block):
+            await self._transfers.write(block.extent, self._block(block, window))
+        await self._let_go(window, Stage.D2H, sent.op, copied)
+        sent.num_written += 1
+        if sent.num_written == len(sent.blocks):
+            sent.is_written.set()
+
+    async def _read(self, coming: OnDisk) -> None:
+        async with self._reading:
+            await coming.is_written.wait()
+            for block in coming.blocks:
+                window = await self._free.get()
+                self._transfers.submit(self._bring(coming, block, window))
+
+    async def _bring(self, coming: OnDisk, block: Block, window: int) -> None:
+        with self._span("read", coming, block):
+            await self._transfers.read(block.extent, self._block(block, window))
+        await coming.is_wanted.wait()
+        assert coming.coming is not None
+        event = self._copy(Stage.H2D, coming, block, window, coming.coming)
+        coming.num_back += 1
+        if coming.num_back == len(coming.blocks):
+            coming.memory, coming.storages = [], []  # they are the tensors' alone
+            coming.last_in = event  # of copies that end in the order in which they were submitted
+            self._wake()
+        await self._reached(Stage.H2D, event)
+        await self._let_go(window, Stage.H2D, coming.op, event)
+
+    def _span(self, name: str, moved: OnDisk, block: Block) -> AbstractContextManager[None]:
+        """The block of this function is at the disk with a block of it."""
+        op = moved.op
+        return self._device.spans.span(Row.DISK, f"{name} {op.name}", op.layer, op.micro_batch, block.extent.nbytes)
+
+    async def _want(self, coming: OnDisk) -> None:
+        coming.is_wanted.set()
+
+    async def _reached(self, stage: Stage, event: Event) -> None:
+        """Copies of a stage end one after the other, so one thread is enough, and none that moves blocks waits."""
+        await asyncio.get_running_loop().run_in_executor(self._waiters[stage], event.synchronize)
+
+    def _copy(self, stage: Stage, moved: OnDisk, block: Block, window: int, copying: _Copying) -> Event:
+        pairs = []
+        for part in block.parts:
+            there = self._windows[window][part.start : part.start + part.span.size]
+            here = moved.memory[part.storage][slice(*part.span)]
+            pairs.append((there, here) if stage is Stage.D2H else (here, there))
+        return self._device.copy_part(stage, pairs, moved.op, copying.after, copying.end_s)
+
+    def _block(self, block: Block, window: int) -> blob_store.Block:
+        return self._device.block(self._windows[window][: block.extent.nbytes])
+
+    async def _let_go(self, window: int, stage: Stage, op: Op, copied: Event) -> None:
+        """`copied`: the last copy of the stage from it, or into it."""
+        if self._poison is not None:
+            pair = self._windows[window], self._poison
+            await self._reached(stage, self._device.copy_part(stage, [pair], op, (copied,), copied.at_s))
+        self._free.put_nowait(window)
+
+
+def _memory(device: Device, tier: Tier, num_bytes: int) -> torch.Tensor:
+    """1-D uint8, at a multiple of ALIGN_BYTES, on the device or pinned on the host."""
+    if tier is Tier.HBM:
+        memory = device.allocate(num_bytes + ALIGN_BYTES)
+        return memory[-memory.data_ptr() % ALIGN_BYTES :][:num_bytes]
+    memory = torch.frombuffer(aligned_block(num_bytes), dtype=torch.uint8)
+    device.pin(memory)
+    return memory

@@ -1,0 +1,168 @@
+"""The CPU as a device: the compute thread plus one real thread for each stage that moves something.
+
+Device memory is ordinary memory, separate from the host arenas, so that every copy and every wait of the CUDA device
+happens here too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+
+import torch
+
+from megatrain_ray.engine.device.deadlines import DEADLINE_S
+from megatrain_ray.engine.device.device import Capture, Device, Event, MemoryStatistics
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
+from megatrain_ray.errors import DeadlineError
+from megatrain_ray.spans import Row
+from megatrain_ray.virtual_clock import Op, Stage, Timeline
+
+TRANSFERS = (Stage.H2D, Stage.D2H, Stage.ALL_GATHER)
+
+
+class CpuEvent:
+    """Done when its future is. `more_s`: that it may take beyond what whoever waits allows."""
+
+    def __init__(self, at_s: float, name: str, more_s: float = 0.0) -> None:
+        self.at_s = at_s
+        self._name = name
+        self._more_s = more_s
+        self._future: Future[None] = Future()
+
+    def synchronize(self, timeout_s: float = DEADLINE_S) -> None:
+        timeout_s += self._more_s
+        try:
+            self._future.result(timeout_s)
+        except FutureTimeout:
+            raise DeadlineError(f"{self._name} did not finish within {timeout_s:.0f} s") from None
+
+    def run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:  # kept for whoever waits for this event
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+
+class _TransferThread:
+    """Runs copies in the order of submission, each after its events."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[CpuEvent, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, event: CpuEvent, work: Callable[[], None]) -> None:
+        self._queue.put((event, work))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(DEADLINE_S)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, work = item
+            event.run(work)
+
+
+class _Rerun:
+    """A Capture that runs its function again, Python and all."""
+
+    def __init__(self, function: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._function = function
+        self.outputs = tuple(function())
+
+    def replay(self) -> None:
+        for there, again in zip(self.outputs, self._function(), strict=True):
+            there.copy_(again)
+
+    def close(self) -> None:
+        pass
+
+
+class CpuDevice(Device):
+    kind = "cpu"
+
+    def __init__(self, timeline: Timeline | None = None, num_threads: int | None = None) -> None:
+        """`num_threads` of the compute thread's operators; results of matrix products depend on it."""
+        super().__init__(timeline)
+        self.torch_device = torch.device("cpu")
+        self._num_threads = num_threads or torch.get_num_threads()
+        self._threads = {stage: _TransferThread(stage.value) for stage in TRANSFERS}
+
+    def _copy(
+        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event], end_s: float
+    ) -> Event:
+        if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
+            raise ValueError(f"{stage.value}: cannot copy {source.nbytes} bytes into {target.nbytes}")
+        event = CpuEvent(end_s, f"{stage.value} copy of {source.nbytes} bytes")
+
+        def work() -> None:
+            for earlier in after:
+                earlier.synchronize()
+            with self.spans.span(Row(stage.value), op.name, op.layer, num_bytes=op.num_bytes):
+                # Not a torch call: those belong to the compute thread, whose OpenMP threads this would compete with.
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+        self._threads[stage].submit(event, work)
+        return event
+
+    def _all_gather(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
+        event = CpuEvent(end_s, str(op), timeout_s)
+
+        def run() -> None:
+            after.synchronize()
+            with self.spans.span(Row.ALL_GATHER, op.name, op.layer, num_bytes=op.num_bytes):
+                work()
+
+        self._threads[Stage.ALL_GATHER].submit(event, run)
+        return event
+
+    def _wait(self, event: Event, cause: str) -> None:
+        with self.exposed(cause):
+            event.synchronize()
+
+    def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
+        """For tests: nothing takes less than running it again does, and nothing is refused."""
+        return _Rerun(function)
+
+    def record(self) -> Event:
+        event = CpuEvent(self.timeline.now(Stage.COMPUTE), "compute")
+        event.run(lambda: None)  # the compute thread is its own stage: what was submitted is done
+        return event
+
+    def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
+        return open_kernel(self._num_threads, hyper)
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        torch.get_num_threads()  # from here on settings of other threads do not reach this one
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would look for GPUs each time
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Nothing to do: all memory is reachable."""
+
+    def memory(self) -> MemoryStatistics:
+        return MemoryStatistics(self._reserved_bytes, self._reserved_bytes)
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.close()
+        self._threads = {}

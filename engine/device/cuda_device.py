@@ -1,0 +1,387 @@
+"""The CUDA device: a stream for each stage. The only file that touches `torch.cuda`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatrain_ray.engine.device.deadlines import DEADLINE_S
+from megatrain_ray.engine.device.device import CONTEXT_BYTES, Capture, Device, Event, MemoryStatistics
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
+from megatrain_ray.errors import CaptureError, ConfigError, MegatrainError
+from megatrain_ray.io.storage.blob_store import Block
+from megatrain_ray.spans import MAX_SPANS, Row, Span
+from megatrain_ray.virtual_clock import Op, Stage, Timeline
+
+# cudaHostRegister takes pieces of at most this size: larger single ranges failed on some drivers.
+REGISTER_BYTES = 32 << 30
+
+
+class CudaEvent:
+    """A CUDA event; `blocking` makes a host wait sleep instead of spin."""
+
+    def __init__(self, stream: torch.cuda.Stream, at_s: float) -> None:
+        self.at_s = at_s
+        self.event = torch.cuda.Event(blocking=True)
+        self.event.record(stream)
+
+    def synchronize(self, timeout_s: float = DEADLINE_S) -> None:
+        self.event.synchronize()
+
+
+class CudaCapture:
+    """A CUDA graph. What it needs besides its outputs is in a pool of its own as long as this lives."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, generator: torch.Generator, function: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads copy meanwhile, and ask for events: nothing that a capture is to be protected from.
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self.outputs = tuple(function())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # CUDA's, torch's and a model's own
+            # A capture that does not come to its end leaves the generator thinking that it lasts.
+            generator.graphsafe_set_state(generator.clone_state())
+            raise CaptureError(str(error)) from error
+        before = generator.get_offset()
+        self._graph.replay()
+        if generator.get_offset() != before:
+            raise CaptureError("it draws random numbers, which would be the same in every step")
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.outputs = ()
+        self._graph.reset()
+
+
+class CudaDevice(Device):
+    kind = "cuda"
+
+    def __init__(
+        self,
+        timeline: Timeline | None = None,
+        *,
+        deterministic: bool = False,
+        tf32: bool = False,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """`memory_bytes`: that the process may take of the GPU's; None: all."""
+        super().__init__(timeline)
+        if not torch.cuda.is_available():
+            raise ConfigError("hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu, or auto")
+        _expand_segments()
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        _limit_memory(memory_bytes)
+        self._deterministic = deterministic
+        # What has priority begins before kernels of the compute stage that have not: a copy within the device may be a
+        # kernel, and so is a sum.
+        self._streams = {stage: torch.cuda.Stream(priority=-1) for stage in (Stage.H2D, Stage.D2H)}
+        self._streams[Stage.COMPUTE] = torch.cuda.Stream()
+        self._streams[Stage.ALL_GATHER] = torch.cuda.Stream(priority=-1)
+        self._summing = torch.cuda.Stream(priority=-1)
+        self._generator = torch.cuda.default_generators[self.torch_device.index]
+        self._pinned: list[int] = []
+        self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._traced: list[tuple[Span, torch.cuda.Event, torch.cuda.Event]] = []  # spans whose times are not known yet
+        self._base = (torch.cuda.Event(enable_timing=True), 0)
+        _set_numerics(deterministic, tf32)
+
+    def _copy(
+        self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event], end_s: float
+    ) -> Event:
+        stream = self._streams[stage]
+        with torch.cuda.stream(stream), torch.no_grad():
+            for earlier in after:
+                stream.wait_event(_cuda(earlier))
+            # `.data` has a version counter of its own. All slots are views of one allocation and share another: a copy
+            # into one must not look to autograd, at work on another, like a write to its weights.
+            with self._traced_on(stage, op):
+                for part in self._registered_parts(source if source.device.type == "cpu" else target):
+                    target.data[part].copy_(source[part], non_blocking=True)
+        return CudaEvent(stream, end_s)
+
+    def _all_gather(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
+        stream = self._streams[Stage.ALL_GATHER]
+        with torch.cuda.stream(stream), torch.no_grad():
+            stream.wait_event(_cuda(after))
+            with self._traced_on(Stage.ALL_GATHER, op):
+                work()
+        return CudaEvent(stream, end_s)
+
+    def block(self, memory: torch.Tensor) -> Block:
+        return memory if memory.is_cuda else super().block(memory)
+
+    def checksum(self, block: Block) -> int:
+        if not isinstance(block, torch.Tensor):
+            return super().checksum(block)
+        with torch.cuda.stream(self._summing), torch.no_grad():
+            return int(block.view(torch.int64).sum().item())
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        if host.is_cuda:
+            return host
+        # Pageable memory would be read once the stream has come there, and the host would wait for it.
+        return host.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def _wait(self, event: Event, cause: str) -> None:
+        awaited = _cuda(event)
+        if awaited.query():  # nothing to wait for, and nothing to measure
+            return
+        with self.exposed(cause):
+            self._streams[Stage.COMPUTE].wait_event(awaited)
+
+    @contextmanager
+    def exposed(self, cause: str) -> Iterator[None]:
+        """By the stream's own time: while the host waits it may have work left that was submitted ahead."""
+        with self._between_events(Stage.COMPUTE) as (before, behind):
+            yield
+        self._waits.append((cause, before, behind))
+        self._trace(Span(Row.COMPUTE, f"wait {cause}", 0, 0, waits=True), before, behind)
+
+    def timed(self, op: Op) -> AbstractContextManager[None]:
+        return self._timed(op) if self.spans.on else nullcontext()
+
+    @contextmanager
+    def _timed(self, op: Op) -> Iterator[None]:
+        """The block on the host, too: the time in which it submits."""
+        with self._traced_on(Stage.COMPUTE, op), self.spans.span(Row.SUBMIT, op.name, op.layer, op.micro_batch):
+            yield
+
+    @contextmanager
+    def _traced_on(self, stage: Stage, op: Op) -> Iterator[None]:
+        """What of the block runs on the stage's stream becomes a span."""
+        if not self.spans.on:
+            yield
+            return
+        with self._between_events(stage) as (before, behind):
+            yield
+        self._trace(Span(Row(stage.value), op.name, 0, 0, op.layer, op.micro_batch, op.num_bytes), before, behind)
+
+    @contextmanager
+    def _between_events(self, stage: Stage) -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(self._streams[stage])
+        yield before, behind
+        behind.record(self._streams[stage])
+
+    def _trace(self, span: Span, before: torch.cuda.Event, behind: torch.cuda.Event) -> None:
+        if not self.spans.on:
+            return
+        if len(self._traced) < MAX_SPANS:
+            self._traced.append((span, before, behind))
+        else:
+            self.spans.num_dropped += 1
+
+    def start_tracing(self) -> None:
+        """Events are timed from one that the host sees as it happens."""
+        base, _ = self._base
+        base.record(self._streams[Stage.COMPUTE])
+        base.synchronize()
+        self._base = (base, time.monotonic_ns())
+        super().start_tracing()
+
+    def stop_tracing(self) -> None:
+        super().stop_tracing()
+        base, base_ns = self._base
+        for span, before, behind in self._traced:
+            behind.synchronize()
+            start_ns, end_ns = (base_ns + round(1e6 * base.elapsed_time(event)) for event in (before, behind))
+            self.spans.add(span._replace(start_ns=start_ns, end_ns=end_ns))
+        self._traced.clear()
+
+    def take_exposed(self) -> dict[str, float]:
+        """Waits of the host and of the compute stream; the stream must have come to its end."""
+        for cause, before, behind in self._waits:
+            behind.synchronize()
+            self.add_exposed(cause, before.elapsed_time(behind) / 1000)
+        self._waits.clear()
+        return super().take_exposed()
+
+    def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
+        return CudaCapture(self._streams[Stage.COMPUTE], self._generator, function)
+
+    def record(self) -> Event:
+        return CudaEvent(self._streams[Stage.COMPUTE], self.timeline.now(Stage.COMPUTE))
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            torch.cuda.set_device(self.torch_device)
+            stack.enter_context(torch.cuda.stream(self._streams[Stage.COMPUTE]))
+            stack.enter_context(sdpa_kernel(self._attention_backends(), set_priority=True))
+            # A backward runs here and not on a thread of autograd's, between which and this one the interpreter would
+            # go to and fro: 0.94 ms of a small compiled layer for 1.34, in two runs of which the second was faster in
+            # its forwards too (benchmarks/README.md, control path).
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+    def _attention_backends(self) -> list[SDPBackend]:
+        """cuDNN first: 1.8 times flash attention's rate on Hopper. Its backward is not deterministic.
+
+        A compiled layer has what was chosen while it was traced, and tracing happens in a rehearsal, which runs on the
+        compute thread (Engine.on_compute_thread) within `activate`.
+        """
+        if self._deterministic:
+            return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+        return [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
+
+    def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
+        from megatrain_ray.engine.optimizer.triton_kernel import open_triton  # torch without CUDA comes without Triton
+
+        return open_triton(hyper, self.torch_device)
+
+    def add(self, total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+        from megatrain_ray.engine.device import triton_sums  # as above
+
+        if triton_sums.can_add(total, value, out):
+            triton_sums.add(total, value, out)
+        else:
+            super().add(total, value, out)
+
+    def add_two(self, total: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+        from megatrain_ray.engine.device import triton_sums  # as above
+
+        if all(triton_sums.can_add(out if total is None else total, value, out) for value in (first, second)):
+            triton_sums.add_two(total, first, second, out)
+        else:
+            super().add_two(total, first, second, out)
+
+    def seed(self, seed: int) -> None:
+        if not torch.cuda.is_current_stream_capturing():  # what is captured draws nothing
+            self._generator.manual_seed(seed)
+
+    def pin(self, host: torch.Tensor) -> None:
+        runtime = torch.cuda.cudart()
+        for start in range(0, host.nbytes, REGISTER_BYTES):
+            address = host.data_ptr() + start
+            result = runtime.cudaHostRegister(address, min(REGISTER_BYTES, host.nbytes - start), 0)
+            if int(result) != 0:
+                torch.cuda.synchronize()  # clears the error, which the next call would report as its own
+                raise MegatrainError(f"cudaHostRegister of {host.nbytes} bytes failed: {result}; check ulimit -l")
+            self._pinned.append(address)
+
+    def _registered_parts(self, host: torch.Tensor) -> list[slice]:
+        """A 1-D host tensor, cut where registered ranges meet: CUDA refuses a copy that crosses two of them."""
+        cuts = sorted((a - host.data_ptr()) // host.itemsize for a in self._pinned)
+        inside = [cut for cut in cuts if 0 < cut < host.numel()]
+        return [slice(a, b) for a, b in itertools.pairwise([0, *inside, host.numel()])]
+
+    def memory(self) -> MemoryStatistics:
+        return MemoryStatistics(self._reserved_bytes, torch.cuda.max_memory_allocated())
+
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        for address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()
+
+
+def _limit_memory(num_bytes: int | None) -> None:
+    """A bound of torch's allocator, which gives memory of freed tensors back before it exceeds that, and fails after;
+    a device made earlier may have left another. What the context takes is not the allocator's."""
+    total = total_memory_bytes() or 1
+    share = 1.0 if num_bytes is None else max(0, num_bytes - CONTEXT_BYTES) / total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+
+
+def total_memory_bytes() -> int | None:
+    """Memory of the GPU that this process would use; None without one. Makes no context on it."""
+    if not torch.cuda.is_available():
+        return None
+    return _properties().total_memory
+
+
+def device_name() -> str:
+    """Of that GPU, as its maker calls it."""
+    return _properties().name
+
+
+def _properties(index: int = 0) -> torch.cuda._CudaDeviceProperties:
+    """What torch knows of a GPU. The first question fixes how the process's allocator works."""
+    _expand_segments()
+    return torch.cuda.get_device_properties(index)
+
+
+def _expand_segments() -> None:
+    """What activations leave can then be used for gradients of other sizes. torch reads it once, when the process asks
+    for the first time what a GPU is."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def pci_addresses() -> tuple[str | None, ...]:
+    """Of each GPU that this process sees, in torch's order, as /sys/bus/pci/devices names it; None where torch does not
+    say. Makes no context on any."""
+    return tuple(map(_pci_address, range(num_gpus())))
+
+
+def _pci_address(index: int) -> str | None:
+    found = _properties(index)
+    parts = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in parts:
+        return None
+    domain, bus, device = parts
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+class PeerCopies:
+    """Between two GPUs of this machine, in both directions at once."""
+
+    def __init__(self, num_bytes: int, one: int = 0, other: int = 1) -> None:
+        """`one`, `other`: which, in torch's order."""
+        self._pairs = [self._pair(num_bytes, to, source) for to, source in ((one, other), (other, one))]
+
+    @staticmethod
+    def _pair(num_bytes: int, to: int, source: int) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
+        """Target, source, and the stream of the GPU that sends."""
+        tensors = [torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in (to, source)]
+        return tensors[0], tensors[1], torch.cuda.Stream(source)
+
+    def run(self, count: int) -> None:
+        """So many times; waits for all."""
+        for _ in range(count):
+            for target, source, stream in self._pairs:
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+        for *_, stream in self._pairs:
+            stream.synchronize()
+
+
+def _cuda(event: Event) -> torch.cuda.Event:
+    if not isinstance(event, CudaEvent):
+        raise TypeError(f"an event of another device reached CUDA: {event!r}")
+    return event.event
+
+
+def _set_numerics(deterministic: bool, tf32: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.use_deterministic_algorithms(deterministic)
+    # Fills what is about to be written anyway, and on a stream that the one which writes does not wait for.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by the module's class
+    if deterministic:  # read by cuBLAS when its handle is made, which is after this
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,0 +1,262 @@
+"""Blocks divided into parts, each a layer of the schedule with slots, gradients and state of its own: for models of
+which a whole block is more than the device has room for. Found in the trial forward.
+
+A part is some of a block's modules, neighbours in the order of their calls; the block's own forward runs between them,
+as the model's runs between layers. What that saves for its backward nobody computes again: it waits from the forward
+to the backward like what a part keeps. Nothing of this changes what is computed, nor in which order. Experts that are
+one module to Transformers are several here (model/expert_groups.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megatrain_ray.engine.discovery.private_inputs import returned_tensors, storages_of
+from megatrain_ray.engine.discovery.trial_forward import Call, Flow, Trial
+from megatrain_ray.engine.model.structure import Entered, LayerSpec, Part, Returned
+from megatrain_ray.errors import ConfigError
+
+SMALL = 50  # a module with less than this part of a block's weights is no part of its own
+
+
+def parts_of(model: nn.Module, trial: Trial, block: Call, most: int) -> list[list[str]]:
+    """Paths of the modules of each part, at most `most` parts, so that the largest is as small as can be.
+
+    Raises ConfigError for a block that cannot be divided.
+    """
+    if block.draws:
+        raise _refusal(block.path, "draws random numbers, which are drawn layer by layer (set its dropout to 0)")
+    for path, module in model.get_submodule(block.path).named_modules(prefix=block.path):
+        if kept := next((name for name, value in vars(module).items() if isinstance(value, torch.Tensor)), None):
+            raise _refusal(block.path, f"keeps {path}.{kept} from one forward for the next")
+    leaves = list(_leaves(model, trial, block.path))
+    if leaves == [block.path]:
+        raise _refusal(block.path, "does not call each module that holds weights of its own exactly once")
+    leaves.sort(key=lambda path: _call(trial, path).start)
+    for path in leaves:
+        for name, _ in model.get_submodule(path).named_parameters(prefix=path):
+            if not all(_is_inside(reader, path) for reader in trial.reads.get(name, ())):
+                raise _refusal(block.path, f"reads {name} outside of {path}")
+    sizes = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in leaves]
+    return [leaves[start:stop] for start, stop in _cuts(sizes, most)]
+
+
+def name_of(model: nn.Module, modules: Sequence[str], block: str) -> str:
+    """What a part is called in its block: after its largest module."""
+    largest = max(modules, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
+    return largest.removeprefix(f"{block}.")
+
+
+def with_departures(
+    model: nn.Module, trial: Trial, block: Call, base: Call, parts: Sequence[LayerSpec]
+) -> list[LayerSpec]:
+    """The parts of one block, with what may leave the device, or is needed no more, behind the forward of each. `base`:
+    the module whose outputs a loss may read.
+
+    Raises ConfigError where the block's own forward saves something for its backward that a later part reads.
+    """
+    shared = storages_of(returned_tensors(trial, base.path))
+    of_block = _Block(trial, block, parts, storages_of(model.parameters()), storages_of(model.buffers()), shared)
+    of_block.check()
+    return [replace(part, part=of_block.part(k)) for k, part in enumerate(parts)]
+
+
+def glue_saved(trial: Trial, parts: Sequence[LayerSpec], k: int) -> list[torch.Tensor]:
+    """What the block's own forward saves between the first call of part `k` and the part behind, beside the calls of
+    the part; of the last part up to its last call."""
+    calls = _calls(trial, parts[k])
+    following = _calls(trial, parts[k + 1])[0] if k + 1 < len(parts) else calls[-1]
+    ends = [*(call.saved for call in calls), following.saved]
+    return [t for (_, start), (stop, _) in itertools.pairwise(ends) for t in trial.saved[start:stop]]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What goes in and out of the parts of a block; tensors by the identity of their storages."""
+
+    trial: Trial
+    block: Call
+    parts: Sequence[LayerSpec]
+    weights: set[int]
+    buffers: set[int]
+    shared: set[int]  # what the base model returns
+
+    def check(self) -> None:
+        """Raises ConfigError as `with_departures`."""
+        for k, (part, following) in enumerate(zip(self.parts, self._starts, strict=True)):
+            saved, known = storages_of(glue_saved(self.trial, self.parts, k)) - self.weights, self._known_behind(k)
+            late = {s for s in saved - known if self.trial.touched.get(s, 0) >= following}
+            late |= {s for s in saved & self._entering.keys() if self._last_part(s) < self._read_with[k]}
+            elsewhere = self.buffers | self.shared | (self._entering.keys() - known)
+            if late or saved & elsewhere:
+                raise _refusal(self.block.path, f"saves for its backward what it reads again behind {part.name}")
+        first, last = self._own_calls[0], self._own_calls[-1]
+        saved_first = self.trial.saved[self.block.saved[0] : first.saved[0]]
+        if storages_of(saved_first) - self.weights - storages_of(first.inputs):
+            raise _refusal(self.block.path, f"saves for its backward what it makes ahead of {self.parts[0].name}")
+        saved_last = self.trial.saved[last.saved[1] : self.block.saved[1]]
+        if storages_of(saved_last) - self.weights - self._known_behind(len(self.parts) - 1):
+            raise _refusal(self.block.path, f"saves for its backward what it makes behind {self.parts[-1].name}")
+
+    def part(self, k: int) -> Part:
+        return Part(
+            block=self.block.path,
+            is_last=k == len(self.parts) - 1,
+            later=self._read_with[k] - k,
+            leaving=tuple(place for storage, place in self._entering.items() if self._last_part(storage) == k),
+            spent=tuple(place for storage, place in self._returned.items() if self._last_part(storage) == k),
+        )
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """When the part behind each begins; of the last when the block is over."""
+        return [*(_calls(self.trial, part)[0].start for part in self.parts[1:]), self.block.stop]
+
+    @cached_property
+    def _read_with(self) -> Sequence[int]:
+        """Of each part the one with whose backward the glue behind it runs: the last one whose outputs that glue leads
+        to. Where a call begins, glue ends (ForwardPass).
+
+        Raises ConfigError where it leads out of the block.
+        """
+        read_with = list(range(len(self.parts)))
+        for k in reversed(range(len(self.parts) - 1)):
+            for flow in self._flows_behind(k):
+                if flow.had >= self.block.stop:
+                    raise _refusal(self.block.path, f"returns what it makes behind {self.parts[k].name}")
+                q = next(q for q, start in enumerate(self._starts) if flow.had < start)
+                read_with[k] = max(read_with[k], read_with[q])
+        return read_with
+
+    @cached_property
+    def _flows(self) -> list[Flow]:
+        return [f for f in self.trial.flows if self.block.start <= f.made < self.block.stop]
+
+    def _flows_behind(self, k: int) -> Iterator[Flow]:
+        """Of what glue made behind the part and an operation had behind the next one's begin, but for what entered a
+        call meanwhile."""
+        calls = _calls(self.trial, self.parts[k])
+        first, following, made = calls[0].start, self._starts[k], self.trial.made
+        for flow in self._flows:
+            if first <= flow.made < following <= flow.had:
+                in_call = any(call.start <= flow.made < call.stop for call in calls)
+                entered = flow.storage in self._entering and made.get(flow.storage) == flow.made
+                if not in_call and not entered:
+                    yield flow
+
+    @cached_property
+    def _entering(self) -> Mapping[int, Entered]:
+        """Where each storage that enters a call and wants a gradient enters first."""
+        found: dict[int, Entered] = {}
+        for call in self._own_calls:
+            for position, value in enumerate(tree_leaves(call.arguments.contents)):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    found.setdefault(_storage(value), Entered(call.path, position))
+        return found
+
+    @cached_property
+    def _returned(self) -> Mapping[int, Returned]:
+        """What calls return that neither enters another, nor is saved, nor leaves the block."""
+        needed = self.weights | self.buffers | self.shared | self._entering.keys() | storages_of(self.trial.saved)
+        needed |= storages_of(t for t in tree_leaves(self.block.output) if isinstance(t, torch.Tensor))
+        found: dict[int, Returned] = {}
+        for call in self._own_calls:
+            for number, value in enumerate(floats_of(call.output)):
+                if _storage(value) not in needed and self.trial.touched.get(_storage(value), 0) < self.block.stop:
+                    found.setdefault(_storage(value), Returned(call.path, number))
+        return found
+
+    def _last_part(self, storage: int) -> int:
+        """Behind which nothing of the block's forward reads it any more."""
+        touched = self.trial.touched.get(storage, 0)
+        return next((k for k, start in enumerate(self._starts) if touched < start), len(self.parts) - 1)
+
+    def _known_behind(self, k: int) -> set[int]:
+        """What has entered calls up to the first one of the next part."""
+        calls = [call for part in self.parts[: k + 1] for call in _calls(self.trial, part)]
+        if k + 1 < len(self.parts):
+            calls.append(_calls(self.trial, self.parts[k + 1])[0])
+        return {storage for call in calls for storage in storages_of(call.inputs)}
+
+    @cached_property
+    def _own_calls(self) -> list[Call]:
+        return [call for part in self.parts for call in _calls(self.trial, part)]
+
+
+def floats_of(value: object) -> list[torch.Tensor]:
+    """Floating-point tensors in a result, in the order in which a LayerCall has leaves for them."""
+    return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+
+
+def _leaves(model: nn.Module, trial: Trial, path: str) -> Iterator[str]:
+    """The smallest modules that hold all parameters of the one at this path and are called once each: attention is
+    whole, and so is what has parameters of its own."""
+    module = model.get_submodule(path)
+    children = [f"{path}.{name}" for name, child in module.named_children() if any(True for _ in child.parameters())]
+    are_called = bool(children) and all(_is_called_once(trial, child) for child in children)
+    if not are_called or module._parameters or _attends_itself(trial, path):
+        yield path
+        return
+    for child in children:
+        yield from _leaves(model, trial, child)
+
+
+def _attends_itself(trial: Trial, path: str) -> bool:
+    """Whether attention runs in the module beside what it calls."""
+    inner = [call for call in trial.calls if call.path.rpartition(".")[0] == path]
+    return _call(trial, path).attention > sum(call.attention for call in inner)
+
+
+def _call(trial: Trial, path: str) -> Call:
+    call = trial.first(path)
+    assert call is not None  # or it had not been found
+    return call
+
+
+def _is_called_once(trial: Trial, path: str) -> bool:
+    return sum(call.path == path for call in trial.calls) == 1
+
+
+def _calls(trial: Trial, part: LayerSpec) -> list[Call]:
+    return [_call(trial, path) for path in part.modules]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _is_inside(reader: str, path: str) -> bool:
+    return reader == path or reader.startswith(f"{path}.")
+
+
+def _cuts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Neighbours together in at most `most` groups, the largest as small as can be, or a little larger where a norm
+    would be left alone: start and stop of each."""
+    sums = sorted({sum(sizes[a:b]) for a, b in itertools.combinations(range(len(sizes) + 1), 2)})
+    least = next(limit for limit in sums if 0 < len(list(_packed(sizes, limit))) <= most)
+    return list(_packed(sizes, least + sum(sizes) // SMALL))
+
+
+def _packed(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Groups of neighbours of at most `limit`, each as long as can be; none where one alone is more."""
+    if max(sizes) > limit:
+        return
+    start, total = 0, 0
+    for i, size in enumerate(sizes):
+        if total + size > limit:
+            yield start, i
+            start, total = i, 0
+        total += size
+    yield start, len(sizes)
+
+
+def _refusal(path: str, reason: str) -> ConfigError:
+    return ConfigError(f"hardware.block_parts: {path} cannot be divided: it {reason}; set hardware.block_parts: 1")

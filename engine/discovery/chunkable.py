@@ -1,0 +1,62 @@
+"""What may be computed for some tokens at a time: the MLP of a block, dense or of experts, and the last norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from megatrain_ray.engine.discovery.private_inputs import storages_of
+from megatrain_ray.engine.discovery.trial_forward import Call, Trial
+from megatrain_ray.engine.model.output_recorder import is_recorded
+from megatrain_ray.engine.model.structure import Mlp
+
+# A trial cannot tell whether one token looks at another: what has such a name in Transformers does not
+# (tests/engine/layer_calls/test_chunked_mlp.py runs every family's). In a model's own code it may.
+NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
+LIBRARY = "transformers."
+
+
+def find_mlp(model: nn.Module, trial: Trial, base: str, block: str) -> Mlp | None:
+    """Of the block at this path: the child of such a name and of Transformers that is called once, on a hidden state
+    alone, and returns one like it. None where there is none, where it draws random numbers, which chunks would draw
+    otherwise, or where the model returns something from inside of it."""
+    of_names = (f"{block}.{name}" for name in NAMES)
+    for path in of_names:
+        calls = [call for call in trial.calls if call.path == path]
+        if len(calls) == 1 and _is_per_token(calls[0]) and not is_recorded(model, base, path):
+            module = model.get_submodule(path)
+            is_known = type(module).__module__.startswith(LIBRARY)
+            if is_known and not any(isinstance(part, _ConvNd) for part in module.modules()):
+                return Mlp(path.removeprefix(f"{block}."), _width(module, trial, calls[0]))
+    return None
+
+
+def find_norms(model: nn.Module, trial: Trial, base: str, head: Iterable[str]) -> frozenset[str]:
+    """Of the modules at these paths: those named norms, of Transformers or torch, of which the same holds."""
+    return frozenset(path for path in head if _is_norm(model, trial, path) and not is_recorded(model, base, path))
+
+
+def _is_norm(model: nn.Module, trial: Trial, path: str) -> bool:
+    kind, calls = type(model.get_submodule(path)), [call for call in trial.calls if call.path == path]
+    is_named = "Norm" in kind.__name__ and kind.__module__.startswith((LIBRARY, "torch."))
+    return is_named and len(calls) == 1 and _is_per_token(calls[0])
+
+
+def _is_per_token(call: Call) -> bool:
+    args, kwargs = call.arguments.again()
+    if call.draws or call.attention or kwargs or len(args) != 1:
+        return False
+    (given,), returned = args, call.output
+    both = isinstance(given, torch.Tensor) and isinstance(returned, torch.Tensor)
+    return both and given.dim() == 3 and given.shape == returned.shape and given.dtype == returned.dtype
+
+
+def _width(module: nn.Module, trial: Trial, call: Call) -> int:
+    """Of what is saved for the backward, and of input and output."""
+    weights = storages_of(module.parameters())
+    saved = (t for t in trial.saved[slice(*call.saved)] if t.untyped_storage()._cdata not in weights)
+    num_tokens = call.output.numel() // call.output.shape[-1]
+    return int(-(-max(t.numel() for t in (*saved, call.output)) // num_tokens))

@@ -1,0 +1,226 @@
+"""What a compiled layer would keep for its backward, and what it would compute again, for each activation budget: from
+the compiler's own graphs on fake tensors, which nothing compiles and nothing runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch import config as functorch_config
+from torch.utils.flop_counter import flop_registry
+
+from megatrain_ray.engine.discovery.trial_forward import Trial, draws
+from megatrain_ray.engine.layer_calls.chunked_mlp import installed
+from megatrain_ray.engine.layer_calls.compiled_call import own_code, problem_in
+from megatrain_ray.engine.layer_calls.layer_call import LayerCall
+from megatrain_ray.engine.layer_calls.template import POSITION_ATTRIBUTES, Template
+from megatrain_ray.engine.layer_calls.template import structure as structure_of
+from megatrain_ray.engine.model.output_recorder import Recorder
+from megatrain_ray.engine.model.structure import LayerKind, Mlp, ModelStructure
+from megatrain_ray.errors import ConfigError
+
+ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.05, 0.0)
+
+
+@dataclass(frozen=True)
+class BudgetCost:
+    """Of one micro-batch through one layer. `kept_bytes`: what waits for the backward beyond the layer's inputs and
+    weights. `recomputed_flops`: of products that the backward computes again, attention's included; `of_attention`:
+    those of attention among them."""
+
+    activation_budget: float
+    kept_bytes: int
+    recomputed_flops: float
+    of_attention: float = 0.0
+
+
+@dataclass(frozen=True)
+class CompileTrial:
+    """The costs of each activation budget that the layer can have; or none, and why it cannot be compiled.
+
+    A layer that draws random numbers has the largest only: where the backward computes something again, torch draws
+    again, and no longer the same (2.11 to 2.13 without torch.utils.checkpoint).
+    """
+
+    budgets: tuple[BudgetCost, ...] = ()
+    problem: str | None = None
+
+    def times(self, count: int) -> CompileTrial:
+        """Of so many such micro-batches in one."""
+        budgets = (
+            BudgetCost(
+                cost.activation_budget,
+                count * cost.kept_bytes,
+                count * cost.recomputed_flops,
+                count * cost.of_attention,
+            )
+            for cost in self.budgets
+        )
+        return replace(self, budgets=tuple(budgets))
+
+
+def try_compiling(
+    model: nn.Module, structure: ModelStructure, trial: Trial, *, chunked: bool = False
+) -> tuple[CompileTrial | None, ...]:
+    """Traces each kind of block of a model of fake tensors, under their mode, for the call that the trial forward made;
+    None for the other layers. `chunked`: their MLPs are computed in chunks."""
+    calls: dict[str, LayerCall] = {}
+    blocks = {layer.modules[0]: layer.mlp for layer in structure.layers if layer.kind is LayerKind.BLOCK}
+    for path in blocks:
+        call = trial.first(path)
+        assert call is not None  # a block was called
+        calls[path] = LayerCall(0, path, *call.arguments.again())
+    modules = {path: model.get_submodule(path) for path in calls}
+    recorder = Recorder(model, structure.base, modules.items())
+    kinds: dict[str, object] = {}
+    for path, module in modules.items():
+        kinds[path] = structure_of(module), tuple(p.requires_grad for p in module.parameters()), calls[path].kind
+    trials: dict[object, CompileTrial] = {}
+    for path, kind in kinds.items():
+        if kind not in trials:
+            shared = list(kinds.values()).count(kind) > 1
+            mlp = blocks[path] if chunked else None
+            trials[kind] = _try(modules[path], recorder, calls[path], mlp, shared=shared)
+    of_paths = {path: trials[kind] for path, kind in kinds.items()}
+    return tuple(of_paths.get(layer.modules[0]) if layer.modules else None for layer in structure.layers)
+
+
+def _try(module: nn.Module, recorder: Recorder, call: LayerCall, mlp: Mlp | None, *, shared: bool) -> CompileTrial:
+    """`mlp`: to be computed in chunks. `shared`: other layers run the same graph."""
+    # Not at the top: the compiler takes seconds to import, and most processes compile nothing.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    found = _Partitions()
+    attributes: set[str] = set()
+    compiled = torch.compile(
+        own_code(_run),
+        backend=aot_autograd(
+            fw_compiler=_uncompiled,
+            bw_compiler=_uncompiled,
+            partition_fn=found.partition,
+            decompositions=select_decomp_table(),
+        ),
+        fullgraph=True,
+        dynamic=False,
+        options={"guard_filter_fn": lambda guards: _note_positions(guards, attributes)},
+    )
+    names = [name for name, _ in module.named_parameters()]
+    parameters = [p.detach().requires_grad_(p.requires_grad) for p in module.parameters()]
+    template = Template(module, names)
+    chunks = installed(module, mlp.path, 1) if mlp else nullcontext()
+    try:
+        with chunks, template.bound(parameters) as bound, warnings.catch_warnings(action="ignore"):
+            function = partial(recorder.run, bound)
+            call.forward(lambda *args, **kwargs: compiled(function, args, kwargs), parameters, nullcontext())
+    except Exception as error:  # a compiler's failures are of any class
+        return CompileTrial(problem=problem_in(error))
+    if shared and attributes:
+        return CompileTrial(problem=f"what it computes depends on {', '.join(sorted(attributes))}")
+    return CompileTrial(found.costs or tuple(BudgetCost(budget, 0, 0.0) for budget in ACTIVATION_BUDGETS))
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _uncompiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    return graph
+
+
+def _note_positions(guards: Sequence[Any], attributes: set[str]) -> list[bool]:
+    """Keeps all guards, and writes down which position attributes they look at."""
+    attributes.update(POSITION_ATTRIBUTES & {guard.name.rpartition(".")[2] for guard in guards})
+    return [True] * len(guards)
+
+
+class _Partitions:
+    """Cuts a joint graph in two as the compiler would, once for each budget."""
+
+    def __init__(self) -> None:
+        self.costs: tuple[BudgetCost, ...] = ()
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The partition function that AOTAutograd asks for."""
+        from megatrain_ray.engine.layer_calls.partition import Partitioner
+
+        kept, flops, of_attention = [], [], []
+        budgets = ACTIVATION_BUDGETS[:1] if _draws(joint.graph) else ACTIVATION_BUDGETS
+        for budget in reversed(budgets):  # what the last one makes goes on to be run on fake tensors
+            twin = fx.GraphModule(joint, _copied(joint.graph))
+            with functorch_config.patch(activation_memory_budget=budget):
+                forward, backward = Partitioner()(
+                    twin, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+                )
+            kept.append(_kept_bytes(forward.graph, num_fwd_outputs))
+            flops.append(product_flops(backward.graph))
+            of_attention.append(attention_flops(backward.graph))
+        if _draws(backward.graph):
+            raise ConfigError("its backward would draw random numbers of its forward again")
+        costs = zip(budgets, reversed(kept), reversed(flops), reversed(of_attention), strict=True)
+        self.costs = tuple(
+            BudgetCost(budget, num_bytes, all_flops - flops[-1], attending - of_attention[-1])
+            for budget, num_bytes, all_flops, attending in costs
+        )
+        return forward, backward
+
+
+def _draws(graph: fx.Graph) -> bool:
+    """Whether random numbers are drawn in it."""
+    return any(draws(node.target, node.args, node.kwargs) for node in graph.nodes)
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """The partitioner changes what it is given."""
+    twin = fx.Graph()
+    twin.output(twin.graph_copy(graph, {}))
+    return twin
+
+
+def _kept_bytes(graph: fx.Graph, num_fwd_outputs: int) -> int:
+    """Of the storages that a forward graph hands to its backward, but those that it was given."""
+    given = {_storage(node)._cdata for node in graph.nodes if node.op == "placeholder" and _is_tensor(node)}
+    (outputs,) = graph.output_node().args
+    saved = [node for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node) and _is_tensor(node)]  # type: ignore[index, union-attr]
+    storages = {_storage(node)._cdata: _storage(node).nbytes() for node in saved}
+    return sum(num_bytes for key, num_bytes in storages.items() if key not in given)
+
+
+def product_flops(graph: fx.Graph) -> float:
+    """Of matrix products and attention in a traced graph; causal attention counts half of its square."""
+    return sum(_flops(node) for node in graph.nodes if node.op == "call_function")
+
+
+def attention_flops(graph: fx.Graph) -> float:
+    """Of attention alone, where it is one operation."""
+    nodes = (node for node in graph.nodes if node.op == "call_function")
+    return sum(_flops(node) for node in nodes if "attention" in str(node.target))
+
+
+def _flops(node: fx.Node) -> float:
+    args: Any = fx.map_arg(node.args, lambda n: n.meta.get("val"))
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # the one that torch has no count of
+        (batch, heads, queries, width), keys, values = args[0].shape, args[1].shape[2], args[2].shape[3]
+        is_causal = len(args) > 4 and args[4]
+        return float(2 * batch * heads * queries * keys * (width + values)) / (2 if is_causal else 1)
+    count = flop_registry.get(packet)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _storage(node: fx.Node) -> torch.UntypedStorage:
+    storage: torch.UntypedStorage = node.meta["val"].untyped_storage()
+    return storage

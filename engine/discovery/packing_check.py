@@ -1,0 +1,80 @@
+"""Whether a model keeps several documents in one row apart.
+
+A Transformers model that is given positions which begin again builds masks from them, or it does not: what its layers
+are given tells. Asked on eight tokens, with the layers left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from megatrain_ray.engine.discovery.trial_forward import Answers, Trial, run_trial
+from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
+from megatrain_ray.engine.layer_calls.layer_call import LayerCall
+from megatrain_ray.engine.layer_calls.skeleton import Skeleton
+from megatrain_ray.engine.model.structure import LayerKind, ModelFactory, ModelStructure, build_empty
+from megatrain_ray.errors import ConfigError
+
+POSITIONS = (0, 1, 2, 0, 1, 0, 1, 2)  # of three documents
+
+
+def check_packing(factory: ModelFactory, structure: ModelStructure) -> None:
+    """Raises ConfigError, naming the first one, unless every layer is given a mask that keeps documents apart, and has
+    no convolution along the tokens, as layers with a state of their own do: that heeds no mask."""
+    layers = {path: layer for layer in structure.layers if layer.kind is LayerKind.BLOCK for path in layer.modules}
+    skeleton = Skeleton(build_empty(factory, torch.float32), structure, torch.device("cpu"))
+    keep_apart: dict[str, bool] = {}  # blocks, by path
+    for call in _calls(skeleton, _trial(factory)):
+        if call.path not in layers:
+            continue
+        part = layers[call.path].part
+        block = part.block if part else call.path
+        keep_apart[block] = any(map(_keeps_apart, call.arguments)) or keep_apart.get(block, False)
+        if any(isinstance(inner, nn.Conv1d) for inner in skeleton.modules[call.path].modules()):
+            raise _refusal(f"{block} of this model hands a state from token to token, across documents")
+    for block, keeps in keep_apart.items():
+        if not keeps:
+            raise _refusal(f"{block} of this model is given no mask that keeps the documents of a row apart")
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError(f"data.packing: true: {reason}; set data.packing: false, which cuts each document alone")
+
+
+def _calls(skeleton: Skeleton, trial: Trial) -> Iterator[LayerCall]:
+    """Of a forward in which each layer returns zeros."""
+    positions = torch.tensor([POSITIONS])
+    forward_pass = ForwardPass(lambda: skeleton.forward(torch.zeros_like(positions), positions))
+    forward_pass.start()
+    while (call := forward_pass.pending) is not None:
+        yield call
+        made = trial.first(call.path)
+        assert made is not None  # the same forward
+        forward_pass.answer(tree_map(_zeros, made.output))
+
+
+def _trial(factory: ModelFactory) -> Trial:
+    with FakeTensorMode(), Answers():
+        return run_trial(factory(torch.float32), torch.zeros(1, len(POSITIONS), dtype=torch.int64))
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _keeps_apart(value: Any) -> bool:
+    """Whether it is a mask [.., T, T], of what may attend or of what is added to scores, without a way from one
+    document to another."""
+    size = len(POSITIONS)
+    if not isinstance(value, torch.Tensor) or value.shape[-2:] != (size, size):
+        return False
+    attends = value if value.dtype is torch.bool else value > torch.finfo(value.dtype).min / 2
+    documents = (torch.tensor(POSITIONS) == 0).cumsum(0)
+    across = documents[:, None] != documents[None, :]
+    return not bool((attends & across).any()) and bool(attends.diagonal(dim1=-2, dim2=-1).all())

@@ -1,0 +1,1 @@
+"""Adds gradients up, measures their norm and offloads them to the host."""

@@ -1,0 +1,46 @@
+"""Where a step finds its layers and leaves its gradients: streamed and stored in training; in the measurement of the
+resident ceiling always there, and thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from megatrain_ray.engine.gradients.gradient_offloader import Departure, Fetch
+from megatrain_ray.engine.model.chunked_loss import OpenSum
+from megatrain_ray.engine.plan.residency import FragmentId
+
+
+class LayerSource(Protocol):
+    """Implemented by LayerStreamer, NoStreamer and ResidentLayers."""
+
+    def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
+        """The visit's fragments on the device, in use until the block ends. Compute thread only."""
+
+
+class GradientTaker(Protocol):
+    """Implemented by GradientStore, which says what each of these is for, and NoGradients."""
+
+    waits_on_host: bool
+    norms: dict[str, torch.Tensor]
+
+    def begin(self) -> None: ...
+
+    def open_sums(self, layer: int, names: Collection[str], *, first: bool) -> dict[str, OpenSum]: ...
+
+    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None: ...
+
+    def suspend(self, layer: int) -> Departure: ...
+
+    def fetch(self, layer: int) -> Fetch: ...
+
+    def finish(self, layer: int) -> Departure | None: ...
+
+    def take(self, layer: int) -> torch.Tensor: ...
+
+    def depart(self, layer: int) -> Departure: ...
+
+    def total_norm(self) -> torch.Tensor: ...

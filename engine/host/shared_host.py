@@ -1,0 +1,218 @@
+"""Host side across processes: working copies and gradients in shared arenas, shards behind signal words.
+
+Of several ranks on a host, which share all of it, the first one decides for all where gradients lie, and commits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from megatrain_ray.engine.device.device import Event
+from megatrain_ray.engine.device.ranks import RankParts
+from megatrain_ray.engine.host.gradient_slab import FollowedSlab, SlabPool, held_slab_bytes
+from megatrain_ray.engine.host.interfaces import HostWeights, Lease
+from megatrain_ray.engine.host.momenta import Momenta, MomentumPart
+from megatrain_ray.engine.host.signal_words import HostWords, Placed
+from megatrain_ray.engine.host.working_arena import WorkingArena
+from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.residency import FragmentId
+from megatrain_ray.engine.shards.adam_shard import UpdateHeader
+from megatrain_ray.engine.spill.disk_weights import DiskWeights
+from megatrain_ray.errors import DeadlineError, MegatrainError
+
+WATCH_SLICE_S = 0.5  # how long the watcher sleeps at most before it looks whether it should stop
+
+
+class SharedHost:
+    """ParamSource and GradSink of a GPU worker. Build and use on one event loop.
+
+    A watcher thread sleeps on the shards' bell and wakes the loop; so a generation costs the loop one wake-up, not a
+    poll.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: ModelLayout,
+        working: torch.Tensor,
+        slab: torch.Tensor,
+        words: HostWords,
+        momenta: Momenta,
+        disk: DiskWeights | None = None,
+        rank: int = 0,
+    ) -> None:
+        """`layout`: of this host. `working`: 1-D, the working copies in host memory, one after the other. `slab`: 1-D
+        uint8, gradients and then Muon's directions. `disk`: the other working copies, where there are any. `rank`:
+        among those of all hosts."""
+        self._host_rank = rank % plan.host_gpus
+        self._num_ranks = plan.host_gpus
+        self._uploads_parts = plan.gathers_slots
+        self._parts = RankParts(layout, rank, plan.num_gpus)
+        self._itemsize = plan.slab_itemsize
+        self._layout = layout
+        self._arena = WorkingArena(plan, layout, working)
+        self._disk = disk
+        self._words = words
+        self._deadline_s = plan.update_deadline_s
+        self._momenta = momenta
+        held, sizes = held_slab_bytes(plan, layout), layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
+        passing, aliased = plan.passing_layers, held < plan.slab_bytes
+        self._slab = SlabPool(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
+        self._stored = frozenset(plan.stored_layers)
+        self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
+        self._pools = {Placed.GRADIENT: self._slab, Placed.DIRECTIONS: self._directions}
+        self._followed = {  # where this rank is not the first
+            what: FollowedSlab(slab, of_layers, partial(words.placed_at, what), self._check)
+            for what, of_layers in ((Placed.GRADIENT, sizes), (Placed.DIRECTIONS, layout.direction_bytes))
+        }
+        self._held: dict[int, int] = {}
+        self._changed = asyncio.Condition()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="generation watcher")
+        self._task = asyncio.create_task(self._watch(), name="generation watcher")
+
+    def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
+        if self._disk is not None:
+            self._disk.expect(fragments, generation, self._written)
+
+    async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
+        """Raises DeadlineError when the generation does not come, MegatrainError when a shard failed."""
+        if disk := self._disk_of(fragment.layer):
+            return HostWeights(await disk.take(fragment), 0.0)
+        await self._reached(fragment.layer, generation)
+        if self._uploads_parts:
+            own = self._parts.upload_spans(fragment.layer)
+            return HostWeights([self._arena.of_span(fragment.layer, span) for span in own], 0.0)
+        return HostWeights([self._arena.part(fragment)], 0.0)
+
+    def release(self, fragment: FragmentId, uploaded: Event) -> None:
+        if disk := self._disk_of(fragment.layer):
+            disk.release(uploaded)
+
+    def _disk_of(self, layer: int) -> DiskWeights | None:
+        return self._disk if self._disk is not None and layer in self._disk.layers else None
+
+    async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
+        await self._reached(layer, generation)
+        return self._momenta.of(layer, self._parts.gradient_span(layer))
+
+    async def lease(self, layer: int, update: int) -> Lease:
+        return self._own_part(await self._lease(Placed.GRADIENT, layer, update), self._itemsize)
+
+    async def lease_direction(self, layer: int, update: int) -> Lease:
+        return self._own_part(await self._lease(Placed.DIRECTIONS, layer, update), DIRECTION_BYTES)
+
+    async def _lease(self, what: Placed, layer: int, update: int) -> Lease:
+        """Of what all ranks of the host have of it."""
+        if self._host_rank:
+            return await self._leased(self._followed[what].lease(layer, update), what, layer)
+        lease = await self._leased(self._pools[what].lease(layer), what, layer)
+        if self._num_ranks > 1:
+            self._words.place(what, layer, update, lease.start_bytes)
+        return lease
+
+    def _own_part(self, lease: Lease, itemsize: int) -> Lease:
+        """`itemsize`: bytes of an element of what lies there."""
+        if self._num_ranks == 1:
+            return lease
+        first = self._layout.shares[lease.layer].trained.start
+        start, stop = (itemsize * (edge - first) for edge in self._parts.gradient_span(lease.layer))
+        return replace(lease, region=lease.region[start:stop])
+
+    async def _leased(self, leasing: Awaitable[Lease], what: Placed, layer: int) -> Lease:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await leasing
+        except TimeoutError:
+            waited = f"for the {what.name.lower()} of layer {layer} within {self._deadline_s:.0f} s"
+            if self._host_rank:
+                raise DeadlineError(f"no place {waited}: the first GPU worker of the host does not get on") from None
+            raise DeadlineError(f"no room {waited}: the optimizer shards do not get on") from None
+
+    async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
+        if self._host_rank == 0:
+            self._held[lease.layer] = update
+        directions = direction.start_bytes if direction else 0
+        self._words.land(lease.layer, update, lease.start_bytes, directions, self._host_rank)
+
+    async def commit(self, header: UpdateHeader, at_s: float) -> None:
+        if self._host_rank == 0:
+            self._words.commit(header)
+
+    async def drain(self, generation: int) -> None:
+        for layer in range(len(self._layout.layers)):
+            await self._reached(layer, generation)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._disk is not None:
+            await self._disk.close()
+        await self._task
+        self._executor.shutdown()
+
+    async def _reached(self, layer: int, generation: int) -> None:
+        if self._words.generation(layer) < generation:
+            await self._wait(layer, generation, lambda: self._words.generation(layer) >= generation)
+
+    async def _written(self, layer: int, generation: int) -> None:
+        """The generation is on disk."""
+        assert self._disk is not None
+        disk = self._disk
+        await self._wait(
+            layer, generation, lambda: self._words.generation(layer) >= generation and disk.are_written(layer)
+        )
+
+    async def _wait(self, layer: int, generation: int, there: Callable[[], bool]) -> None:
+        def arrived() -> bool:
+            self._check()
+            return there()
+
+        try:
+            async with asyncio.timeout(self._deadline_s), self._changed:
+                await self._changed.wait_for(arrived)
+        except TimeoutError:
+            raise self._words.late(layer, generation, self._deadline_s) from None
+
+    def _check(self) -> None:
+        """Raises what makes waiting vain: a failed or stopped shard, a watcher that is gone."""
+        self._words.check()
+        if self._error is not None:
+            raise MegatrainError(f"the watcher of the shards' signals ended: {self._error!r}")
+
+    async def _watch(self) -> None:
+        try:
+            await self._pass_on_bells()
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            await self._wake()
+
+    async def _wake(self) -> None:
+        for what in Placed:
+            await self._pools[what].wake()
+            await self._followed[what].wake()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _pass_on_bells(self) -> None:
+        loop = asyncio.get_running_loop()
+        seen = self._words.generation_bell()
+        while not self._closed:
+            seen = await loop.run_in_executor(self._executor, self._words.wait_generation_bell, seen, WATCH_SLICE_S)
+            for layer, update in list(self._held.items()):
+                done = self._words.stored if layer in self._stored else self._words.generation
+                if done(layer) >= update:
+                    del self._held[layer]
+                    await self._slab.release(layer)
+                    if self._layout.layers[layer].num_muon:
+                        await self._directions.release(layer)
+            await self._wake()

@@ -1,0 +1,186 @@
+"""An MLP computed for some tokens at a time, so that what lies between its products exists for one chunk only.
+
+Nothing in it looks from one token to another, so its forward in chunks is the same forward. Nothing but its input is
+kept; the backward computes chunk after chunk again, and adds their gradients of weights in FP32 in the order of the
+chunks. For autograd and for the compiler it is one operation, so that a compiled layer stays one graph, and its chunks
+are compiled by themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from megatrain_ray.engine.layer_calls.template import Template
+from megatrain_ray.engine.model.chunked_loss import GradientSums
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+# An operation of a graph takes tensors and numbers alone: by its number it finds the module that it stands for.
+_MODULES: WeakValueDictionary[int, ChunkedMlp] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+class ChunkedMlp(nn.Module):
+    """Stands where `inner` was in a template: [B, T, D] → [B, T, D]."""
+
+    def __init__(self, inner: nn.Module, chunk_tokens: int, function: Function | None = None) -> None:
+        """`function`: what calls `inner`, compiled for instance."""
+        super().__init__()
+        self.inner = inner
+        self.number = next(_NUMBERS)
+        _MODULES[self.number] = self
+        self._function: Function = function or inner
+        self._chunk_tokens = chunk_tokens
+        self._template = Template(inner, [name for name, _ in inner.named_parameters()])
+        self._paths = [name.split(".") for name in self._template.names]
+        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        parameters = [reduce(getattr, path, self.inner) for path in self._paths]  # as they are bound now
+        output: torch.Tensor = torch.ops.megatrain.chunked_mlp(hidden, parameters, self.number)
+        return output
+
+    @contextmanager
+    def ordinary(self) -> Iterator[None]:
+        """Operations are dispatched as outside of any graph: an operation runs without autograd, and otherwise when it
+        is compiled than later on, of which both a compiled chunk would be a part."""
+        with torch._C._ForceDispatchKeyGuard(*self._keys):
+            yield
+
+    def run(self, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The forward."""
+        output = _like(hidden)
+        into = output.view(1, -1, hidden.shape[-1])
+        with torch.no_grad(), self._template.bound(parameters):
+            for chunk, rows in self._chunks(hidden):
+                into[:, rows] = self._function(chunk)
+        return output
+
+    def gradients(
+        self,
+        gradient: torch.Tensor,
+        hidden: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+    ) -> list[torch.Tensor]:
+        """Of the input and of the parameters, as far as `wanted`; `gradient`: of the output, [B, T, D]."""
+        of_hidden = _like(hidden) if wanted[0] else None
+        leaves = [p.detach().requires_grad_(want) for p, want in zip(parameters, wanted[1:], strict=True)]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        sums = GradientSums([None] * len(trained), several=hidden.numel() > self._chunk_tokens * hidden.shape[-1])
+        of_output = gradient.reshape(1, -1, gradient.shape[-1])
+        with torch.enable_grad(), self._template.bound(leaves):
+            for tokens, rows in self._chunks(hidden):
+                chunk = tokens.detach().requires_grad_(wanted[0])
+                sources = [chunk, *trained] if wanted[0] else trained
+                output = self._function(chunk)
+                found = list(torch.autograd.grad(output, sources, of_output[:, rows], allow_unused=True))
+                if of_hidden is not None:
+                    first, *found = found
+                    of_hidden.view(1, -1, hidden.shape[-1])[:, rows] = 0 if first is None else first
+                sums.add(found)
+                del output, found  # or they would be there beside the next chunk's
+        of_weights = zip(sums.rounded(), trained, strict=True)
+        summed = [torch.zeros_like(leaf) if total is None else total for total, leaf in of_weights]
+        return summed if of_hidden is None else [of_hidden, *summed]
+
+    def _chunks(self, hidden: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice]]:
+        """[1, t, D] and which rows of the flattened tokens they are."""
+        tokens = hidden.reshape(1, -1, hidden.shape[-1])
+        for start in range(0, tokens.shape[1], self._chunk_tokens):
+            rows = slice(start, start + self._chunk_tokens)
+            yield tokens[:, rows], rows
+
+
+def install(layer: nn.Module, path: str, chunk_tokens: int, function: Function | None = None) -> ChunkedMlp:
+    """Puts one where the module `path` of a layer is; what was bound to that one's parameters before stays bound."""
+    chunked = ChunkedMlp(layer.get_submodule(path), chunk_tokens, function)
+    _put(layer, path, chunked)
+    return chunked
+
+
+@contextmanager
+def installed(layer: nn.Module, path: str, chunk_tokens: int) -> Iterator[None]:
+    """The same for the time of the block."""
+    chunked = install(layer, path, chunk_tokens)
+    try:
+        yield
+    finally:
+        _put(layer, path, chunked.inner)
+
+
+def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(layer.get_submodule(parent), name, module)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+torch.library.define("megatrain::chunked_mlp", "(Tensor hidden, Tensor[] parameters, int number) -> Tensor")
+torch.library.define(
+    "megatrain::chunked_mlp_backward",
+    "(Tensor gradient, Tensor hidden, Tensor[] parameters, bool[] wanted, int number) -> Tensor[]",
+)
+
+
+@torch.library.impl("megatrain::chunked_mlp", "CompositeExplicitAutograd")
+def _forward(hidden: torch.Tensor, parameters: list[torch.Tensor], number: int) -> torch.Tensor:
+    module = _MODULES[number]
+    with module.ordinary():
+        return _uncompiled(module.run)(hidden, parameters)
+
+
+@torch.library.impl("megatrain::chunked_mlp_backward", "CompositeExplicitAutograd")
+def _backward(
+    gradient: torch.Tensor, hidden: torch.Tensor, parameters: list[torch.Tensor], wanted: list[bool], number: int
+) -> list[torch.Tensor]:
+    module = _MODULES[number]
+    with module.ordinary():
+        return _uncompiled(module.gradients)(gradient, hidden, parameters, wanted)
+
+
+def _uncompiled(run: Callable[P, T]) -> Callable[P, T]:
+    """What calls compiled functions is not to be compiled itself."""
+    disabled: Callable[P, T] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+@torch.library.register_fake("megatrain::chunked_mlp")  # type: ignore[untyped-decorator]
+def _fake_forward(hidden: torch.Tensor, parameters: list[torch.Tensor], number: int) -> torch.Tensor:
+    return _like(hidden)
+
+
+@torch.library.register_fake("megatrain::chunked_mlp_backward")  # type: ignore[untyped-decorator]
+def _fake_backward(
+    gradient: torch.Tensor, hidden: torch.Tensor, parameters: list[torch.Tensor], wanted: list[bool], number: int
+) -> list[torch.Tensor]:
+    return [_like(tensor) for tensor, want in zip([hidden, *parameters], wanted, strict=True) if want]
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, list[torch.Tensor], int], output: torch.Tensor) -> None:
+    hidden, parameters, ctx.number = inputs
+    ctx.save_for_backward(hidden, *parameters)
+
+
+def _propagate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, list[torch.Tensor | None], None]:
+    hidden, *parameters = ctx.saved_tensors
+    of_hidden, of_parameters, _ = ctx.needs_input_grad
+    wanted = [of_hidden, *of_parameters]
+    found = iter(torch.ops.megatrain.chunked_mlp_backward(gradient, hidden, parameters, wanted, ctx.number))
+    gradients = [next(found) if want else None for want in wanted]
+    return gradients[0], gradients[1:], None
+
+
+torch.library.register_autograd("megatrain::chunked_mlp", _propagate, setup_context=_keep)

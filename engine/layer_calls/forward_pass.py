@@ -1,0 +1,248 @@
+"""The model's own forward, suspended at every layer.
+
+A micro-batch's forward runs in a greenlet. A proxy stands where a layer was; calling it hands a LayerCall to the step
+and suspends the forward until the step brings the outputs. So any number of forwards can be under way at once, in any
+loop order, with masks, rotary embeddings and scaling computed by the model itself.
+
+Backward goes over the calls in reverse. Gradients that leave a call go to the leaf they belong to, or, where the model
+did something between two calls, wait at the glue's end until every later call has sent its share, as autograd does.
+What enters a call begins at a leaf for the glue behind it, too: so a residual's gradient is summed in autograd's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome, handed, leaves_behind
+from megatrain_ray.errors import MegatrainError
+
+
+class LayerProxy(nn.Module):
+    """Stands for the module at `path`; attributes that the model reads off its layers are the module's, and so is its
+    class to a model that asks."""
+
+    def __init__(self, path: str, original: nn.Module) -> None:
+        super().__init__()
+        self.path = path
+        self.__dict__["_original"] = original  # not a submodule: the model must not find parameters here
+
+    @property  # type: ignore[misc]  # read-only
+    def __class__(self) -> type[Any]:  # what isinstance asks besides the type
+        return type(self.__dict__["_original"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        current = getcurrent()
+        if not isinstance(current, _Suspendable):
+            raise MegatrainError(f"{self.path} was called outside a forward pass")
+        return current.suspend(self.path, args, kwargs)
+
+
+class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
+    """A forward that can stand still in a proxy."""
+
+    num_calls = 0
+
+    def suspend(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = LayerCall(self.num_calls, path, args, kwargs)
+        self.num_calls += 1
+        return self.parent.switch(call)
+
+
+class Handed(NamedTuple):
+    """An output's leaf, and the node behind what the model got for it."""
+
+    leaf: torch.Tensor
+    node: Any
+
+
+class _Cut(NamedTuple):
+    """Where glue enters a call: the tensor, which begins at a leaf from there on, and how it was computed."""
+
+    tensor: torch.Tensor
+    leaf: torch.Tensor
+    origin: torch.Tensor
+
+
+class ForwardPass:
+    """One micro-batch: forward call by call, then backward call by call. Compute thread only."""
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        """`forward` runs the model with proxies in it; its result is `result` once `pending` is None."""
+        self._greenlet = _Suspendable(forward)
+        self.pending: LayerCall | None = None
+        self.result: Any = None
+        self.calls: list[LayerCall] = []  # those that have a backward
+        self._owner: dict[int, int] = {}  # id(leaf) → call; the calls keep their leaves alive
+        self._handed: dict[int, Handed] = {}  # id(what the model got) → leaf; the calls keep these alive, too
+        self._cuts: dict[int, list[_Cut]] = {}  # by the first call that they enter
+        self._views: dict[int, list[torch.Tensor]] = {}  # of one leaf, by the same
+        self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._recorded: dict[str, list[torch.Tensor]] = {}
+
+    def start(self) -> None:
+        """Runs to the first call."""
+        self._switch()
+
+    def resume(self, outcome: Outcome) -> None:
+        """Brings the pending call's outcome and runs to the next one, or to the end."""
+        call = self.pending
+        if call is None:
+            raise RuntimeError("no call is pending")
+        if call.needs_gradient:
+            self.calls.append(call)
+        self._owner.update({id(leaf): call.index for leaf in call.leaves})
+        for tensor, leaf in zip(call.handed, call.leaves, strict=True):
+            self._handed[id(tensor)] = Handed(leaf, tensor.grad_fn)
+        for key, values in outcome.recorded.items():
+            self._recorded.setdefault(key, []).extend(values)
+        call.stores.write(outcome.added)
+        self._switch(outcome.result)
+        if self.pending is None:
+            for key, values in self._recorded.items():
+                self.result[key] = tuple(values)
+            self._recorded.clear()
+
+    def last_call(self, path: str) -> LayerCall | None:
+        """The latest that has a backward, of the module at this path."""
+        return next((call for call in reversed(self.calls) if call.path == path), None)
+
+    def answer(self, result: Any) -> None:
+        """Brings a result in the place of the pending call, which is not kept and has no backward."""
+        self._switch(result)
+
+    @property
+    def final_hidden(self) -> torch.Tensor:
+        """[B, T, D], of a forward that is over. Raises MegatrainError where it stands at another call."""
+        if self.pending is not None:
+            raise MegatrainError(f"the forward called {self.pending.path} after its last layer")
+        hidden: torch.Tensor = self.result.last_hidden_state
+        return hidden
+
+    def _switch(self, *values: Any) -> None:
+        answer = self._greenlet.switch(*values)
+        finished = self._greenlet.dead
+        self.pending = None if finished else answer
+        if finished:
+            self.result = answer
+        else:
+            glue = [port.tensor for port in answer.ports if self._is_glue(port.tensor)]
+            self._cuts[answer.index] = [self._cut(tensor, answer) for tensor in glue if not tensor._is_view()]
+            self._views[answer.index] = [tensor for tensor in glue if self._is_new_view(tensor)]
+
+    def _is_glue(self, tensor: torch.Tensor) -> bool:
+        return self._leaf(tensor) is None and tensor.grad_fn is not None
+
+    def _is_new_view(self, tensor: torch.Tensor) -> bool:
+        """Of something that begins at a leaf, and this is the first call that it enters: behind that one's backward its
+        gradient is complete, and goes to the leaf at once, not when that of all glue behind the leaf is."""
+        if tensor._base is None or self._leaf(tensor._base) is None:
+            return False
+        return not any(tensor is view for views in self._views.values() for view in views)
+
+    def _cut(self, tensor: torch.Tensor, call: LayerCall) -> _Cut:
+        """The tensor is the same one to the model. Its gradient is complete when `call` has sent its share. A view
+        cannot begin anew."""
+        with torch.enable_grad():  # whatever the model does there
+            origin, leaf = handed(tensor), tensor.detach().requires_grad_(True)
+            tensor.detach_()
+            with _unsafe_preserve_version_counter(tensor):  # its elements are what they were
+                _Rebased.apply(leaf, tensor)  # type: ignore[no-untyped-call]
+        self._owner[id(leaf)] = call.index
+        self._handed[id(tensor)] = Handed(leaf, tensor.grad_fn)
+        return _Cut(tensor, leaf, origin)
+
+    def send(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Adds a gradient to a tensor of the forward: a call's output or glue computed from outputs."""
+        if gradient is None or not tensor.requires_grad:
+            return
+        before = self._pending(tensor)
+        self._put(tensor, gradient if before is None else before + gradient)
+
+    def _pending(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What was sent to the tensor so far."""
+        leaf = self._leaf(tensor)
+        if leaf is not None:
+            return leaf.grad
+        return self._waiting[id(tensor)][1] if id(tensor) in self._waiting else None
+
+    def _put(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        leaf = self._leaf(tensor)
+        if leaf is not None:
+            leaf.grad = gradient
+            return
+        key = id(tensor)
+        latest = self._waiting[key][2] if key in self._waiting else self._latest_call(tensor)
+        self._waiting[key] = (tensor, gradient, latest)
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The leaf whose elements the tensor is; None when it is glue, or was changed in place since."""
+        handed = self._handed.get(id(tensor))
+        return handed.leaf if handed is not None and handed.node is tensor.grad_fn else None
+
+    def settle(self, call: LayerCall) -> None:
+        """Runs the glue between this call and later ones backward: afterwards its leaves' gradients are complete."""
+        ready = [key for key, (_, _, latest) in self._waiting.items() if latest >= call.index]
+        entries = [self._waiting.pop(key) for key in ready]
+        if entries:
+            # retain_graph: glue that ends at an earlier call may share operations with what runs now.
+            torch.autograd.backward([e[0] for e in entries], [e[1] for e in entries], retain_graph=True)
+
+    def backward(self, call: LayerCall) -> list[torch.Tensor | None]:
+        """Sends the gradients of the last call that is left to its inputs; returns those of its parameters.
+
+        The call must be settled and have a graph. Its leaves and arguments are freed.
+        """
+        ports = call.ports
+        gradients, of_parameters = call.backward([self._pending(port.tensor) for port in ports])
+        for port, gradient in zip(ports, gradients, strict=True):
+            if gradient is not None:
+                self._put(port.tensor, gradient)
+        for tensor in self._views.pop(call.index, []):
+            if entry := self._waiting.pop(id(tensor), None):
+                torch.autograd.backward([tensor], [entry[1]], retain_graph=True)
+        cuts = self._cuts.pop(call.index, [])
+        for cut in cuts:
+            if cut.leaf.grad is not None:
+                self._put(cut.origin, cut.leaf.grad)
+        ends = [(cut.tensor, cut.leaf) for cut in cuts]
+        for tensor, leaf in (*zip(call.handed, call.leaves, strict=True), *ends):
+            del self._owner[id(leaf)]
+            self._handed.pop(id(tensor), None)  # gone where it was changed in place and entered a call then
+        call.free()
+        self.calls.remove(call)
+        return of_parameters
+
+    def free(self) -> None:
+        self.calls.clear()
+        self._owner.clear()
+        self._handed.clear()
+        self._cuts.clear()
+        self._views.clear()
+        self._waiting.clear()
+        self.result = None
+
+    def _latest_call(self, tensor: torch.Tensor) -> int:
+        """The last call whose output the tensor was computed from."""
+        return max((self._owner.get(id(leaf), -1) for leaf in leaves_behind([tensor])), default=-1)
+
+
+class _Rebased(torch.autograd.Function):
+    """The tensor itself, one node behind the leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None

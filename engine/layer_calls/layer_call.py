@@ -1,0 +1,272 @@
+"""LayerCall: one call of a layer's module from inside the model's own forward.
+
+The call is cut out of autograd: the tensors that come in are detached, the ones that go out begin at leaves whose
+`.grad` collects what later consumers send back. Between calls the model's own operations ("glue") build ordinary small
+graphs. A call of which nothing needs a gradient, neither a parameter nor what came in, has no leaves and no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from megatrain_ray.engine.layer_calls.call_containers import Stores
+from megatrain_ray.errors import MegatrainError
+
+Function = Callable[..., tuple[Any, dict[str, list[torch.Tensor]]]]
+
+
+@dataclass(frozen=True)
+class Port:
+    """A tensor that entered a call and wants a gradient, and where it stands among the flattened arguments."""
+
+    tensor: torch.Tensor
+    positions: list[int] = field(default_factory=list)
+
+
+class Outcome(NamedTuple):
+    """What a call brought: what the layer returned, what it added to containers it was given (Stores.added), and
+    recorded outputs of inner modules, by key."""
+
+    result: Any
+    added: list[dict[Any, Any]]
+    recorded: dict[str, list[torch.Tensor]]
+
+
+@dataclass
+class _Graph:
+    """A live graph of one call: from `inputs` and `parameters` to `outputs`. `entries` are the inputs as the layer saw
+    them, one node behind."""
+
+    inputs: list[torch.Tensor]
+    entries: list[torch.Tensor]
+    parameters: Sequence[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+class LayerCall:
+    """Arguments, outputs and side outputs of one call, and after a kept forward its graph."""
+
+    def __init__(self, index: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`index`: among the calls of its micro-batch. `path`: the module that was called."""
+        self.index = index
+        self.path = path
+        self.stores = Stores(args, kwargs)
+        self._arguments, self._spec = tree_flatten(self.stores.contents())
+        ports: dict[int, Port] = {}
+        for i, value in enumerate(self._arguments):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                ports.setdefault(id(value), Port(value)).positions.append(i)
+        self.ports = list(ports.values())
+        self._graph: _Graph | None = None
+        self.needs_gradient = False  # known after `forward`
+        self.leaves: list[torch.Tensor] = []
+        self.handed: list[torch.Tensor] = []  # what the model gets for each leaf
+
+    def twin(self) -> LayerCall:
+        """Another call on the same arguments; before anything is written to containers among them."""
+        return LayerCall(self.index, self.path, *self.stores.given)
+
+    @property
+    def kind(self) -> object:
+        """Hashable: calls of a kind differ in the values of tensors only."""
+        return str(self._spec), tuple(_kind_of(value) for value in self._arguments)
+
+    @property
+    def arguments(self) -> Sequence[Any]:
+        """What it was given, containers flattened."""
+        return self._arguments
+
+    def forward(
+        self,
+        function: Function,
+        parameters: Sequence[torch.Tensor],
+        saving: AbstractContextManager[None] | None,
+    ) -> Outcome:
+        """Runs the layer; tensors that begin at leaves stand in place of the floating-point ones of its outcome.
+
+        `function` returns the layer's result and recorded outputs. With `saving` (a saved-tensor context) the graph is
+        kept for backward; with None only the arguments are, and nothing where nothing needs a gradient.
+        """
+        self.needs_gradient = bool(self.ports) or any(parameter.requires_grad for parameter in parameters)
+        if not self.needs_gradient or saving is None:
+            with torch.no_grad():
+                outcome = self._call(function, [port.tensor for port in self.ports])
+            if not self.needs_gradient:
+                return outcome
+            values, spec = tree_flatten(tuple(outcome))
+        else:
+            values, spec = self._build(function, parameters, saving)
+        for i, value in enumerate(values):
+            if _is_floating(value):
+                self.leaves.append(value.detach().requires_grad_(True))
+                values[i] = handed(self.leaves[-1])
+                self.handed.append(values[i])
+        return Outcome(*tree_unflatten(values, spec))
+
+    def infer(self, function: Function) -> Any:
+        """Runs the layer for its result alone; what it adds to containers is in the model's own afterwards."""
+        with torch.no_grad():
+            outcome = self._call(function, [port.tensor for port in self.ports])
+        self.stores.write(outcome.added)
+        return outcome.result
+
+    def recompute(
+        self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
+    ) -> None:
+        """Runs the layer again on its arguments and keeps the graph."""
+        self._build(function, parameters, saving)
+
+    def replay(
+        self,
+        function: Function,
+        parameters: Sequence[torch.Tensor],
+        saving: AbstractContextManager[None] | None,
+    ) -> None:
+        """Runs the layer once more, as `forward` did, and brings back what it returned where the memory of that was
+        let go of."""
+        if saving is None:
+            with torch.no_grad():
+                values, _ = tree_flatten(tuple(self._call(function, [port.tensor for port in self.ports])))
+        else:
+            values, _, _ = self._traced(function, parameters, saving)
+        for leaf, value in zip(self.leaves, filter(_is_floating, values), strict=True):
+            to, source = leaf.untyped_storage(), value.untyped_storage()
+            if not to.nbytes():
+                to.resize_(source.nbytes())
+                bytes_of(to).copy_(bytes_of(source))
+
+    @property
+    def has_graph(self) -> bool:
+        return self._graph is not None
+
+    def backward(
+        self, pending: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the ports, `pending` (what later calls sent to them) included, and of the parameters, each in
+        order; None where nothing flowed, and for what is frozen.
+
+        What is pending goes in at the ports' entries, so that autograd adds this call's contributions to it one by
+        one, as in a graph of the whole model.
+        """
+        graph = self._graph
+        if graph is None:
+            raise RuntimeError(f"backward of {self.path} without a graph")
+        pairs = [
+            (output, leaf.grad)
+            for output, leaf in zip(graph.outputs, self.leaves, strict=True)
+            if output.requires_grad and leaf.grad is not None
+        ]
+        pairs += [(entry, p) for entry, p in zip(graph.entries, pending, strict=True) if p is not None]
+        sources = [source for source in (*graph.inputs, *graph.parameters) if source.requires_grad]
+        of: dict[int, torch.Tensor | None] = {}
+        if pairs and sources:
+            outputs, out_grads = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(outputs, sources, out_grads, allow_unused=True)
+            of = {id(source): gradient for source, gradient in zip(sources, grads, strict=True)}
+        return [of.get(id(t)) for t in graph.inputs], [of.get(id(t)) for t in graph.parameters]
+
+    def check_closed(self) -> None:
+        """Raises MegatrainError when the call's graph reaches a tensor that did not come in as an argument: its
+        gradient would be lost."""
+        graph = self._graph
+        if graph is None:
+            return
+        own = {id(tensor) for tensor in (*graph.inputs, *graph.parameters)}
+        for leaf in leaves_behind(graph.outputs):
+            if id(leaf) not in own:
+                raise MegatrainError(
+                    f"{self.path} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and that it was not "
+                    "given as an argument: layers that exchange tensors behind the model's back cannot be streamed"
+                )
+
+    def free(self) -> None:
+        """Lets go of graph, arguments and outputs."""
+        self._graph = None
+        self._arguments = []
+        self.ports = []
+        self.leaves = []
+        self.handed = []
+
+    def _build(
+        self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
+    ) -> tuple[list[Any], TreeSpec]:
+        """The outcome, flattened. Its graph is kept."""
+        values, spec, self._graph = self._traced(function, parameters, saving)
+        return values, spec
+
+    def _traced(
+        self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
+    ) -> tuple[list[Any], TreeSpec, _Graph]:
+        """The outcome, flattened, and its graph."""
+        inputs = [port.tensor.detach().requires_grad_(True) for port in self.ports]
+        with torch.enable_grad(), saving:
+            entries = [tensor.view_as(tensor) for tensor in inputs]
+            outcome = self._call(function, entries)
+        values, spec = tree_flatten(tuple(outcome))
+        return values, spec, _Graph(inputs, entries, parameters, [value for value in values if _is_floating(value)])
+
+    def _call(self, function: Function, inputs: Sequence[torch.Tensor]) -> Outcome:
+        values = list(self._arguments)
+        for port, tensor in zip(self.ports, inputs, strict=True):
+            for position in port.positions:
+                values[position] = tensor
+        spec: TreeSpec = self._spec
+        contents = tree_unflatten(values, spec)
+        args, kwargs, fresh = self.stores.refilled(contents)
+        result, recorded = function(*args, **kwargs)
+        return Outcome(result, self.stores.added(contents, fresh), recorded)
+
+
+def handed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements in another tensor, one node behind."""
+    same: torch.Tensor = _Handed.apply(tensor)  # type: ignore[no-untyped-call]
+    return same
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """1-D uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _kind_of(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
+
+
+def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Where the autograd graphs that made these tensors begin."""
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        stack.extend(next_node for next_node, _ in node.next_functions)
+
+
+class _Handed(torch.autograd.Function):
+    """The same elements, one node behind: unlike a leaf or a view of one, the model may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        same: torch.Tensor = torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(leaf)  # type: ignore[call-overload]
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,0 +1,62 @@
+"""Memory of divided blocks between their parts, in a step: what leaves the device or is let go of behind a part was
+said by the trial (discovery/block_parts.py). Compute thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
+from megatrain_ray.engine.layer_calls.layer_call import LayerCall
+from megatrain_ray.engine.model.structure import Part
+
+
+@contextmanager
+def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """`saved` gets what graphs that are built in the block save. Each is checked before a backward reads it."""
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    def checked(tensor: torch.Tensor) -> torch.Tensor:
+        check_there(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, checked):
+        yield
+
+
+def leaving(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
+    """What entered calls of the block and nothing of its forward reads any more, behind the part's forward."""
+    found = []
+    for path, position in part.leaving:
+        call = forward_pass.last_call(path)
+        found += [port.tensor for port in call.ports if position in port.positions] if call else []
+    return found
+
+
+def let_go(forward_pass: ForwardPass, part: Part) -> None:
+    """Behind the part's forward: what calls returned and nothing reads any more gives its memory back, for what is
+    submitted next. The leaves are there still: gradients come to them, which look at no element."""
+    for path, number in part.spent:
+        call = forward_pass.last_call(path)
+        if call:
+            call.leaves[number].untyped_storage().resize_(0)
+
+
+def own_of_glue(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part: Part) -> list[torch.UntypedStorage]:
+    """The storages of what the block's own forward saved that no call was given."""
+    calls = [call for call in forward_pass.calls if call.path.startswith(f"{part.block}.")]
+    if forward_pass.pending is not None:
+        calls.append(forward_pass.pending)
+    given = {key for call in calls for key in _storages_of_arguments(call)}
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
+    return [storage for key, storage in found.items() if key not in given]
+
+
+def _storages_of_arguments(call: LayerCall) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tree_leaves(call.arguments) if isinstance(t, torch.Tensor)}

@@ -1,0 +1,163 @@
+"""The model that runs a forward with proxies for its layers, and its head on chunks of hidden states."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megatrain_ray.engine.layer_calls.forward_pass import LayerProxy
+from megatrain_ray.engine.model.attention import PACKED, AttentionSwitch, answer_packed, packed_arguments
+from megatrain_ray.engine.model.micro_batch import MicroBatch
+from megatrain_ray.engine.model.output_recorder import Recorder
+from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.errors import ConfigError
+
+
+class Skeleton:
+    """Takes over a model on the meta device: `modules` are its layers' modules by path, to be called as templates.
+    `attention`: of all of them."""
+
+    def __init__(self, model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
+        self.modules = {p: model.get_submodule(p) for layer in structure.layers for p in layer.modules}
+        self.recorder = Recorder(model, structure.base, self.modules.items())
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+        dtypes = (p.dtype for module in self.modules.values() for p in module.parameters())
+        for path, module in self.modules.items():
+            if path not in structure.loss_modules:
+                _replace(model, path, LayerProxy(path, module))
+        self._base = model.get_submodule(structure.base)
+        self._stand_in = _StandIn(self._base)
+        _replace(model, structure.base, self._stand_in)
+        self._model = model
+        self.attention = AttentionSwitch(model)
+        answer_packed()
+        anchor = torch.empty(0, dtype=next(dtypes), device=device)
+        for module in {model, *self._base.modules()}:
+            if hasattr(module, "base_model_prefix"):
+                _anchor(module, anchor)
+
+    def forward_of(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
+        """The forward of a micro-batch, for a ForwardPass; its ids are brought to the device at once."""
+        input_ids = upload(micro_batch.input_ids)
+        positions = None if micro_batch.positions is None else upload(micro_batch.positions)
+        packed = micro_batch.is_packed
+
+        def forward() -> Any:
+            PACKED.set(packed)  # for this forward alone: a greenlet has a context of its own
+            return self.forward(input_ids, positions)
+
+        return forward
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model and its layers are in evaluation mode in the block, and then as they were before."""
+        roots = (self._model, self._base, *self.modules.values())
+        before = {module: module.training for root in roots for module in root.modules()}
+        for root in roots:
+            root.eval()
+        try:
+            yield
+        finally:
+            for module, training in before.items():
+                module.training = training
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+        """The base model's output for [B, T] ids; to be run by a ForwardPass. `positions`: [B, T], of several documents
+        in a row, by which the model keeps them apart (discovery/packing_check.py)."""
+        output = self._base(input_ids=input_ids, use_cache=False, **packed_arguments(self._model, positions))
+        self._stand_in.kind = type(output)
+        return output
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, T, D] → [1, T, V] through the model's own head, whose parameters must be bound; after a `forward`."""
+        with self._stand_in.returning(self._stand_in.kind(last_hidden_state=hidden)):
+            logits: torch.Tensor = self._model(inputs_embeds=hidden, use_cache=False).logits
+        return logits
+
+    def auxiliary(self, output: Any) -> torch.Tensor | None:
+        """What the model's own forward adds to its loss because of the side outputs in `output`, the base model's: a
+        router's load balancing, for instance. A scalar with a graph that ends at those that want a gradient; None where
+        there are none.
+
+        The head's parameters must be bound: it runs on one token, whose loss is taken to be zero.
+        """
+        hidden = output.last_hidden_state[:1, :1].detach()
+        if not any(_is_side_output(value) for name, value in vars(output).items() if name != "last_hidden_state"):
+            return None
+        one_token = copy.copy(output)
+        one_token.last_hidden_state = hidden
+        loss_function = _ZeroLoss()
+        before = vars(self._model).get("_loss_function")
+        self._model.loss_function = loss_function  # type: ignore[assignment]
+        labels = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
+        try:
+            with torch.enable_grad(), self._stand_in.returning(one_token):
+                loss: torch.Tensor | None = self._model(inputs_embeds=hidden, labels=labels, use_cache=False).loss
+        finally:
+            vars(self._model).pop("_loss_function")
+            if before is not None:
+                self._model.loss_function = before
+        if loss is not None and not loss_function.was_called:
+            raise ConfigError(
+                f"{type(self._model).__name__} computes its loss without self.loss_function: what it adds for its side "
+                "outputs cannot be told from the loss of tokens; switch them off in the model's configuration"
+            )
+        return loss
+
+
+class _ZeroLoss:
+    """Stands where a model takes the loss of its tokens."""
+
+    was_called = False
+
+    def __call__(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.was_called = True
+        return torch.zeros((), dtype=torch.float32, device=logits.device)
+
+
+class _StandIn(nn.Module):
+    """Stands where the base model was and returns what it is told to; attributes read off it are the base's."""
+
+    kind: type = tuple  # of the base model's own output
+    _output: Any = None
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_base"] = base  # not a submodule: the model must not find it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+    @contextmanager
+    def returning(self, output: Any) -> Iterator[None]:
+        self._output = output
+        try:
+            yield
+        finally:
+            self._output = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output
+
+
+def _is_side_output(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in tree_leaves(value))
+
+
+def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, replacement)
+
+
+def _anchor(module: nn.Module, like: torch.Tensor) -> None:
+    """A first parameter with the type and place of the others: what a Transformers model calls its dtype and device."""
+    anchor = nn.Parameter(like, requires_grad=False)
+    module._parameters = {"_anchor": anchor, **module._parameters}

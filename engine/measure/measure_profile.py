@@ -1,0 +1,241 @@
+"""Measures a hardware profile through the device seam and with the kernel of the shards, in a few seconds."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from megatrain_ray.engine.device.device import Device, Event
+from megatrain_ray.engine.device.hardware_profile import HardwareProfile, MachineName, RatePoint
+from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.shard_layout import ShardLayout
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
+from megatrain_ray.engine.optimizer.undo_log import Journal, Part, Transaction
+from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.virtual_clock import Op, Stage
+
+CALLS = 3  # of what is measured, at least
+ROUNDS = 4  # in which a measurement's time is spent; within a round nobody waits
+SMALL_BYTES = 4096  # of a copy that costs what every copy does
+ATTENDED = 8192  # tokens of all sequences of one call
+HEADS, HEAD_DIM = 16, 128
+COMPUTED = tuple(Precision(name) for name in ("bf16", "fp32", "tf32"))
+HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+_DIRECTIONS = (Stage.H2D,), (Stage.D2H,), (Stage.H2D, Stage.D2H)
+STATE = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)  # at last the gradient
+
+MakeDevice = Callable[[Precision], Device]
+MakeExchange = Callable[[int], Callable[[int], None]]  # of so many bytes, each way between two GPUs, so many times
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. As it is, an H200 or a small CPU takes a few seconds."""
+
+    budget_s: float = 0.1  # of each measurement
+    slow_s: float = 0.05  # a product or an attention that takes longer is the largest one
+    elements: int = 1 << 25  # of the parameter that is updated: its state is larger than caches
+    copy_bytes: int = 64 << 20  # a layer's weights; copies have their full rate from 16 MiB on
+    device_bytes: int = 256 << 20
+    widths: tuple[int, ...] = (64, 256, 1024, 2048, 4096, 8192, 12288)
+    lengths: tuple[int, ...] = (128, 1024, 4096, 16384, 32768)
+
+
+def measure(
+    machine: MachineName, make_device: MakeDevice, num_threads: int, effort: Effort | None = None
+) -> HardwareProfile:
+    """`make_device`: with the numerics of a precision, one at a time. `num_threads`: of the optimizer."""
+    return _Measurement(make_device, num_threads, effort or Effort()).profile(machine)
+
+
+def measure_link(make_exchange: MakeExchange, effort: Effort | None = None) -> float:
+    """Bytes per second each way."""
+    effort = effort or Effort()
+    return effort.copy_bytes / _median_s(make_exchange(effort.copy_bytes), effort.budget_s)
+
+
+class _Measurement:
+    def __init__(self, make_device: MakeDevice, num_threads: int, effort: Effort) -> None:
+        self._make_device = make_device
+        self._num_threads = num_threads
+        self._effort = effort
+
+    def profile(self, machine: MachineName) -> HardwareProfile:
+        effort = self._effort
+        with self._host_memory() as memory, closing(self._make_device(Precision.BF16)) as device:
+            device.pin(memory)
+            copies = _Copies(device, memory, effort.copy_bytes)
+            h2d_s, d2h_s, both_s = map(self._copies_s, itertools.repeat(copies), _DIRECTIONS)
+            adamw_s, busy_s = self._updates_s(memory, copies, both_s)
+            copy_s = self._median_s(lambda count: copies.run((Stage.H2D,), count, SMALL_BYTES))
+            with device.activate():
+                triad_s, device_s, launch_s = self._triad_s(memory), self._device_s(device), self._launch_s(device)
+                attention = tuple(self._attention(device))
+        return HardwareProfile(
+            version=1,
+            machine=machine,
+            h2d_bytes_per_s=effort.copy_bytes / h2d_s,
+            d2h_bytes_per_s=effort.copy_bytes / d2h_s,
+            both_bytes_per_s=effort.copy_bytes / both_s,
+            copy_s=copy_s,
+            triad_bytes_per_s=16 * effort.elements / triad_s,  # the cache line that is written is read before
+            adamw_per_s=effort.elements / adamw_s,
+            adamw_busy_per_s=effort.elements / busy_s,
+            device_bytes_per_s=2 * effort.device_bytes / device_s,
+            launch_s=launch_s,
+            matmul={precision.value: tuple(self._matmul(precision)) for precision in COMPUTED},
+            attention=attention,
+        )
+
+    def _median_s(self, work: Callable[[int], object]) -> float:
+        return _median_s(work, self._effort.budget_s)
+
+    @contextmanager
+    def _host_memory(self) -> Iterator[torch.Tensor]:
+        """Shared memory as the working copies and the state have it: 1-D uint8, with its pages."""
+        num_bytes = self._effort.elements * sum(dtype.itemsize for dtype in STATE)
+        with closing(ArenaHolder.create({"profile": num_bytes})) as holder:
+            arena = holder.map("profile")
+            arena.populate(self._num_threads)
+            yield torch.frombuffer(arena.buffer, dtype=torch.uint8)[:num_bytes]
+
+    def _views(self, memory: torch.Tensor, dtypes: Sequence[torch.dtype]) -> Iterator[torch.Tensor]:
+        """As many elements of each type, one after the other, zeros."""
+        start = 0
+        for dtype in dtypes:
+            stop = start + self._effort.elements * dtype.itemsize
+            yield memory[start:stop].view(dtype).zero_()
+            start = stop
+
+    def _copies_s(self, copies: _Copies, stages: Sequence[Stage]) -> float:
+        return self._median_s(lambda count: copies.run(stages, count))
+
+    def _updates_s(self, memory: torch.Tensor, copies: _Copies, both_s: float) -> tuple[float, float]:
+        """Of one update: alone, and while both copies run."""
+        *state, gradient = self._views(memory, STATE)
+        layer = FlatLayout.build("profile", [ParameterSpec("w", "w", (self._effort.elements,))])
+        shard = ShardLayout(ModelLayout((layer,), ("w",)), 0, 1)
+        room = memoryview(bytearray(Journal.num_bytes(shard, Precision.BF16, self._num_threads)))
+        journal = Journal(room, shard, Precision.BF16, self._num_threads)
+        parts = [Part(AdamState(*state), 0, Weighting(1.0, HYPER.weight_decay), 0)]
+        serials = itertools.count(1)
+        with closing(open_kernel(self._num_threads, HYPER)) as kernel:
+
+            def update(count: int) -> None:
+                rates = Rates(torch.tensor(10.0), 1e-4, 0.3)
+                for _ in range(count):
+                    kernel.update(parts, gradient, rates, Transaction(journal, next(serials)))
+
+            alone_s = self._median_s(update)
+            with copies.running(2 + int(2 * alone_s / both_s)):  # more than last as long
+                busy_s = _seconds(partial(update, 1))
+        return alone_s, max(alone_s, busy_s)
+
+    def _triad_s(self, memory: torch.Tensor) -> float:
+        a, b, c = self._views(memory, (torch.float32,) * 3)
+        return self._median_s(_repeated(partial(torch.add, b, c, alpha=3.0, out=a)))
+
+    def _device_s(self, device: Device) -> float:
+        """Of a copy inside of the device's memory."""
+        source, target = (device.allocate(self._effort.device_bytes).zero_() for _ in range(2))
+        return self._median_s(_repeated(partial(target.copy_, source), device))
+
+    def _launch_s(self, device: Device) -> float:
+        """Of each of many small operators in a row."""
+        value = torch.zeros(16, device=device.torch_device)
+        return self._median_s(_repeated(partial(value.add_, 1.0), device))
+
+    def _matmul(self, precision: Precision) -> Iterator[RatePoint]:
+        """Of products of square matrices, until one is slow."""
+        with closing(self._make_device(precision)) as device, device.activate():
+            for width in self._effort.widths:
+                # Not zeros: a GPU multiplies those at a clock that it does not keep with numbers.
+                a = torch.randn(width, width, dtype=precision.working_dtype, device=device.torch_device)
+                seconds = self._median_s(_repeated(partial(torch.mm, a, a), device))
+                yield RatePoint(2.0 * width**3, 2.0 * width**3 / seconds)
+                if seconds > self._effort.slow_s:
+                    return
+
+    def _attention(self, device: Device) -> Iterator[RatePoint]:
+        """Forward and backward of causal attention in bf16, until one is slow."""
+        for length in self._effort.lengths:
+            batch = max(1, ATTENDED // length)
+            shape = batch, HEADS, length, HEAD_DIM
+            query = torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device, requires_grad=True)
+            seconds = self._median_s(_repeated(partial(_attend, query), device))
+            yield RatePoint(float(length), 6.0 * HEADS * HEAD_DIM * batch * length**2 / seconds)
+            if seconds > self._effort.slow_s:
+                return
+
+
+class _Copies:
+    """Between device memory and both ends of host memory."""
+
+    def __init__(self, device: Device, memory: torch.Tensor, num_bytes: int) -> None:
+        self._device = device
+        ends = {Stage.H2D: memory[:num_bytes], Stage.D2H: memory[-num_bytes:]}
+        self._pairs = {stage: (device.allocate(num_bytes), host) for stage, host in ends.items()}
+
+    def _submit(self, stage: Stage, num_bytes: int | None = None) -> Event:
+        on_device, host = (end[:num_bytes] for end in self._pairs[stage])
+        target, source = (on_device, host) if stage is Stage.H2D else (host, on_device)
+        return self._device.copy(stage, target, source, Op("measure", 0, num_bytes=target.nbytes), ())
+
+    def run(self, stages: Sequence[Stage], count: int, num_bytes: int | None = None) -> None:
+        for event in [self._submit(stage, num_bytes) for _ in range(count) for stage in stages]:
+            event.synchronize()
+
+    @contextmanager
+    def running(self, count: int) -> Iterator[None]:
+        """So many copies each way, begun before the block; waits for them after it."""
+        events = [self._submit(stage) for _ in range(count) for stage in (Stage.H2D, Stage.D2H)]
+        yield
+        for event in events:
+            event.synchronize()
+
+
+def _median_s(work: Callable[[int], object], budget_s: float) -> float:
+    """Seconds of some work. `work`: does it so many times and then waits for all of it. The first call takes memory and
+    is not counted; the second says how many times a round may have, so that waiting costs little."""
+    for count in (1, 1):
+        once_s = _seconds(partial(work, count))
+    count = max(1, int(budget_s / ROUNDS / once_s))
+    times: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    while len(times) < CALLS or time.perf_counter() < end_s:
+        times.append(_seconds(partial(work, count)) / count)
+    return statistics.median(times)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def _repeated(work: Callable[[], object], device: Device | None = None) -> Callable[[int], None]:
+    """Does it so many times, then waits for the device."""
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            work()
+        if device is not None:
+            device.record().synchronize()
+
+    return run
+
+
+def _attend(query: torch.Tensor) -> None:
+    made = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    torch.autograd.grad(made, query, torch.ones_like(made))

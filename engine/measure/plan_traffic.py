@@ -1,0 +1,65 @@
+"""What of a plan a benchmark reports: where the state lies, and what a step moves."""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.precision import SECOND_MOMENT_BYTES
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.step_residency import residency_of
+from megatrain_ray.virtual_clock import Stage
+
+
+def state_share(plan: Plan) -> dict[str, float]:
+    """Of working copies, residuals and moments, by tier."""
+    num_bytes = dict.fromkeys(Tier, 0)
+    for layer in plan.layers:
+        num_bytes[layer.weights] += layer.num_parameters * plan.precision.working_dtype.itemsize
+        num_bytes[layer.state] += layer.num_trained * plan.precision.state_bytes - layer.num_muon * SECOND_MOMENT_BYTES
+    total = sum(num_bytes.values())
+    return {tier.value: moved / total for tier, moved in num_bytes.items()}
+
+
+def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
+    """Bytes that a step copies in each direction between host and device, of each GPU, and between all hosts and their
+    disks both ways."""
+    layout = structure.layout(plan.num_fragments)
+    of_muon = _muon_bytes(plan, layout)
+    leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
+    divided = leaving * plan.wire_dtype.itemsize + sum(layout.direction_bytes)  # each GPU has its part of these
+    sums = _suspensions(plan) * updated * plan.accumulation_dtype.itemsize
+    spilled = plan.precision.state_bytes * sum(layout.layers[i].trained.size for i in plan.spilled_layers)
+    weights = plan.precision.working_dtype.itemsize * sum(layout.layers[i].size for i in plan.weights_on_disk)
+    stored = plan.wire_dtype.itemsize * sum(layout.layers[i].trained.size for i in plan.stored_layers)
+    on_disk = sum(plan.disk_activations) * plan.num_sweeps
+    activations = plan.host_activation_bytes * plan.num_sweeps + on_disk
+    return {
+        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + activations + of_muon // plan.num_gpus,
+        Stage.D2H.value: sums + activations + divided // plan.num_gpus,
+        Stage.DISK.value: 2 * (spilled + stored + weights + plan.num_gpus * on_disk) + plan.weight_read_bytes,
+    }
+
+
+def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> int:
+    """Of working copies."""
+    of_step = plan.visits(layout.lowest_trained)
+    loads = residency_of(of_step, structure, layout, plan).loads
+    elements = sum(layout.layers[load.fragment.layer].fragments[load.fragment.index].size for load in loads)
+    num_bytes = elements * plan.precision.working_dtype.itemsize
+    return num_bytes // plan.num_gpus if plan.gathers_slots else num_bytes
+
+
+def _suspensions(plan: Plan) -> int:
+    """How often a sum over micro-batches goes to wait on the host, and comes back: between any two, where it does."""
+    return plan.num_micro_batches - 1 if plan.sums is Tier.HOST else 0
+
+
+def _muon_bytes(plan: Plan, layout: ModelLayout) -> int:
+    """Of what comes to all GPUs together for Muon, whose matrices are divided among them: momenta, and with clipping
+    gradients that have waited for the scale."""
+    momenta = torch.float32.itemsize
+    each = momenta if plan.update_order is UpdateOrder.BACKWARD else momenta + plan.wire_dtype.itemsize
+    return each * sum(layout.layers[layer].trained.size for layer in layout.with_muon)

@@ -1,0 +1,1 @@
+"""Describes what a model is: its structure, attention, adapters, experts and loss."""

@@ -1,0 +1,172 @@
+"""Chunked cross-entropy: head and loss over some tokens at a time, with the gradient of each chunk taken at once, so
+that logits never exist whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from megatrain_ray.io.batching.batch_stream import IGNORED
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised, for each supervised token: cross-entropy, with targets smoothed as torch.nn.CrossEntropyLoss
+    does (C. Szegedy et al., "Rethinking the inception architecture for computer vision", 2016), and `z_loss` times
+    logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5)."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        return not self.z_loss and not self.label_smoothing
+
+    def sums(self, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The objective and the plain cross-entropy (without a graph), over the supervised tokens. scores: FP32
+        [1, t, V]. targets: [t]."""
+        total = _cross_entropy(scores, targets, self.label_smoothing)
+        plain = _cross_entropy(scores.detach(), targets) if self.label_smoothing else total.detach()
+        if self.z_loss:
+            log_z = torch.logsumexp(scores.view(targets.shape[0], -1), -1).masked_fill(targets == IGNORED, 0.0)
+            total = total + self.z_loss * log_z.square().sum()
+        return total, plain
+
+
+class OpenSum(NamedTuple):
+    """A parameter's FP32 sum over the step. `empty`: it begins here, and what is there now means nothing."""
+
+    total: torch.Tensor
+    empty: bool
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """Loss of each chunk and plain cross-entropy of each (their shares of the step's), gradient of the hidden state,
+    gradients of the head's parameters; None where nothing flowed, for what needs none, and where there was a sum to
+    add them to."""
+
+    losses: list[torch.Tensor]
+    cross_entropies: list[torch.Tensor]
+    hidden: torch.Tensor | None
+    parameters: list[torch.Tensor | None]
+
+
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # Device.add
+ChunkSums = Callable[[Objective, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def chunk_sums(
+    logits: Callable[[torch.Tensor], torch.Tensor], objective: Objective, hidden: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of the objective and of the plain cross-entropy over a chunk: [1, t, D], [t] → two FP32 scalars. `logits`:
+    [1, t, D] → [1, t, V]. Compiled, its FP32 logits exist nowhere: what makes them sums over them at once."""
+    return objective.sums(logits(hidden).float(), targets)
+
+
+def chunked_loss(
+    sums_of_chunk: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    *,
+    chunk_tokens: int,
+    num_supervised: int | torch.Tensor,
+    add: Add | None = None,
+    into: Sequence[OpenSum | None] = (),
+) -> LossResult:
+    """Sum of the objective over supervised tokens ÷ `num_supervised` (of the whole step), and its gradients.
+
+    hidden: [B, T, D]. targets: [B, T], `IGNORED` where unsupervised. `sums_of_chunk`: `chunk_sums` with
+    `parameters` bound. With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and
+    rounded once; with one they are as autograd made them. Those that have a sum in `into`, which is as long as
+    `parameters` or empty, are added to that as they come. `add`: Device.add, else torch's.
+    """
+    tokens = hidden.detach().reshape(1, -1, hidden.shape[-1])
+    flat_targets = targets.reshape(-1)
+    chunks = range(0, tokens.shape[1], chunk_tokens)
+    losses, cross_entropies = [], []
+    hidden_gradient = torch.empty_like(tokens) if hidden.requires_grad else None
+    sums = GradientSums(into or [None] * len(parameters), add or _add, several=len(chunks) > 1)
+    for start in chunks:
+        chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(hidden.requires_grad)
+        with torch.enable_grad():
+            total, plain = sums_of_chunk(chunk, flat_targets[start : start + chunk_tokens])
+            loss = total / num_supervised
+        of_chunk, *of_parameters = _gradients(loss, [chunk, *parameters])
+        if hidden_gradient is not None:
+            hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
+        sums.add(of_parameters)
+        del of_parameters  # or it would be there beside the next chunk's, the head's size twice
+        losses.append(loss.detach())
+        cross_entropies.append(plain / num_supervised)
+    of_hidden = None if hidden_gradient is None else hidden_gradient.view(hidden.shape)
+    return LossResult(losses, cross_entropies, of_hidden, sums.rounded())
+
+
+def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    wanted = [source for source in sources if source.requires_grad]
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    return [next(found) if source.requires_grad else None for source in sources]
+
+
+def cross_entropy_sums(
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, *, chunk_tokens: int
+) -> list[torch.Tensor]:
+    """Cross-entropy of each chunk, summed over its supervised tokens; no gradients. Arguments as for chunked_loss."""
+    tokens = hidden.reshape(1, -1, hidden.shape[-1])
+    chunks = zip(torch.split(tokens, chunk_tokens, 1), torch.split(targets.reshape(-1), chunk_tokens), strict=True)
+    with torch.no_grad():
+        return [_cross_entropy(logits(chunk).float(), of_chunk) for chunk, of_chunk in chunks]
+
+
+def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Summed over the supervised tokens. scores: [1, t, V]. targets: [t]."""
+    flat = scores.view(-1, scores.shape[-1])
+    return F.cross_entropy(flat, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
+
+
+def _add(total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+    torch.add(total, value, out=out)
+
+
+class GradientSums:
+    """Gradients of weights over chunks of tokens."""
+
+    def __init__(self, into: Sequence[OpenSum | None], add: Add = _add, *, several: bool) -> None:
+        """`into`: sums that theirs go into. `several`: there is more than one chunk."""
+        self._into = into
+        self._sums: list[torch.Tensor | None] = [None if to is None or to.empty else to.total for to in into]
+        self._dtypes: list[torch.dtype | None] = [None] * len(into)
+        self._add = add
+        self._several = several
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            before = self._sums[i]
+            self._dtypes[i] = gradient.dtype
+            if before is None:
+                self._sums[i] = self._begin(self._into[i], gradient)
+            else:
+                self._add(before, gradient, before)
+
+    def _begin(self, into: OpenSum | None, gradient: torch.Tensor) -> torch.Tensor:
+        if into is not None:
+            return into.total.copy_(gradient)
+        return gradient.float() if self._several else gradient
+
+    def rounded(self) -> list[torch.Tensor | None]:
+        """Of those that have no sum to go into; where one was to begin and nothing came it is zeros."""
+        for into, total in zip(self._into, self._sums, strict=True):
+            if into is not None and total is None:
+                into.total.zero_()
+        return [
+            None if into is not None or total is None else total.to(dtype)
+            for into, total, dtype in zip(self._into, self._sums, self._dtypes, strict=True)
+        ]

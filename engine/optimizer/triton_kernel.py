@@ -1,0 +1,191 @@
+"""The update kernel of a GPU: AdamW's arithmetic of native/update_elements.h, in Triton.
+
+Bit-equal to the CPU's kernel and so to torch's fused AdamW on the CPU: roundings are those of native/update_elements.h,
+and `enable_fp_fusion=False` keeps the compiler from contracting a product and a sum into one. Moments in bf16 are
+rounded with the random bits of stochastic_rounding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.optimizer.adamw import AdamState, Coefficients, Hyper, Move, Rates
+from megatrain_ray.engine.optimizer.stochastic_rounding import as_int32
+from megatrain_ray.engine.optimizer.undo_log import Part, Transaction
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, check_kernel
+
+BLOCK = 1024
+VECTOR = 8  # elements of the CPU's vectors in torch: what a parameter has beyond a multiple of them is its tail
+
+
+@triton.jit
+def _random_bits(h) -> tl.tensor:
+    """The 32-bit finalizer of MurmurHash3, of uint32."""
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _rounded(value, random) -> tl.tensor:
+    """FP32 to the bits of a bf16, as int16. `random`: 16 bits, as int32."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    high = (bits + tl.where(magnitude < 0x7F7F0000, random, 0)) >> 16
+    return tl.where(magnitude > 0x7F800000, 0x7FC0, high).to(tl.int16)
+
+
+@triton.jit(do_not_specialize=["length", "body", "counter"])
+def _adamw(
+    gradient, working, residual, ms, vs, length, body, counter,
+    scale, m_weight, v_keep, v_weight, root, eps, decay, step_size,
+    SPLIT: tl.constexpr, NARROW: tl.constexpr, HEAVY: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Elements [0, length); from `body` on they are their parameter's tail. WHOLE: they are whole blocks, and no tail;
+    without masks loads are vectors. NARROW: `ms` and `vs` are the bits of bf16, as int16. The names are those of
+    native/update_elements.h."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = None if WHOLE else i < length
+    g = tl.load(gradient + i, mask=inside).to(tl.float32) * scale
+    m = tl.load(ms + i, mask=inside)
+    v = tl.load(vs + i, mask=inside)
+    if NARROW:
+        m = (m.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        v = (v.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    if SPLIT:
+        high = tl.load(working + i, mask=inside).to(tl.int32) << 16
+        p = (high + tl.load(residual + i, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        p = tl.load(working + i, mask=inside)
+    way = g - m
+    m = tl.fma(m_weight - 1.0, way, g) if HEAVY else tl.fma(m_weight, way, m)
+    weighted = v_weight * g
+    in_body = tl.fma(weighted, g, v * v_keep)
+    if WHOLE:
+        v = in_body
+    else:
+        v = tl.where(i < body, in_body, tl.fma(v, v_keep, weighted * g))
+        if HEAVY:
+            m = tl.where(i < body, m, tl.fma(-way, 1.0 - m_weight, g))
+    denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
+    following = p * decay + tl.div_rn(step_size * m, denominator)
+    if NARROW:
+        random = _random_bits((counter + i).to(tl.uint32))
+        tl.store(ms + i, _rounded(m, (random >> 16).to(tl.int32)), mask=inside)
+        tl.store(vs + i, _rounded(v, (random & 0xFFFF).to(tl.int32)), mask=inside)
+    else:
+        tl.store(ms + i, m, mask=inside)
+        tl.store(vs + i, v, mask=inside)
+    if SPLIT:
+        bits = following.to(tl.int32, bitcast=True)
+        half = bits + 0x8000
+        nan = following != following
+        tl.store(working + i, tl.where(nan, 0x7FC0, half >> 16).to(tl.int16), mask=inside)
+        tl.store(residual + i, tl.where(nan, 0, bits - ((half >> 16) << 16)).to(tl.int16), mask=inside)
+    else:
+        tl.store(working + i, following, mask=inside)
+
+
+class TritonAdamW:
+    """UpdateKernel of AdamW on the memory of the current GPU, submitted to the current stream."""
+
+    name = "Triton"
+
+    def __init__(self, num_threads: int, hyper: Hyper) -> None:
+        """`num_threads`: means nothing here."""
+        self._hyper = hyper
+
+    def update(
+        self,
+        parts: Sequence[Part],
+        gradient: Tensor,
+        rates: Rates,
+        transaction: Transaction | None,
+        directions: Tensor | None = None,
+    ) -> None:
+        coefficients = Coefficients.of(self._hyper, rates)
+        for part in parts:
+            of_part = gradient[part.gradient_start : part.gradient_start + part.length]
+            self._update(part, of_part, rates, coefficients)
+
+    def _update(self, part: Part, gradient: Tensor, rates: Rates, coefficients: Coefficients) -> None:
+        length = part.length
+        whole, body = length // BLOCK * BLOCK, length - length % VECTOR
+        move, counter = Move.of(self._hyper, rates, part.weighting), part.counter(self._hyper, rates)
+        if whole in (0, length):  # most are: cutting costs the host more than the launch
+            self._launch(part.state, gradient, body, counter, rates, coefficients, move)
+            return
+        for span in (Span(0, whole), Span(whole, length)):
+            cut, of_span, first = part.state.cut(span), gradient[slice(*span)], span.start
+            self._launch(cut, of_span, body - first, counter + first, rates, coefficients, move)
+
+    def _launch(
+        self,
+        state: AdamState,
+        gradient: Tensor,
+        body: int,
+        counter: int,
+        rates: Rates,
+        coefficients: Coefficients,
+        move: Move,
+    ) -> None:
+        assert state.v is not None  # or it were Muon's
+        is_split, length = state.residual is not None, gradient.numel()
+        is_narrow = state.m.dtype == torch.bfloat16
+        m, v = (x.view(torch.int16) if is_narrow else x for x in (state.m, state.v))
+        _adamw[(triton.cdiv(length, BLOCK),)](
+            gradient,
+            state.working.view(torch.int16) if is_split else state.working,
+            state.residual if is_split else m,
+            m,
+            v,
+            length,
+            body,
+            as_int32(counter),  # of one type always: another one would be another kernel
+            rates.scale,
+            *coefficients,
+            self._hyper.eps,
+            *move,
+            SPLIT=is_split,
+            NARROW=is_narrow,
+            HEAVY=coefficients.m_weight >= 0.5,
+            WHOLE=length % BLOCK == 0,
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for to, source in pairs:
+            to.copy_(source, non_blocking=True)
+
+    def close(self) -> None:
+        pass
+
+
+def open_triton(hyper: Hyper, device: torch.device) -> UpdateKernel:
+    """The kernel, once it has shown itself equal to torch on the CPU. Raises MegatrainError where it is not."""
+    check_kernel(partial(_FromHost, device=device), replace(hyper, muon=None))
+    return TritonAdamW(1, hyper)
+
+
+class _FromHost(TritonAdamW):
+    """The same on host tensors, which are brought to the device and back: for the check."""
+
+    def __init__(self, num_threads: int, hyper: Hyper, *, device: torch.device) -> None:
+        super().__init__(num_threads, hyper)
+        self._device = device
+
+    def _update(self, part: Part, gradient: Tensor, rates: Rates, coefficients: Coefficients) -> None:
+        moved = AdamState(*(None if t is None else t.to(self._device) for t in part.state))  # type: ignore[arg-type]
+        super()._update(part._replace(state=moved), gradient.to(self._device), rates, coefficients)
+        for here, there in zip(part.state, moved, strict=True):
+            if here is not None and there is not None:
+                here.copy_(there)

@@ -1,0 +1,204 @@
+"""Journal: what a shard's threads are about to overwrite, in shared memory, so that a kill tears no element.
+
+A transaction is one update of a shard's part of one layer, with a serial number. It is cut into units; a thread works
+on a block of consecutive units of one parameter:
+
+    record.serial = 0 → record.units = the block's, record.saved = 0 → record.serial = the transaction's
+    → strip by strip: old contents to the thread's room → record.saved = up to its end → overwrites the strip
+    → marks the block's units with the serial, the last one after the others
+
+A record is valid when its serial is that of the torn transaction: then what is saved may be overwritten, the rest of
+the block is untouched, and the room is whole as far as it is saved. `roll_back` copies it back and clears the block's
+marks; the same update then does what is not marked. Killed in between, both can be done again. A block that was just
+finished is done again too, which changes nothing. Serials grow, so what older transactions left is void.
+
+    header (threads there is room for) | a record each | a mark for each unit of the largest layer | a room each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatrain_ray.engine.layout.flat_layout import FlatLayout, Span, round_up
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.shard_layout import ShardLayout
+from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.stochastic_rounding import rounding_counter
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
+
+UNIT_ELEMENTS = 1 << 10  # a multiple of 64; also in native/adamw_kernel.c, which says why
+BLOCK_UNITS = BLOCK_ELEMENTS // UNIT_ELEMENTS
+RECORD_WORDS = 8  # a cache line: threads write their records all the time
+PAGE_BYTES = 4096
+_SERIAL, _FIRST, _COUNT, _SAVED = range(4)
+
+
+class Part(NamedTuple):
+    """A run of one parameter in a shard's part of a layer. `gradient_start`: in the padded gradient that is given.
+    `first_unit`: its units are numbered on from that of the run before. `parameter`, `in_parameter`: what a checkpoint
+    calls the parameter, and the run's first element there."""
+
+    state: AdamState
+    gradient_start: int
+    weighting: Weighting
+    first_unit: int
+    parameter: str = ""
+    in_parameter: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.state.m.numel()
+
+    @property
+    def units(self) -> Span:
+        return Span(self.first_unit, self.first_unit + num_units(self.length))
+
+    def counter(self, hyper: Hyper, rates: Rates) -> int:
+        """Of its first element's random bits in an update; 0 where moments are FP32."""
+        if hyper.moments_seed is None:
+            return 0
+        return rounding_counter(hyper.moments_seed, int(rates.step.item()), self.parameter, self.in_parameter)
+
+    @property
+    def by_muon(self) -> bool:
+        return self.state.v is None
+
+    def elements(self, units: Span) -> Span:
+        """Those of some of its units, counted from the run's first."""
+        start, stop = (UNIT_ELEMENTS * (unit - self.first_unit) for unit in units)
+        return Span(start, min(stop, self.length))
+
+
+def num_units(length: int) -> int:
+    return -(-length // UNIT_ELEMENTS)
+
+
+class JournalAddresses(NamedTuple):
+    """Of a journal's memory, for native code. `room_bytes`: from one room to the next."""
+
+    records: int
+    marks: int
+    rooms: int
+    room_bytes: int
+
+
+class Journal:
+    """Over zeroed memory, or over that of a shard that died. Threads write only their own records and rooms."""
+
+    def __init__(self, buffer: memoryview, layout: ShardLayout, precision: Precision, num_threads: int) -> None:
+        """`buffer`: writable bytes, at least `num_bytes`, of an address that is a multiple of 8.
+
+        Raises MegatrainError for a buffer that is too small, or made for fewer threads.
+        """
+        num_marks = _num_marks(layout)
+        made_for = Words(buffer, 1).load(0) or num_threads
+        size = self.num_bytes(layout, precision, made_for)
+        if buffer.nbytes < size or made_for < num_threads:
+            raise MegatrainError(
+                f"optimizer shard {layout.number}: a journal of {buffer.nbytes} bytes made for {made_for} threads, "
+                f"expected {size} bytes and {num_threads} threads or more"
+            )
+        self._first_mark = RECORD_WORDS * (1 + made_for)
+        self._words = Words(buffer, self._first_mark + num_marks)
+        self._words.store(0, made_for)
+        self._num_records = made_for
+        self._memory = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._marks = np.frombuffer(buffer, np.int64, num_marks, WORD_BYTES * self._first_mark)
+        self._room_bytes = room_bytes(precision)
+        self._first_room = size - made_for * self._room_bytes
+
+    @staticmethod
+    def num_bytes(layout: ShardLayout, precision: Precision, num_threads: int) -> int:
+        """Of a journal for up to `num_threads`. A shard with the native kernel touches 12 KiB of each room."""
+        words = RECORD_WORDS * (1 + num_threads) + _num_marks(layout)
+        return round_up(WORD_BYTES * words, PAGE_BYTES) + num_threads * room_bytes(precision)
+
+    @property
+    def addresses(self) -> JournalAddresses:
+        start = self._memory.data_ptr()
+        records, marks = WORD_BYTES * RECORD_WORDS, WORD_BYTES * self._first_mark
+        return JournalAddresses(start + records, start + marks, start + self._first_room, self._room_bytes)
+
+    def unmarked_blocks(self, part: Part, serial: int) -> Iterator[Span]:
+        """The part's units that a transaction has still to do, as blocks of at most BLOCK_UNITS consecutive ones."""
+        unmarked = self._marks[slice(*part.units)] != serial
+        edges = np.flatnonzero(np.diff(unmarked, prepend=False, append=False)).tolist()
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            yield from blocks_of(Span(part.first_unit + start, part.first_unit + stop))
+
+    def save(self, thread: int, units: Span, state: AdamState, serial: int) -> None:
+        """Before the block is overwritten: all of it, as one strip. `state`: what it holds now."""
+        record = RECORD_WORDS * (1 + thread)
+        self._words.store(record + _SERIAL, 0)
+        for old, kept in self._kept(thread, state):
+            kept.copy_(old)
+        self._words.store(record + _FIRST, units.start)
+        self._words.store(record + _COUNT, units.size)
+        self._words.store(record + _SAVED, state.m.numel())
+        self._words.store(record + _SERIAL, serial)
+
+    def mark(self, units: Span, serial: int) -> None:
+        """After the block was overwritten. `units`: one or more."""
+        self._marks[units.start : units.stop - 1] = serial
+        self._words.store(self._first_mark + units.stop - 1, serial)
+
+    def roll_back(self, parts: Sequence[Part], serial: int) -> None:
+        """Undoes the blocks that a torn transaction left half written. `parts`: of its layer; what is in others stays
+        as it is."""
+        for thread in range(self._num_records):
+            record = RECORD_WORDS * (1 + thread)
+            if self._words.load(record + _SERIAL) != serial:
+                continue
+            first = self._words.load(record + _FIRST)
+            units = Span(first, first + self._words.load(record + _COUNT))
+            part = next((part for part in parts if part.units.start <= first < part.units.stop), None)
+            if part is None:
+                continue
+            saved = slice(self._words.load(record + _SAVED))
+            for state, kept in self._kept(thread, part.state.cut(part.elements(units))):
+                state[saved].copy_(kept[saved])
+            self.mark(units, 0)
+            self._words.store(record + _SERIAL, 0)
+
+    def _kept(self, thread: int, state: AdamState) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor of a block with its place in the thread's room, one after the other."""
+        start = self._first_room + thread * self._room_bytes
+        for tensor in state:
+            if tensor is not None:
+                yield tensor, self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+                start += tensor.nbytes
+
+
+def serial_of(update: int, layer: int, num_layers: int) -> int:
+    """Of the transaction that is one update (from 1) of one layer: no other has it."""
+    return update * num_layers + layer + 1
+
+
+class Transaction(NamedTuple):
+    """`serial`: positive, larger than that of every transaction before."""
+
+    journal: Journal
+    serial: int
+
+
+def blocks_of(units: Span) -> Iterator[Span]:
+    for start in range(units.start, units.stop, BLOCK_UNITS):
+        yield Span(start, min(start + BLOCK_UNITS, units.stop))
+
+
+def _num_marks(layout: ShardLayout) -> int:
+    return max(map(_units_of, layout.model.layers, layout.spans), default=0)
+
+
+def _units_of(layer: FlatLayout, span: Span) -> int:
+    return sum(num_units(run.length) for run in layer.runs(span))
+
+
+def room_bytes(precision: Precision) -> int:
+    """Of the room of one thread: a block of working copy and state."""
+    return BLOCK_ELEMENTS * precision.element_bytes

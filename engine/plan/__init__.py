@@ -1,0 +1,1 @@
+"""Defines the plan: its schema, the schedule of a step, and what is in which slot when."""

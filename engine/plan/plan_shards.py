@@ -1,0 +1,51 @@
+"""What each shard of a plan owns, and what it has on disk. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.shard_layout import ShardLayout
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.residency import FragmentId
+from megatrain_ray.engine.plan.spill_layout import SpillLayout
+
+
+def shard_layout(plan: Plan, layout: ModelLayout, index: int) -> ShardLayout:
+    """Of a shard of the CPU: of the layers on the host."""
+    return ShardLayout(
+        layout,
+        index,
+        plan.num_shards,
+        plan.shard_cut_elements,
+        plan.host_layers,
+        spilled=plan.spilled_layers,
+        on_disk=plan.weights_on_disk,
+    )
+
+
+def spill_layout(plan: Plan, part: ShardLayout) -> SpillLayout:
+    """Of what the shard has on disk."""
+    return SpillLayout.of(
+        part,
+        plan.precision,
+        plan.layer_order,
+        plan.state_slots,
+        plan.extent_elements,
+        frozenset(plan.stored_layers),
+        plan.wire_dtype,
+    )
+
+
+def read_bytes(plan: Plan, layout: ModelLayout, fragments: Iterable[FragmentId]) -> int:
+    """Of the disk, for uploads of these fragments, by DiskWeights: whole pages of every shard's part."""
+    if not plan.weights_on_disk:
+        return 0
+    parts = [spill_layout(plan, shard_layout(plan, layout, k)) for k in range(plan.num_shards)]
+    spans = ((f.layer, layout.layers[f.layer].fragments[f.index]) for f in fragments if f.layer in plan.weights_on_disk)
+    return sum(
+        part.extents[number].working_bytes
+        for layer, span in spans
+        for part in parts
+        for number, _ in part.working_of(layer, span)
+    )

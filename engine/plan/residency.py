@@ -1,0 +1,142 @@
+"""Which fragment is in which slot during a step: known before the step begins, because the access order is.
+
+Belady's rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966): where a slot
+must be reused, drop the fragment whose next use is farthest. For L layers and S slots this gives L uploads in a forward
+and L - S in the backward that follows: 2L - S for a step of one micro-batch, at most that for each further one.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatrain_ray.engine.model.structure import LayerKind
+from megatrain_ray.errors import CapacityError
+
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True, order=True)
+class FragmentId:
+    layer: int
+    index: int
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """A slot takes fragments of its group that are no larger than it."""
+
+    group: str
+    num_bytes: int
+
+
+def group_of(kind: LayerKind, fragment: int) -> str:
+    """Of slots that a layer's fragments take."""
+    return f"block/{fragment}" if kind is LayerKind.BLOCK else "edge"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Copy a fragment into a slot for visit `visit`, once visit `after_visit` (-1: none) has let go of the slot."""
+
+    fragment: FragmentId
+    slot: int
+    visit: int
+    after_visit: int
+
+
+@dataclass(frozen=True)
+class Residency:
+    """`loads` in the order they are issued; `slots[v]`: fragment → slot during visit v; `frees[v]`: slots that hold
+    nothing of use after visit v."""
+
+    loads: tuple[Load, ...]
+    slots: tuple[Mapping[FragmentId, int], ...]
+    frees: tuple[frozenset[int], ...]
+
+
+@dataclass
+class _Occupant:
+    fragment: FragmentId
+    last_visit: int
+
+
+@dataclass
+class _Simulation:
+    specs: Sequence[SlotSpec]
+    uses: Mapping[FragmentId, list[int]]
+    held: dict[int, _Occupant] = field(default_factory=dict)
+    where: dict[FragmentId, int] = field(default_factory=dict)  # the slot of each fragment that is held
+
+    def next_use(self, fragment: FragmentId, after: int) -> int:
+        uses = self.uses[fragment]
+        position = bisect.bisect_right(uses, after)
+        return uses[position] if position < len(uses) else NEVER
+
+    def hold(self, slot: int, fragment: FragmentId, visit: int) -> None:
+        before = self.held.get(slot)
+        if before:
+            del self.where[before.fragment]
+        self.held[slot] = _Occupant(fragment, visit)
+        self.where[fragment] = slot
+
+    def choose(self, group: str, num_bytes: int, visit: int, needed: frozenset[FragmentId]) -> int | None:
+        """A free slot, the smallest that fits; else the one whose fragment is used again last."""
+        fits = [i for i, s in enumerate(self.specs) if s.group == group and s.num_bytes >= num_bytes]
+        free = [i for i in fits if i not in self.held]
+        if free:
+            return min(free, key=lambda i: self.specs[i].num_bytes)
+        others = [i for i in fits if self.held[i].fragment not in needed]
+        return max(others, key=lambda i: self._farthest(i, visit), default=None)
+
+    def _farthest(self, slot: int, visit: int) -> tuple[int, int]:
+        occupant = self.held[slot]
+        return self.next_use(occupant.fragment, visit - 1), -occupant.last_visit
+
+
+def plan_residency(
+    visits: Sequence[Sequence[FragmentId]],
+    fragment_bytes: Mapping[FragmentId, int],
+    fragment_group: Mapping[FragmentId, str],
+    slots: Sequence[SlotSpec],
+) -> Residency:
+    """Simulates one step. Pure. Raises CapacityError when a visit's fragments do not fit the slots together."""
+    uses: dict[FragmentId, list[int]] = {}
+    for v, fragments in enumerate(visits):
+        for fragment in fragments:
+            uses.setdefault(fragment, []).append(v)
+    simulation = _Simulation(slots, uses)
+    loads: list[Load] = []
+    during: list[dict[FragmentId, int]] = []
+    for v, fragments in enumerate(visits):
+        needed = frozenset(fragments)
+        for fragment in fragments:
+            slot = simulation.where.get(fragment)
+            if slot is None:
+                slot = simulation.choose(fragment_group[fragment], fragment_bytes[fragment], v, needed)
+                if slot is None:
+                    raise CapacityError(
+                        f"no slot for fragment {fragment.index} of layer {fragment.layer} "
+                        f"({fragment_bytes[fragment]} bytes, group {fragment_group[fragment]}): the plan has too few"
+                    )
+                before = simulation.held.get(slot)
+                loads.append(Load(fragment, slot, v, before.last_visit if before else -1))
+            simulation.hold(slot, fragment, v)
+        during.append({fragment: simulation.where[fragment] for fragment in fragments})
+    return Residency(tuple(loads), tuple(during), _frees(loads, during))
+
+
+def _frees(loads: Sequence[Load], during: Sequence[Mapping[FragmentId, int]]) -> tuple[frozenset[int], ...]:
+    """A slot is freed after the last visit that uses its fragment before it is filled again or the step ends."""
+    frees: list[set[int]] = [set() for _ in during]
+    refilled = {(load.slot, load.after_visit) for load in loads}
+    last_use: dict[int, int] = {}
+    for v, held in enumerate(during):
+        for slot in held.values():
+            last_use[slot] = v
+            if (slot, v) in refilled:
+                frees[v].add(slot)
+    for slot, v in last_use.items():
+        frees[v].add(slot)
+    return tuple(frozenset(f) for f in frees)

@@ -1,0 +1,1 @@
+"""Predicts the seconds of a step by simulating it on measured rates."""

@@ -1,0 +1,79 @@
+"""What predictions for one model on one machine are made of: its layers, their work, the machine's rates. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from megatrain_ray.engine.device.hardware_profile import HardwareProfile
+from megatrain_ray.engine.discovery.activation_bytes import first_alike
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.flops import LayerWork
+from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.residency import Residency
+from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, visits
+from megatrain_ray.engine.plan.step_residency import residency_of
+
+
+class Schedule(NamedTuple):
+    """The visits of a step, and what is in the slots during them."""
+
+    visits: tuple[Visit, ...]
+    residency: Residency
+
+
+@dataclass(frozen=True)
+class CostBasis:
+    """What plans of one model on one machine have in common. `layout`: of the plans' number of fragments."""
+
+    structure: ModelStructure
+    layout: ModelLayout
+    work: tuple[LayerWork, ...]
+    profile: HardwareProfile
+    is_measured: bool  # on this machine
+    z_loss: bool
+    disk_bytes_per_s: float = math.inf  # read and written at the same time, both together
+    disk_plain_bytes_per_s: float | None = None  # where that is of what is packed: of activations, which never are
+    disk_direct_bytes_per_s: float | None = None  # of activations whose windows are on the device
+    schedules: dict[object, Schedule] = field(default_factory=dict)  # by what decides about them
+
+    def schedule(self, plan: Plan) -> Schedule:
+        """Of a step of the plan. What is kept for a backward makes no difference to it."""
+        key = plan.num_micro_batches, plan.order, plan.precision, plan.slots, plan.hbm_layers, plan.replayed_layers
+        if key not in self.schedules:
+            order = plan.visits(self.layout.lowest_trained)
+            self.schedules[key] = Schedule(order, residency_of(order, self.structure, self.layout, plan))
+        return self.schedules[key]
+
+    @cached_property
+    def rates(self) -> HardwareProfile:
+        """All that prices are made of."""
+        if math.isinf(self.disk_bytes_per_s):
+            return self.profile
+        return replace(
+            self.profile,
+            disk_bytes_per_s=self.disk_bytes_per_s,
+            disk_plain_bytes_per_s=self.disk_plain_bytes_per_s,
+            disk_direct_bytes_per_s=self.disk_direct_bytes_per_s,
+        )
+
+    def activations_per_s(self, windows: Tier) -> float:
+        """Bytes of activations, read and written through such windows."""
+        direct = self.disk_direct_bytes_per_s if windows is Tier.HBM else None
+        return direct or self.disk_plain_bytes_per_s or self.disk_bytes_per_s
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each layer the first one that works alike: where a plan treats both alike they take equally long."""
+        kinds = (layer.kind for layer in self.structure.layers)
+        sizes = ((x.trained.size, x.num_trained, *(s.shape for s in x.muon_segments)) for x in self.layout.layers)
+        return first_alike(zip(kinds, self.work, sizes, strict=True))
+
+    @cached_property
+    def one_sweep(self) -> tuple[Visit, ...]:
+        """Of one micro-batch, without replays."""
+        return visits(len(self.layout.layers), 1, LoopOrder.LAYERS_OUTER, self.layout.lowest_trained)

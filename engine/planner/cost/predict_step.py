@@ -1,0 +1,112 @@
+"""What a step of a plan costs on a machine: its schedule, simulated with prices (op_costs.py). Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.prediction import Prediction
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.op_costs import Prices, SharedPrices
+from megatrain_ray.engine.planner.cost.simulate_step import SimulatedStep, Simulation
+from megatrain_ray.virtual_clock import Stage
+
+PERIODS = 3  # micro-batches that are simulated; those between the first and the last take equally long
+
+Key = TypeVar("Key", str, Stage)
+Number = TypeVar("Number", int, float)
+
+
+def predict(
+    plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
+) -> Prediction:
+    """`activations`: of a micro-batch of the plan. `shared`: of other plans of the same request."""
+    prices = Prices(plan, basis, activations, shared)
+    step = _with_disk(_steady(plan, basis, prices), basis)
+    tokens = plan.batch_size * plan.seq_len
+    flops = sum(layer.flops(tokens, tokens * plan.seq_len) for layer in basis.work)
+    busy_s = {stage.value: seconds for stage, seconds in step.busy_s.items()}
+    together_s = {**busy_s, Stage.DISK.value: _disk_s(step, basis)}
+    together_s.pop(Stage.WEIGHTS.value, None)
+    return Prediction(
+        rates=str(basis.profile.machine),
+        is_measured=basis.is_measured,
+        step_s=step.step_s,
+        model_tflops=flops / step.step_s / 1e12,
+        compute_s=step.compute_s,
+        exposed_s=step.exposed_s,
+        busy_s=busy_s,
+        bottleneck=max(together_s, key=lambda stage: together_s[stage]),
+        h2d_bytes=step.num_bytes.get(Stage.H2D, 0),
+        d2h_bytes=step.num_bytes.get(Stage.D2H, 0),
+        profile=basis.rates,
+    )
+
+
+def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
+    """The second of two steps; of one with many micro-batches in a row, from steps with fewer."""
+    count = plan.num_micro_batches
+    if plan.order is LoopOrder.LAYERS_OUTER or count <= PERIODS:
+        return _second(plan, basis, prices)
+
+    def with_fewer(number: int) -> SimulatedStep:
+        return _second(replace(plan, num_micro_batches=number), basis, prices)
+
+    fewer, more = with_fewer(PERIODS - 1), with_fewer(PERIODS)
+    beside_disk = _beside_disk(fewer, more)
+    if beside_disk < PERIODS:
+        return _extended(fewer, more, count - PERIODS)
+    if beside_disk + 1 >= count:
+        return _second(plan, basis, prices)
+    return _extended(with_fewer(beside_disk), with_fewer(beside_disk + 1), count - beside_disk - 1)
+
+
+def _beside_disk(fewer: SimulatedStep, more: SimulatedStep) -> int:
+    """Micro-batches that take as long as the disk. Where there are fewer a step need not take longer by all that one
+    more computes; 0: it does."""
+    disk_s = fewer.busy_s.get(Stage.DISK, 0.0)
+    added_s = sum(more.compute_s.values()) - sum(fewer.compute_s.values())
+    if not disk_s or more.step_s - fewer.step_s >= added_s * (1 - 1e-9):
+        return 0
+    return math.ceil(disk_s / added_s)
+
+
+def _disk_s(step: SimulatedStep, basis: CostBasis) -> float:
+    """Of the disk at work: for updates and gradients, and for working copies."""
+    read_s = step.num_bytes.get(Stage.WEIGHTS, 0) / basis.disk_bytes_per_s
+    return step.busy_s.get(Stage.DISK, 0.0) + read_s
+
+
+def _with_disk(step: SimulatedStep, basis: CostBasis) -> SimulatedStep:
+    """A disk may take longer than a step for the first ones, as far as slots let it lag behind: not in the long run."""
+    late_s = _disk_s(step, basis) - step.step_s
+    if late_s <= 0:
+        return step
+    exposed_s = {**step.exposed_s, "optimizer": step.exposed_s.get("optimizer", 0.0) + late_s}
+    return replace(step, step_s=step.step_s + late_s, exposed_s=exposed_s)
+
+
+def _second(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
+    simulation = Simulation(plan, basis.layout, *basis.schedule(plan), prices)
+    simulation.step()
+    return simulation.step()
+
+
+def _extended(fewer: SimulatedStep, more: SimulatedStep, count: int) -> SimulatedStep:
+    """The step that has `count` periods more than `more`, which has one more than `fewer`."""
+
+    def grown(before: Mapping[Key, Number], after: Mapping[Key, Number]) -> dict[Key, Number]:
+        return {key: value + count * (value - before.get(key, 0)) for key, value in after.items()}
+
+    return SimulatedStep(
+        more.step_s + count * (more.step_s - fewer.step_s),
+        grown(fewer.compute_s, more.compute_s),
+        grown(fewer.exposed_s, more.exposed_s),
+        grown(fewer.busy_s, more.busy_s),
+        grown(fewer.num_bytes, more.num_bytes),
+    )

@@ -1,0 +1,103 @@
+"""When activations leave for the host, or the disk, and come back, as engine/activations/activation_store.py moves
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatrain_ray.engine.plan.activation_disk_clock import SimulatedFile
+from megatrain_ray.engine.plan.activation_moves import RETURNING, Activations, away, is_on_disk, needed, num_bytes
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.schedule import Phase, Visit
+from megatrain_ray.engine.planner.cost.stage_clocks import Clocks
+from megatrain_ray.virtual_clock import Op, Stage
+
+
+class _Move(NamedTuple):
+    op: Op
+    on_disk: bool
+
+
+class _Stop(NamedTuple):
+    """One micro-batch in a visit: what it needs, and whether the next one comes at once. `sweep`: of the first one of a
+    backward sweep, all that comes back from disk in it."""
+
+    moves: list[_Move]
+    is_followed: bool
+    sweep: list[Op]
+
+
+class SimulatedActivations:
+    """Of one step after the other. One micro-batch at a time."""
+
+    def __init__(self, plan: Plan, visits: Sequence[Visit], clocks: Clocks) -> None:
+        """`visits`: of a step."""
+        self._clocks = clocks
+        self._windows = SimulatedFile(plan.num_windows * plan.window_bytes, clocks.run)
+        self._leaving = [[_move(plan, i, kind) for kind in away(layer)] for i, layer in enumerate(plan.layers)]
+        self._moving: set[int] = set()  # visits
+        self._stops: list[_Stop] = []  # of these, in their order
+        if plan.moves_activations:
+            self._note(plan, visits)
+        self.begin()
+
+    def _note(self, plan: Plan, visits: Sequence[Visit]) -> None:
+        of_visits = [[_move(plan, i, kind) for kind, i in needed(plan, v.phase, v.layer)] for v in visits]
+        sweep: list[Op] | None = None  # that is under way
+        for visit, moves, of_next in zip(visits, of_visits, [*of_visits[1:], []], strict=True):
+            is_first = visit.phase in RETURNING and sweep is None
+            if visit.phase is Phase.FORWARD:
+                sweep = None
+                if self._leaving[visit.layer]:
+                    self._moving.add(visit.index)
+            elif visit.phase in RETURNING and (moves or of_next or (is_first and plan.disk_activations)):
+                self._moving.add(visit.index)
+                sweep = [] if sweep is None else sweep
+                count = len(visit.micro_batches)
+                stops = [_Stop(moves, k < count - 1 or bool(of_next), []) for k in range(count)]
+                if is_first:
+                    stops[0] = stops[0]._replace(sweep=sweep)
+                self._stops += stops
+                sweep += [move.op for move in moves if move.on_disk] * count
+
+    def begin(self) -> None:
+        """A step."""
+        self._out_s = 0.0  # when the last one had left
+        self._back_s: list[float] = []  # of each stop: when what it needs is there
+        self._num_stops = 0  # so far
+        self._windows.begin()
+
+    def moves(self, visit: Visit) -> bool:
+        """Whether anything leaves or comes for it."""
+        return visit.index in self._moving
+
+    def leave(self, layer: int) -> None:
+        """What leaves behind a forward frees its memory behind the next one's."""
+        before_s = self._out_s
+        for op, on_disk in self._leaving[layer]:
+            after_s = self._clocks.computed_s
+            left_s = self._windows.leave(op, after_s) if on_disk else self._clocks.run(Stage.D2H, op, after_s)
+            self._out_s = max(self._out_s, left_s)
+        self._clocks.wait(before_s, "d2h")
+
+    def bring_back(self) -> None:
+        """What the next stop needs is on its way, too."""
+        self._clocks.wait(self._out_s, "d2h")
+        this = self._num_stops
+        stop = self._stops[this]
+        if stop.sweep:
+            self._windows.expect(stop.sweep, self._clocks.computed_s)
+        for coming in self._stops[len(self._back_s) : this + 1 + stop.is_followed]:
+            self._back_s.append(max(map(self._fetch, coming.moves), default=0.0))
+        self._clocks.wait(self._back_s[this], "h2d")
+        self._num_stops += 1
+
+    def _fetch(self, move: _Move) -> float:
+        after_s = self._clocks.computed_s
+        return self._windows.fetch(move.op, after_s) if move.on_disk else self._clocks.run(Stage.H2D, move.op, after_s)
+
+
+def _move(plan: Plan, layer: int, kind: Activations) -> _Move:
+    of = plan.layers[layer]
+    return _Move(Op(kind.value, layer, num_bytes=num_bytes(of, kind)), is_on_disk(of, kind))

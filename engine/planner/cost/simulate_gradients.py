@@ -1,0 +1,148 @@
+"""Where gradients are during a step and when they reach the host, as engine/gradients/gradient_store.py and
+engine/gradients/gradient_offloader.py have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Visit
+from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
+from megatrain_ray.engine.planner.cost.simulated_directions import SimulatedDirections
+from megatrain_ray.engine.planner.cost.simulated_slab import SimulatedSlab
+from megatrain_ray.engine.planner.cost.stage_clocks import Clocks, Ring
+from megatrain_ray.virtual_clock import SUM_OVER_GPUS, Op, Stage
+
+
+class SimulatedGradients:
+    """Of one step after the other. A sum is opened, added to and completed; then it leaves, or waits on the device."""
+
+    def __init__(self, plan: Plan, layout: ModelLayout, clocks: Clocks, spill: SimulatedSpill) -> None:
+        """`spill`: where gradients go that wait on disk."""
+        self._plan = plan
+        self._layout = layout
+        self._clocks = clocks
+        self._spill = spill
+        self._slab = SimulatedSlab(plan, layout)
+        self._stored = frozenset(plan.stored_layers)
+        self._waiting = plan.waiting_layers
+        updated = tuple(reversed(layout.updated))
+        leaving = tuple(layer for layer in updated if layer not in self._waiting)
+        of_sums = leaving if plan.sums is Tier.HBM else updated
+        self._sums = self._ring(of_sums, plan.gradient_slot_bytes, plan.accumulation_dtype)
+        self._leaving = self._ring(leaving, plan.leaving_slot_bytes, plan.wire_dtype)
+        self._directions = SimulatedDirections(plan, layout, clocks)
+        self.begin()
+
+    def _ring(self, layers: Sequence[int], region_bytes: Sequence[int], dtype: torch.dtype) -> Ring:
+        return Ring(layers, [self._bytes(layer, dtype) for layer in layers], region_bytes)
+
+    def begin(self) -> None:
+        """A step."""
+        for part in (self._sums, self._leaving, self._directions):
+            part.begin()
+        self._open: set[int] = set()
+        self._stored_s: dict[int, float] = {}  # when a layer's gradient was on the host
+        self._fetched_s: dict[int, float] = {}
+        self.landed_s: dict[int, float] = {}  # when all that an update needs was there
+
+    def has_one(self, visit: Visit) -> bool:
+        """Whether the visit adds to a gradient."""
+        return visit.phase in WITH_GRADIENT and self._layout.layers[visit.layer].trained.size > 0
+
+    def expect(self, visit: Visit) -> None:
+        """Asks for the sum that a coming visit will add to."""
+        if self._plan.sums is Tier.HOST and self.has_one(visit) and visit.micro_batches[0] > 0:
+            self._fetched_s[visit.layer] = self._fetch(visit.layer, self._plan.accumulation_dtype)
+
+    def expect_momentum(self, visit: Visit, after_s: float) -> None:
+        """Where the visit completes a gradient of which directions are made at once."""
+        if visit.last and self._is_directed(visit.layer):
+            self._directions.fetch_momentum(visit.layer, after_s)
+
+    def open(self, layer: int) -> None:
+        """Where the sum is, or begins to be; of a layer whose gradient waits on the device at a place of its own,
+        unless unfinished sums wait on the host."""
+        if layer in self._open or self._stays(layer):
+            return
+        self._open.add(layer)
+        if layer in self._fetched_s:
+            self._clocks.wait(self._fetched_s.pop(layer), "host_accumulation")
+        else:
+            self._clocks.wait(self._sums.empty(layer), "d2h")
+
+    def complete(self, visit: Visit) -> None:
+        """What happens to the sum after the visit."""
+        layer = visit.layer
+        if visit.last and self._plan.num_gpus > 1:
+            op = Op(SUM_OVER_GPUS, layer, num_bytes=self._bytes(layer, self._plan.accumulation_dtype))
+            self._clocks.run(Stage.COMPUTE, op)
+        if visit.last and layer in self._waiting:
+            if not self._stays(layer):
+                self._open.discard(layer)
+                self._sums.leave(layer, self._clocks.computed_s)
+        elif visit.last:
+            self._finish(layer)
+        elif self._plan.sums is Tier.HOST:
+            self._sums.leave(layer, self._depart(layer, self._plan.accumulation_dtype))
+
+    def recall(self, layer: int, after_s: float) -> None:
+        """Muon with clipping: the gradient comes back, its directions leave. `after_s`: for its momentum."""
+        arrived_s = self._fetch(layer, self._plan.wire_dtype)
+        self._directions.fetch_momentum(layer, after_s)
+        self._clocks.wait(arrived_s, "h2d")
+        self._directions.make(layer)
+        self._sums.leave(layer, self._clocks.computed_s)
+        self.landed_s[layer] = self._directions.leave(layer)
+
+    def leave_late(self, layer: int, after_s: float) -> float:
+        """When a gradient that waited on the device is on the host."""
+        op = Op("offload", layer, num_bytes=self._bytes(layer, self._plan.wire_dtype) // self._plan.num_gpus)
+        return self._clocks.run(Stage.D2H, op, after_s, self._slab.take(layer))
+
+    def updated(self, layer: int, at_s: float) -> None:
+        """Its update is over: nobody reads its gradient any more."""
+        if layer in self._waiting:
+            self._slab.leave(layer, at_s)
+
+    def _stays(self, layer: int) -> bool:
+        """Whether the layer's gradient is on the device from its first contribution to its update."""
+        return layer in self._waiting and self._plan.sums is Tier.HBM
+
+    def _is_directed(self, layer: int) -> bool:
+        """Whether Muon's directions are made as soon as the gradient is complete."""
+        return layer in self._layout.with_muon and self._plan.update_order is UpdateOrder.BACKWARD
+
+    def _finish(self, layer: int) -> None:
+        rounded = bool(self._plan.leaving_slot_bytes)
+        if rounded:
+            self._clocks.wait(self._leaving.empty(layer), "d2h")
+            self._sums.leave(layer, self._clocks.computed_s)
+        directed = self._is_directed(layer)
+        if directed:
+            self._directions.make(layer)
+        stored_s = self._depart(layer, self._plan.wire_dtype)
+        (self._leaving if rounded else self._sums).leave(layer, stored_s)
+        self.landed_s[layer] = self._directions.leave(layer) if directed else stored_s
+
+    def _depart(self, layer: int, dtype: torch.dtype) -> float:
+        """The gradient leaves for the host."""
+        self._open.discard(layer)
+        op = Op("offload", layer, num_bytes=self._bytes(layer, dtype) // self._plan.num_gpus)
+        room_s = self._slab.take(layer) if layer in self._stored else 0.0
+        self._stored_s[layer] = self._clocks.run(Stage.D2H, op, self._clocks.computed_s, room_s)
+        if layer in self._stored:
+            self._slab.leave(layer, self._spill.store(layer, self._stored_s[layer]))
+        return self._stored_s[layer]
+
+    def _fetch(self, layer: int, dtype: torch.dtype) -> float:
+        """It comes back."""
+        op = Op("fetch", layer, num_bytes=self._bytes(layer, dtype) // self._plan.num_gpus)
+        return self._clocks.run(Stage.H2D, op, self._stored_s[layer], self._sums.empty(layer))
+
+    def _bytes(self, layer: int, dtype: torch.dtype) -> int:
+        return self._layout.layers[layer].trained.size * dtype.itemsize

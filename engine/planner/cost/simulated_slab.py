@@ -1,0 +1,33 @@
+"""When the slab has room for a gradient that passes through it, on the clocks of a simulated step."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.plan.plan import Plan
+
+
+class SimulatedSlab:
+    """Behind gradients that stay there. With clipping; those that pass leave in the order in which they came."""
+
+    def __init__(self, plan: Plan, layout: ModelLayout) -> None:
+        sizes = layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
+        self._sizes = {layer: sizes[layer] for layer in (*plan.departing_layers, *plan.stored_layers)}
+        self._room = plan.slab_bytes - sum(size for i, size in enumerate(sizes) if i not in self._sizes)
+        self._held: deque[int] = deque()
+        self._left_s: dict[int, float] = {}
+
+    def take(self, layer: int) -> float:
+        """From when on there is room for the layer's; 0 for one that stays."""
+        if layer not in self._sizes:
+            return 0.0
+        room_s = 0.0
+        while sum(self._sizes[i] for i in (*self._held, layer)) > self._room:
+            room_s = max(room_s, self._left_s[self._held.popleft()])
+        self._held.append(layer)
+        return room_s
+
+    def leave(self, layer: int, at_s: float) -> None:
+        """Its room is another one's from now on."""
+        self._left_s[layer] = at_s

@@ -1,0 +1,1 @@
+"""Counts the bytes of a plan on the device, on the host and on disk."""

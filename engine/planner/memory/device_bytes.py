@@ -1,0 +1,271 @@
+"""The arithmetic of a plan's device memory, row by row: of what streams or lives there, and of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from itertools import accumulate, groupby
+from operator import add
+from typing import NamedTuple
+
+import torch
+
+from megatrain_ray.engine.device.device import CONTEXT_BYTES
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.layout.flat_layout import FlatLayout
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.tier import ELSEWHERE, Tier
+from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.optimizer.muon import work_bytes
+from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, ActivationPolicy, ByteCount, LayerPlan, Plan
+from megatrain_ray.engine.planner.memory.loss_bytes import loss_bytes
+from megatrain_ray.units import format_bytes
+
+EXCHANGE_BYTES = 1 << 30  # a guess: NCCL's buffers for one communicator
+# What a compiled layer's backward holds at most, what was kept and its own boundary included, as a multiple of what the
+# layer keeps with an activation budget of 1: up to 1.64 in a layer alone, 1.51 in a step (benchmarks/README.md).
+COMPILED_BACKWARD = 1.6
+# The same where the MLP is computed in chunks. Then attention's backward holds most: its inputs and output, the
+# gradients of these, what flash attention sums them in, in FP32, and keys and values for every head: 2.46 and 2.28 for
+# a layer of Qwen2.5-7B with 131,072 tokens on an H200, attention computed again and kept, chunks of 8192 to 32768.
+CHUNKED_BACKWARD = 2.5
+# With this budget or less a backward computes nearly everything again. Then it holds all that the layer would have kept
+# and the gradients of all that at once, but for four tensors of the boundary's size: 2 % more than was measured for
+# layers of Qwen2.5-7B and 14B on an H200.
+SMALL_BUDGET = 0.2
+# The share of a backward's most that may still be there when the gradients of all weights are: with 4 to 64 sequences
+# of 1024 tokens these gradients did not raise the peak. A guess.
+BESIDE_GRADIENTS = 0.6
+# What an uncompiled norm's backward holds at most, as a multiple of what its forward keeps: of RMSNorm, whose products
+# are in FP32 (counted operation by operation).
+NORM_BACKWARD = 4
+
+
+Row = tuple[int, str]  # bytes, and what they are made of
+
+
+class ActivationRows(NamedTuple):
+    """Rows of what is computed: where weights, state and gradients are makes no difference to them. `held`: bytes of
+    each layer's activations before its backward."""
+
+    rows: dict[str, Row]
+    held: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes for num_bytes, _ in self.rows.values())
+
+
+def hbm_rows(
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
+) -> Iterator[ByteCount]:
+    """`plan`: all of it but its rows."""
+    of_activations = activation_rows(plan, structure, layout, activations, z_loss=z_loss)
+    rows = slot_rows(plan)
+    rows |= _resident_rows(plan, layout)
+    if plan.waiting_layers:
+        waiting = waiting_row(plan, layout, of_activations.held, plan.waiting_layers, frozenset(plan.departing_layers))
+        rows["gradients in HBM"] = waiting
+    rows |= of_activations.rows
+    if layout.with_muon:
+        rows["muon"] = muon_row(plan, layout)
+    return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def slot_rows(plan: Plan) -> dict[str, Row]:
+    """Of what streams. `plan`: without its layers."""
+    num_bytes = sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes)
+    formula = f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving"
+    of_slots = sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"
+    return {"slots": of_slots, "gradient slots": (num_bytes, formula)}
+
+
+def activation_rows(
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
+) -> ActivationRows:
+    """`plan`: all of it but its rows."""
+    live = plan.num_live_micro_batches
+    # Not of the head, whose forward and backward are in one visit.
+    of_blocks = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
+    stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
+    staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*of_blocks, 0], plan.layers, strict=True)]
+    held = tuple([live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)])
+    of_loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
+    work = max(of_loss, norm_bytes(plan, activations), backward_bytes(plan, layout, activations))
+    rows: dict[str, Row] = {
+        "boundary activations": _boundaries(plan, structure, sum(stays)),
+        "kept activations": _kept(plan, staying),
+        "attention masks": (
+            # While one is made, up to two other tensors of its size exist.
+            (live + 2) * activations.masks,
+            f"({live} micro-batches + 2 while one is made) × {format_bytes(activations.masks)}",
+        ),
+        "work": (
+            work,
+            f"one layer's backward, the last norm's or the loss: logits of {plan.loss_chunk_tokens} tokens, head "
+            "gradient, tied ones",
+        ),
+        CONTEXT: (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
+    }
+    if plan.num_gpus > 1 and plan.device == "cuda":
+        count = 2 if plan.gathers_slots else 1
+        rows |= {EXCHANGE: (count * EXCHANGE_BYTES, "what NCCL takes, for sums and for all-gathers")}
+    if plan.captured:
+        rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
+    return ActivationRows(rows, held)
+
+
+def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
+    """What enters the head, its gradient, and what the head's own forward keeps until the loss has gone through it."""
+    return 2 * max(activations.boundary) + kept_bytes(activations, len(plan.layers) - 1, plan.layers[-1])
+
+
+def norm_bytes(plan: Plan, activations: ActivationBytes) -> int:
+    """What the backward of the head's norm holds beside its input, its output and a gradient: what it kept and, on the
+    way, up to three times that (Qwen2's RMSNorm in bf16: 15.0 times the boundary's bytes in all). In chunks that is of
+    one of them."""
+    kept = activations.kept[-1]
+    in_chunks = activations.whole.kept[-1] - kept if activations.whole else 0
+    return 3 * activations.boundary[-1] + NORM_BACKWARD * (kept + in_chunks // plan.num_mlp_chunks)
+
+
+def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
+    """Of blocks whose inputs wait elsewhere there are those of one block and what its forward or backward makes of
+    them, and one that comes or goes; the work of a backward counts the two of one micro-batch. Of those that are
+    computed again there are those of one segment, and one that is copied there."""
+    live = plan.num_live_micro_batches
+    of_layers = [layer.boundary_bytes if layer.boundary in ELSEWHERE else 0 for layer in plan.layers]
+    passing = max(sum(of_layers[i] for i in block) for block in structure.blocks)
+    of_segments = [
+        sum(layer.boundary_bytes for layer in segment)
+        for replayed, segment in groupby(plan.layers, lambda layer: layer.boundary is None)
+        if replayed
+    ]
+    if passing:
+        staying -= plan.layers[-1].boundary_bytes  # the head's follow the last layer's
+    num_bytes, formula = live * staying, f"{live} micro-batches × {format_bytes(staying)}"
+    if passing:
+        num_bytes += (2 * live + 1) * passing
+        formula += f" + {2 * live + 1} × {format_bytes(passing)} that pass"
+    if of_segments:
+        one = max(layer.boundary_bytes for layer in plan.layers if layer.boundary is None)
+        num_bytes += live * max(of_segments) + one
+        formula += f" + {live} × {format_bytes(max(of_segments))} of a segment + {format_bytes(one)}"
+    return num_bytes, formula
+
+
+def _kept(plan: Plan, staying: Sequence[int]) -> Row:
+    """Of layers whose own wait elsewhere there are those of one micro-batch in one layer, and others that come or go.
+    `staying`: of one micro-batch, by layer. What stays of layers behind all of these is there while none go, and what
+    has gone of them makes room for the first that come."""
+    live, num_passing = plan.num_live_micro_batches, 0
+    num_bytes, formula = live * sum(staying), f"{live} micro-batches × {format_bytes(sum(staying))}"
+    of_stops = (sum(plan.layers[i].kept_bytes for i in together) for together in plan.kept_until)
+    if passing := max(of_stops):
+        last = max(i for i, layer in enumerate(plan.layers) if layer.kept_bytes)
+        num_passing = 1 if live * sum(staying[last + 1 :]) >= passing else 2
+        num_bytes += num_passing * passing
+        formula += f" + {num_passing} × {format_bytes(passing)} that pass"
+    return num_bytes, formula
+
+
+def kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> int:
+    """Of one micro-batch in one layer."""
+    if layer.activations is ActivationPolicy.RECOMPUTE:
+        return activations.kept_when_recomputed(index)
+    return activations.kept_within(index, layer.activation_budget) if layer.compiled else activations.kept[index]
+
+
+def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> int:
+    """What the largest backward of a layer holds beyond what was kept: what it computes again, gradients of what is
+    kept and of the weights, these of another micro-batch too where they are added in pairs, both boundaries."""
+    item, boundaries = plan.precision.working_dtype.itemsize, 2 * max(activations.boundary)
+    paired = plan.paired_layers
+
+    def of(index: int, layer: LayerPlan) -> int:
+        gradients = layout.trained_sizes[index] * item
+        of_pair = gradients if index in paired else 0
+        chunk = _chunk_bytes(plan, activations, index, layer, layout.trained_sizes[index])
+        if not layer.compiled:
+            return 2 * activations.kept[index] + chunk + boundaries + gradients + of_pair
+        whole = activations.kept_at_most(index)
+        graph = _compiled_bytes(whole, boundaries, layer.activation_budget)
+        if chunk:
+            graph = max(graph + chunk, int(CHUNKED_BACKWARD * whole))
+        most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients) + of_pair
+        return most - activations.kept_within(index, layer.activation_budget)
+
+    different = {
+        (activations.alike[i], layout.trained_sizes[i], layer.compiled, layer.activation_budget, i in paired): (
+            i,
+            layer,
+        )
+        for i, layer in enumerate(plan.layers[:-1])
+    }
+    return max(of(i, layer) for i, layer in different.values())
+
+
+def _chunk_bytes(plan: Plan, activations: ActivationBytes, index: int, layer: LayerPlan, num_trained: int) -> int:
+    """What a chunk of the MLP's backward holds: what it computes again with its gradients, and sums of the weights'
+    gradients beside those of the chunk. 0 where there are no chunks."""
+    if not (whole := activations.mlp_bytes(index, compiled=layer.compiled)):
+        return 0
+    of_chunk = whole // plan.num_mlp_chunks
+    of_weights = num_trained * (torch.float32.itemsize + plan.precision.working_dtype.itemsize)
+    return int((COMPILED_BACKWARD if layer.compiled else 2) * of_chunk) + of_weights
+
+
+def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> int:
+    """`whole`: what the layer keeps with a budget of 1."""
+    typical = int(COMPILED_BACKWARD * whole)
+    return typical if activation_budget > SMALL_BUDGET else max(typical, 2 * (whole - boundaries))
+
+
+def muon_row(plan: Plan, layout: ModelLayout) -> Row:
+    """What one matrix takes while it is orthogonalised, beside where momenta arrive and directions leave from."""
+    matrices = [s.shape for i in layout.with_muon for s in layout.layers[i].muon_segments]
+    work = max(map(work_bytes, matrices))
+    slots = sum(plan.momentum_slot_bytes) + sum(plan.direction_slot_bytes)
+    count = len(plan.momentum_slot_bytes)
+    return slots + work, f"{count} momenta + {count} directions + {format_bytes(work)} for a matrix"
+
+
+def _resident_rows(plan: Plan, layout: ModelLayout) -> dict[str, Row]:
+    """Of the layers that live on the device, where there are any."""
+    layers = [layout.layers[i] for i in sorted(plan.hbm_layers)]
+    if not layers:
+        return {}
+    trained = sum(x.trained.size for x in layers)
+    return {
+        "layers in HBM": (
+            sum(resident_bytes(plan.precision, x) for x in layers),
+            f"{len(layers)} layers: working copy, and {plan.precision.state_bytes} bytes of state × {trained}",
+        )
+    }
+
+
+def resident_bytes(precision: Precision, layer: FlatLayout) -> int:
+    """Working copy and state of a layer that lives on the device."""
+    return layer.size * precision.working_dtype.itemsize + layer.trained.size * precision.state_bytes
+
+
+def waiting_row(plan: Plan, layout: ModelLayout, held: Sequence[int], waiting: Set[int], departing: Set[int]) -> Row:
+    """Of gradients that wait on the device. `plan`: without its layers; `held`: bytes of each layer's activations
+    before its backward; `waiting`: layers whose gradients do, `departing`: those of them that the shards update."""
+    item = plan.accumulation_dtype.itemsize
+    sizes = [size * item if i in waiting else 0 for i, size in enumerate(layout.trained_sizes)]
+    formula = f"{item} bytes × {sum(sizes) // item}"
+    if not plan.gradients_are_brief:
+        return sum(sizes), formula
+    # A backward's gradients come as activations go, and leave in the next forward as activations come.
+    late = [size if i in departing else 0 for i, size in enumerate(sizes)]
+    held_up_to = list(accumulate(held))
+    backward = map(add, held_up_to, _remaining(sizes))
+    forward = map(add, [0, *held_up_to], [*_remaining(late), 0])
+    beyond = max(*backward, *forward) - held_up_to[-1]
+    return max(0, beyond), f"{formula}, beyond the activations that have gone by then"
+
+
+def _remaining(sizes: Sequence[int]) -> list[int]:
+    """Of each and those behind it."""
+    return list(accumulate(reversed(sizes)))[::-1]

@@ -1,0 +1,288 @@
+"""Plans of many candidates of one request, in as much detail as is asked for. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from megatrain_ray.engine.device.device import CONTEXT_BYTES
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
+from megatrain_ray.engine.plan.activation_windows import most_windows_bytes, with_windows
+from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
+from megatrain_ray.engine.planner.limits import beyond_disk, spare_ram
+from megatrain_ray.engine.planner.memory.device_bytes import (
+    ActivationRows,
+    activation_rows,
+    backward_bytes,
+    beside_loss,
+    hbm_rows,
+    muon_row,
+    resident_bytes,
+    slot_rows,
+    waiting_row,
+)
+from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlaces
+from megatrain_ray.engine.planner.memory.host_bytes import device_windows_row, host_rows, nvme_rows
+from megatrain_ray.engine.planner.memory.layer_plans import LayerDrafts
+from megatrain_ray.engine.planner.memory.loss_bytes import chunk_tokens
+from megatrain_ray.engine.planner.memory.slots_and_slab import frame_of
+from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
+from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, OnDisk, Spillable
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillFirst
+
+# Fields of a candidate with values that stand for all, where they make no difference.
+BLOCKS_ALIKE: dict[str, Any] = {"num_late": 0, "late_budget": 1.0, "kept": Tier.HBM, "num_staying": 0}
+ALL_KEPT: dict[str, Any] = BLOCKS_ALIKE | {"activations": ActivationPolicy.KEEP, "activation_budget": 1.0}
+ANY_SLOTS: dict[str, Any] = {"num_block_slots": 0, "num_edge_slots": 0}
+NO_DISK: dict[str, Any] = {"spills_activations": False, "spill_first": SpillFirst.LEAST}
+ANYWHERE: dict[str, Any] = ANY_SLOTS | NO_DISK | {
+    "hbm_layers": frozenset(), "gradients": Tier.HOST, "num_waiting": 0, "sums": Tier.HBM
+}  # fmt: skip
+# Of bytes on disk, what they may come to where each kind of each layer is filled up to whole pages.
+PAGES = 2
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Plans that fit or do not, with all but their uploads: to simulate the slots takes most of the time. What many
+    candidates share is made once, and kept by a candidate that stands for what decides about it."""
+
+    structure: ModelStructure
+    layout: ModelLayout
+    activations: ActivationBytes
+    machine: Machine
+    request: Request
+    placements: dict[Candidate, _Placement] = field(default_factory=dict)
+    chunks: dict[Candidate, int] = field(default_factory=dict)
+    activation_rows: dict[Candidate, ActivationRows] = field(default_factory=dict)
+    host_rows: dict[Candidate, tuple[ByteCount, ...]] = field(default_factory=dict)
+    missing: dict[Candidate, int] = field(default_factory=dict)
+    on_disk: dict[Candidate, OnDisk] = field(default_factory=dict)
+    host_rooms: dict[Candidate, int] = field(default_factory=dict)
+    spillable: dict[Candidate, Spillable] = field(default_factory=dict)
+    windows_bytes: dict[Candidate, int] = field(default_factory=dict)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """With its arithmetic."""
+        plan, layout = self.in_memory(candidate), self.layout
+        of_device = hbm_rows(plan, self.structure, layout, self.activations, z_loss=self.request.z_loss)
+        on_disk = self.spilled(candidate)
+        rows = self._host_rows(candidate, plan)
+        if any(on_disk):
+            plan = self._with_spilled(plan, candidate, on_disk)
+            rows = (*host_rows(plan, layout), *nvme_rows(plan, layout))
+        if plan.windows is Tier.HBM:
+            rows = (device_windows_row(plan), *rows)
+        plan = replace(plan, rows=(*of_device, *rows))
+        return _with_copies(plan) if self.request.saves else plan
+
+    def without_rows(self, candidate: Candidate) -> Plan:
+        """The same without its arithmetic."""
+        plan, on_disk = self.in_memory(candidate), self.spilled(candidate)
+        return self._with_spilled(plan, candidate, on_disk) if any(on_disk) else plan
+
+    def in_memory(self, candidate: Candidate) -> Plan:
+        """Without its arithmetic, and as if nothing spilled."""
+        frame = self._frame(candidate)
+        return replace(frame, layers=self._layers.of(candidate), loss_chunk_tokens=self._chunk_tokens(frame, candidate))
+
+    def device_bytes(self, candidate: Candidate) -> int:
+        """All that the plan has in device memory."""
+        rows, placement = self._activation_rows(candidate), self._placement(candidate)
+        num_bytes = rows.num_bytes + placement.num_bytes + self._most_windows_bytes(candidate)
+        if waiting := candidate.hbm_layers | placement.late:
+            num_bytes += waiting_row(placement.frame, self.layout, rows.held, waiting, placement.late)[0]
+        return num_bytes
+
+    def _most_windows_bytes(self, candidate: Candidate) -> int:
+        """What activations may pass through on the device: they are on disk, or not, by what the host lacks then."""
+        if not candidate.spills_activations or self._windows is Tier.HOST:
+            return 0
+        key = replace(candidate, **ANY_SLOTS)
+        if key not in self.windows_bytes:
+            self.windows_bytes[key] = most_windows_bytes(self._layers.of(candidate))
+        return self.windows_bytes[key]
+
+    @property
+    def _windows(self) -> Tier:
+        return self.machine.spill.windows if self.machine.spill else Tier.HOST
+
+    def placed_bytes(self, candidate: Candidate) -> int:
+        """What of it is neither activations nor gradients that wait."""
+        return self._placement(candidate).num_bytes
+
+    def waiting_bytes(self, candidate: Candidate) -> int:
+        """Of gradients that wait there, all at once."""
+        placement, sizes = self._placement(candidate), self.layout.trained_sizes
+        waiting = candidate.hbm_layers | placement.late
+        return placement.frame.accumulation_dtype.itemsize * sum([sizes[i] for i in waiting])
+
+    def least_device_bytes(self, candidate: Candidate) -> int:
+        """What of it no layers on the device, and no slots, make less."""
+        return self._activation_rows(candidate).num_bytes
+
+    def host_room(self, candidate: Candidate) -> int:
+        """Bytes beyond what may be on disk, as a negative number; if there are none, those that the host has left, and
+        one more."""
+        key = self._of_all(candidate)
+        if key not in self.host_rooms:
+            plan = self.without_rows(candidate)
+            rows = self._host_rows(candidate, plan)
+            if any(self.spilled(candidate)):
+                rows = (*host_rows(plan, self.layout), *nvme_rows(plan, self.layout))
+            plan = replace(plan, rows=rows)
+            self.host_rooms[key] = -beyond_disk(plan) or self._spare(candidate, plan) + 1
+        return self.host_rooms[key]
+
+    def likely_room(self, candidate: Candidate) -> int:
+        """As `host_room`, and cheaper: where the disk is large, with as much there as may be."""
+        spill, missing = self.machine.spill, self.missing_ram(candidate)
+        if missing > 0 and spill is not None:
+            most = self._spillable(candidate).most
+            if PAGES * most.num_bytes <= spill.limit_bytes:
+                return most.gain - missing + 1
+        return self.host_room(candidate)
+
+    def spilled(self, candidate: Candidate) -> OnDisk:
+        """What of the plan is on disk: as much as the host has too little memory for."""
+        if self.machine.spill is None:
+            return NOTHING
+        key = self._of_all(candidate)
+        if key not in self.on_disk:
+            missing = self.missing_ram(candidate)
+            self.on_disk[key] = self._spillable(candidate).choice(missing, key.spill_first) if missing > 0 else NOTHING
+        return self.on_disk[key]
+
+    def missing_ram(self, candidate: Candidate) -> int:
+        """Bytes of the host that the plan takes too many where nothing of it is on disk; negative where it has room."""
+        key = replace(self._of_all(candidate), **NO_DISK)
+        if key not in self.missing:
+            plan = self.in_memory(candidate)
+            self.missing[key] = -self._spare(candidate, replace(plan, rows=self._host_rows(candidate, plan)))
+        return self.missing[key]
+
+    def least_missing_ram(self, candidate: Candidate) -> int:
+        """At least as much is missing with any gradients on the device, in whatever room is left there. What passes
+        through the host on its way does not count: it may be more where fewer layers are there."""
+        frame = self._frame(candidate)
+        follows, passes = frame.update_order is UpdateOrder.FORWARD, candidate.gradients is Tier.HBM
+        if candidate.sums is Tier.HOST or (follows and frame.wire_dtype is not frame.accumulation_dtype):
+            room = 0  # no gradient waits on the device
+        elif passes or not follows:
+            room = frame.slab_bytes
+        else:
+            room = min(frame.slab_bytes, self._room_on_device(candidate))
+        return self.missing_ram(candidate) - room
+
+    def _room_on_device(self, candidate: Candidate) -> int:
+        """For gradients of other layers than those that live there: these may have the place of all activations."""
+        limit, num_bytes = self.machine.hbm_bytes, self.placed_bytes(candidate) + self.waiting_bytes(candidate)
+        return 0 if limit is None else max(0, limit - CONTEXT_BYTES - num_bytes)
+
+    def _spillable(self, candidate: Candidate) -> Spillable:
+        key = replace(self._of_host(candidate), spill_first=SpillFirst.LEAST)
+        if key not in self.spillable:
+            activations = candidate.spills_activations
+            plan, windows = self.in_memory(candidate), self._windows
+            self.spillable[key] = Spillable(plan, self.structure, self.layout, activations=activations, windows=windows)
+        return self.spillable[key]
+
+    def _spare(self, candidate: Candidate, plan: Plan) -> int:
+        """`plan`: with rows of host memory alone."""
+        return spare_ram(plan) - (self.device_bytes(candidate) if self.machine.device == "cpu" else 0)
+
+    def _with_spilled(self, plan: Plan, candidate: Candidate, on_disk: OnDisk) -> Plan:
+        layers = self._layers.of(candidate, on_disk)
+        plan = with_spilled(plan, layers, self.layout) if on_disk.of_shards else replace(plan, layers=layers)
+        return with_windows(plan, self._windows)
+
+    def _host_rows(self, candidate: Candidate, plan: Plan) -> tuple[ByteCount, ...]:
+        """Where nothing spills."""
+        key = self._of_host(candidate)
+        if key not in self.host_rows:
+            self.host_rows[key] = tuple(host_rows(plan, self.layout))
+        return self.host_rows[key]
+
+    def _of_host(self, candidate: Candidate) -> Candidate:
+        """Slots make no difference to the host, nor what is kept for a backward, unless it waits there."""
+        offloads = candidate.kept is Tier.HOST and candidate.num_late
+        return replace(candidate, **ANY_SLOTS) if offloads else replace(candidate, **ANY_SLOTS, **ALL_KEPT)
+
+    def _of_all(self, candidate: Candidate) -> Candidate:
+        """The same where what the device has takes host memory, too."""
+        return candidate if self.machine.device == "cpu" else self._of_host(candidate)
+
+    def _placed(self, candidate: Candidate) -> Candidate:
+        """Without what activations decide about."""
+        return replace(candidate, **ALL_KEPT, boundaries=Tier.HBM, segment=1, **NO_DISK)
+
+    def _frame(self, candidate: Candidate) -> Plan:
+        return self._placement(candidate).frame
+
+    def _placement(self, candidate: Candidate) -> _Placement:
+        key = self._placed(candidate)
+        if key not in self.placements:
+            frame = frame_of(self.structure, self.layout, self.machine, self.request, key)
+            of_slots = sum(num_bytes for num_bytes, _ in slot_rows(frame).values())
+            of_muon = muon_row(frame, self.layout)[0] if self.layout.with_muon else 0
+            of_layers = sum(self.resident_bytes[i] for i in candidate.hbm_layers)
+            late = GradientPlaces(self.structure, self.layout, self.request, key).late
+            self.placements[key] = _Placement(frame, of_slots + of_muon + of_layers, late)
+        return self.placements[key]
+
+    def _activation_rows(self, candidate: Candidate) -> ActivationRows:
+        """But for where gradients are, and which layers live on the device."""
+        key = replace(candidate, **ANYWHERE)
+        if key not in self.activation_rows:
+            plan, z_loss = self.in_memory(key), self.request.z_loss
+            rows = activation_rows(plan, self.structure, self.layout, self.activations, z_loss=z_loss)
+            self.activation_rows[key] = rows
+        return self.activation_rows[key]
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks, or parts of them, that are layers."""
+        return sum(layer.kind is LayerKind.BLOCK for layer in self.structure.layers)
+
+    @cached_property
+    def resident_bytes(self) -> tuple[int, ...]:
+        """Of each layer where it lives on the device."""
+        return tuple(resident_bytes(self.request.precision, layer) for layer in self.layout.layers)
+
+    def _chunk_tokens(self, frame: Plan, candidate: Candidate) -> int:
+        """However many layers keep more: that never makes the loss slower."""
+        alike = replace(candidate, **ANYWHERE, **BLOCKS_ALIKE)
+        if alike not in self.chunks:
+            plan = replace(frame, layers=self._layers.of(alike))
+            beside = beside_loss(plan, self.activations)
+            backward = backward_bytes(plan, self.layout, self.activations)
+            self.chunks[alike] = chunk_tokens(
+                plan, self.structure, self.layout, beside=beside, backward=backward, z_loss=self.request.z_loss
+            )
+        return self.chunks[alike]
+
+    @cached_property
+    def _layers(self) -> LayerDrafts:
+        return LayerDrafts(self.structure, self.layout, self.activations, self.request)
+
+
+class _Placement(NamedTuple):
+    """Without what activations decide about. `num_bytes`: of the device, for slots, layers that live there, and what
+    Muon works with; `late`: layers on the host whose gradients wait on the device."""
+
+    frame: Plan
+    num_bytes: int
+    late: frozenset[int]
+
+
+def _with_copies(plan: Plan) -> Plan:
+    """Half of the RAM that the plan leaves may hold copies for saves."""
+    num_bytes = max(0, min(plan.updated_bytes // plan.num_hosts, spare_ram(plan) // 2))
+    row = ByteCount(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
+    on_device = sum(layer.num_trained for layer in plan.layers if layer.updated_by == "gpu")
+    of_device = num_bytes * on_device // plan.num_trained
+    return replace(plan, save_copy_bytes=num_bytes, device_copy_bytes=of_device, rows=(*plan.rows, row))

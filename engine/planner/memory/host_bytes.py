@@ -1,0 +1,120 @@
+"""The arithmetic of a plan: what every tier must hold, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.precision import SECOND_MOMENT_BYTES
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.optimizer.undo_log import num_units, room_bytes
+from megatrain_ray.engine.plan.activation_windows import windows_of
+from megatrain_ray.engine.plan.plan import ByteCount, Plan
+from megatrain_ray.engine.planner.memory.spill_bytes import slots_bytes, spilled_bytes, windows_bytes
+from megatrain_ray.io.storage.kvikio_store import NUM_THREADS, THREAD_BYTES
+from megatrain_ray.io.words.atomic_words import WORD_BYTES
+from megatrain_ray.units import format_bytes
+
+# Held by a process for each of them: the interpreter, torch and Ray; 0.45 to 0.62 GiB seen with torch 2.13 on Linux.
+PROCESS_BYTES = 640 << 20
+# What a run on a GPU takes of host memory besides: CUDA and its libraries in the GPU worker, which then has 1.6 GB, and
+# the compiler. With Ray's own 1.1 GB 4.6 to 5.2 GB in all were seen of runs with one shard on an H200 (results of
+# 2026-11-22 in benchmarks/).
+BESIDE_GPU_BYTES = 1280 << 20
+# Beside the shards: driver, GPU worker (one of them), data, arena owner.
+OTHER_PROCESSES = 4
+ON_THEIR_WAY = " on their way between device and disk"
+# What kvikio's threads move memory of a device through where its driver does not reach the disk
+# (storage/kvikio_store.py).
+BOUNCE_BYTES = NUM_THREADS * THREAD_BYTES
+
+
+def device_windows_row(plan: Plan) -> ByteCount:
+    """Of a plan with windows on the device."""
+    formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)}{ON_THEIR_WAY}"
+    return ByteCount(Tier.HBM, "activation windows", windows_of(plan).device_bytes, formula)
+
+
+def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+    """`plan`: all of it but its rows."""
+    size = layout.size_among(plan.weights_on_host)
+    working = size * plan.precision.working_dtype.itemsize
+    threads = plan.num_shards * plan.num_shard_threads
+    units = max(sum(map(num_units, sizes)) for sizes in layout.trained_numels)
+    marks = WORD_BYTES * (units + plan.num_shards)
+    rows: dict[str, tuple[int, str]] = {
+        "working copy": (working, f"{size} padded elements"),
+        "optimizer state": _of_state(plan, layout),
+        "gradients in waiting": (plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"),
+        "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
+        "processes": _of_processes(plan),
+    }
+    if plan.uses_disk:
+        formula = f"{plan.num_shards} × {plan.state_slots} parts of layers on their way between disk and updates"
+        rows["state slots"] = slots_bytes(plan, layout), formula
+    if plan.weights_on_disk:
+        formula = f"{plan.weight_windows} working copies of layers on their way from disk to the device"
+        rows["weight windows"] = windows_bytes(plan, layout), formula
+    of_each = _of_each(plan)
+    if plan.boundary_bytes:
+        rows["boundary activations"] = (
+            plan.host_gpus * plan.boundary_bytes,
+            f"what enters layers, until their backward{of_each}",
+        )
+    if plan.kept_bytes:
+        rows["kept activations"] = plan.host_gpus * plan.kept_bytes, f"what layers keep, until their backward{of_each}"
+    if plan.disk_activations:
+        rows["activation windows"] = _of_windows(plan)
+    if plan.num_muon:
+        rows["directions in waiting"] = plan.direction_slab_bytes, "Muon's, bf16, of four layers at most"
+    return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+
+
+def _of_each(plan: Plan) -> str:
+    return f", of each of {plan.host_gpus} GPUs" if plan.host_gpus > 1 else ""
+
+
+def _of_windows(plan: Plan) -> tuple[int, str]:
+    on_disk, windows = plan.disk_activations, windows_of(plan)
+    num_bytes = windows.host_bytes(on_disk)
+    formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)}{ON_THEIR_WAY}"
+    if plan.windows is Tier.HBM:
+        num_bytes = windows.beside_device_bytes(on_disk) + BOUNCE_BYTES
+        formula = f"on the device; here checksums, and {format_bytes(BOUNCE_BYTES)} of kvikio's own, pinned"
+    return plan.host_gpus * num_bytes, formula + _of_each(plan)
+
+
+def _of_processes(plan: Plan) -> tuple[int, str]:
+    count = OTHER_PROCESSES - 1 + plan.host_gpus + plan.num_shards
+    of_gpus = plan.host_gpus * BESIDE_GPU_BYTES if plan.device == "cuda" else 0
+    gpus = "a GPU" if plan.host_gpus == 1 else f"{plan.host_gpus} GPUs"
+    more = f" + {format_bytes(of_gpus)} for {gpus}" if of_gpus else ""
+    return count * PROCESS_BYTES + of_gpus, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
+
+
+def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+    """`plan`: all of it but its rows."""
+    of_gradients, of_state, of_weights = spilled_bytes(plan, layout)
+    if stored := plan.stored_layers:
+        formula = f"{plan.wire_dtype.itemsize} bytes an element of {len(stored)} layers, written and read once a step"
+        yield ByteCount(Tier.NVME, "gradients in waiting", of_gradients, formula)
+    if spilled := plan.spilled_layers:
+        formula = f"{plan.precision.state_bytes} bytes of state of {len(spilled)} layers, read and written once a step"
+        yield ByteCount(Tier.NVME, "optimizer state", of_state, formula)
+    if on_disk := plan.weights_on_disk:
+        formula = f"working copies of {len(on_disk)} layers, read and written once a step, and read for every upload"
+        yield ByteCount(Tier.NVME, "weights", of_weights, formula)
+    if plan.disk_activations:
+        times = "once" if plan.num_sweeps == 1 else f"{plan.num_sweeps} times"
+        of = f"of {len(plan.disk_activations)} layers and micro-batches{_of_each(plan)}"
+        formula = f"{of}, written and read {times} a step"
+        yield ByteCount(Tier.NVME, "activations", plan.activation_files_bytes, formula)
+
+
+def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
+    in_memory = plan.host_layers - plan.spilled_layers
+    on_host = [layout.layers[i] for i in in_memory]
+    per_element, size = plan.precision.state_bytes, sum(layout.shares[i].trained.size for i in in_memory)
+    without_v = sum(layer.trained.size - layer.adamw.size for layer in on_host)  # one host alone trains by Muon
+    less = f" - {SECOND_MOMENT_BYTES} × {without_v}" if without_v else ""
+    return size * per_element - without_v * SECOND_MOMENT_BYTES, f"{per_element} bytes × {size}{less}"

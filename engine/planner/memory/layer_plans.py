@@ -1,0 +1,167 @@
+"""The layers of a candidate's plan: where each one's tensors are, and what of its forward waits for its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
+from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.memory.device_bytes import kept_bytes
+from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlaces
+from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, OnDisk
+from megatrain_ray.engine.planner.request import Candidate, Request, SpillFirst
+
+Layers = tuple[LayerPlan, ...]
+
+
+@dataclass(frozen=True)
+class LayerDrafts:
+    """Of candidates of one request. What many of them share is made once."""
+
+    structure: ModelStructure
+    layout: ModelLayout
+    activations: ActivationBytes
+    request: Request
+    whole: dict[tuple[Candidate, OnDisk], Layers] = field(default_factory=dict)
+    single: dict[Candidate, dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
+    different: dict[tuple[object, ...], LayerPlan] = field(default_factory=dict)  # by all that may differ
+
+    def of(self, candidate: Candidate, on_disk: OnDisk = NOTHING) -> Layers:
+        order = LoopOrder.MICRO_BATCHES_OUTER
+        alike = replace(
+            candidate,
+            order=order,
+            num_block_slots=0,
+            num_edge_slots=0,
+            sums=Tier.HBM,
+            spills_activations=False,
+            spill_first=SpillFirst.LEAST,
+        )
+        if (alike, on_disk) not in self.whole:
+            self.whole[alike, on_disk] = self._all(alike, on_disk)
+        return self.whole[alike, on_disk]
+
+    def _all(self, candidate: Candidate, on_disk: OnDisk) -> Layers:
+        ways = _Ways(self, candidate)
+        # What these decide is told layer by layer.
+        alike = replace(
+            candidate, gradients=Tier.HOST, num_waiting=0, hbm_layers=frozenset(), num_late=0, num_staying=0
+        )
+        known, layers = self.single.setdefault(alike, {}), []
+        for i in range(len(self.layout.layers)):
+            key = (*ways.of(i), *[i in of_kind for of_kind in on_disk])
+            layer = known.get(key)
+            if layer is None:
+                layer = known[key] = self._layer(i, ways.choices(i, on_disk))
+            layers.append(layer)
+        return tuple(layers)
+
+    def _layer(self, index: int, choices: _Choices) -> LayerPlan:
+        if (index, choices) not in self.different:
+            self.different[index, choices] = self._make_layer(index, choices)
+        return self.different[index, choices]
+
+    def _make_layer(self, index: int, choices: _Choices) -> LayerPlan:
+        layer = self.layout.layers[index]
+        on_device = choices.weights is Tier.HBM
+        plan = LayerPlan(
+            name=layer.name,
+            num_parameters=layer.logical_size,
+            num_trained=layer.num_trained,
+            num_muon=layer.num_muon,
+            num_fragments=len(layer.fragments),
+            weights=choices.weights,
+            state=choices.state,
+            gradients=choices.gradients,
+            boundary=choices.boundary,
+            boundary_bytes=self.activations.boundary[index],
+            activations=choices.activations,
+            compiled=choices.compiled,
+            activation_budget=choices.budget,
+            updated_by=("gpu" if on_device else "cpu") if layer.num_trained else "nobody",
+        )
+        kept = 0 if choices.kept is Tier.HBM else kept_bytes(self.activations, index, plan)
+        part = self.structure.layers[index].part
+        later = part.later if part else 0
+        return replace(plan, kept=choices.kept, kept_bytes=kept, kept_later=later) if kept else plan
+
+
+class _Choices(NamedTuple):
+    """What a plan decides about a layer."""
+
+    weights: Tier
+    state: Tier
+    gradients: Tier
+    boundary: Tier | None
+    activations: ActivationPolicy
+    compiled: bool
+    budget: float
+    kept: Tier
+
+
+class _Ways:
+    """How one candidate treats each layer."""
+
+    def __init__(self, drafts: LayerDrafts, candidate: Candidate) -> None:
+        self._layout = drafts.layout
+        self._activations = drafts.activations
+        self._is_compiled = drafts.request.compiled
+        self._candidate = candidate
+        self._blocks = frozenset(i for i, x in enumerate(drafts.structure.layers) if x.kind is LayerKind.BLOCK)
+        self._late = GradientPlaces(drafts.structure, drafts.layout, drafts.request, candidate).late
+        self._first_late = len(drafts.layout.layers) - 1 - candidate.num_late
+        self._offloaded = self._which_are_offloaded()
+
+    def _which_are_offloaded(self) -> range:
+        """Layers whose kept activations wait elsewhere, those with a backward."""
+        if self._candidate.kept is Tier.HBM:
+            return range(0)
+        first = max(self._first_late, self._layout.lowest_trained)
+        return range(first, len(self._layout.layers) - 1 - self._candidate.num_staying)
+
+    def of(self, index: int) -> tuple[int | bool, ...]:
+        """What layers on the device, those that keep more, and where gradients wait come to."""
+        on_device, is_late = index in self._candidate.hbm_layers, index >= self._first_late
+        return index, on_device, index in self._late, is_late, index in self._offloaded
+
+    def choices(self, index: int, on_disk: OnDisk) -> _Choices:
+        budget = self._budget(index)
+        compiled = self._is_compiled and self._activations.has_budget(index, budget)
+        tier = Tier.HBM if index in self._candidate.hbm_layers else Tier.HOST
+        waits = Tier.HBM if tier is Tier.HBM or index in self._late else Tier.HOST
+        elsewhere = Tier.NVME if index in on_disk.kept else Tier.HOST
+        return _Choices(
+            weights=Tier.NVME if index in on_disk.weights else tier,
+            state=Tier.NVME if index in on_disk.state else tier,
+            gradients=Tier.NVME if index in on_disk.gradients else waits,
+            boundary=Tier.NVME if index in on_disk.boundaries else self._boundary(index),
+            activations=ActivationPolicy.KEEP if compiled else self._policy(index),
+            compiled=compiled,
+            budget=budget if compiled else 1.0,
+            kept=elsewhere if index in self._offloaded else Tier.HBM,
+        )
+
+    def _boundary(self, index: int) -> Tier | None:
+        """Where what enters the layer waits. Where nothing is trained before it no gradient goes back, and what enters
+        stays what it is."""
+        a, lowest = self._activations, self._layout.lowest_trained
+        in_segment = (index - max(1, lowest)) % self._candidate.segment  # behind the embedding
+        if index > lowest and in_segment and a.replayable and a.replayable[index]:
+            return None
+        leaves = self._candidate.boundaries is Tier.HOST and index > lowest and a.private and a.private[index]
+        return Tier.HOST if leaves and a.boundary[index] else Tier.HBM
+
+    def _policy(self, layer: int) -> ActivationPolicy:
+        """Of a layer that is not compiled, which has its budget. The embedding keeps only indices, the head's loss runs
+        at once: for these there is nothing to recompute."""
+        keeps_all = layer >= self._first_late and self._candidate.late_budget == 1.0
+        return self._candidate.activations if layer in self._blocks and not keeps_all else ActivationPolicy.KEEP
+
+    def _budget(self, layer: int) -> float:
+        """Blocks of the forward's end have the larger one: what they keep goes first, and gradients take its place."""
+        return self._candidate.late_budget if layer >= self._first_late else self._candidate.activation_budget

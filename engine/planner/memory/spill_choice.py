@@ -1,0 +1,216 @@
+"""What of layers goes to the disk where the host has too little memory for all of it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import mul
+from typing import NamedTuple
+
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
+from megatrain_ray.engine.plan.activation_moves import Activations, away, num_bytes
+from megatrain_ray.engine.plan.activation_windows import Windows
+from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.planner.memory.host_bytes import BOUNCE_BYTES
+from megatrain_ray.engine.planner.memory.spill_bytes import Kind, Sizes, Spilling, late_bytes
+from megatrain_ray.engine.planner.request import SpillFirst
+from megatrain_ray.io.words.atomic_words import WORD_BYTES
+
+
+class OnDisk(NamedTuple):
+    """Layers of which something is on disk."""
+
+    gradients: frozenset[int] = frozenset()
+    state: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
+    boundaries: frozenset[int] = frozenset()  # what enters them
+    kept: frozenset[int] = frozenset()  # what their forward keeps
+
+    @property
+    def of_shards(self) -> bool:
+        """Whether something is what optimizer shards have there."""
+        return bool(self.gradients or self.state)
+
+
+NOTHING = OnDisk()
+
+
+class Most(NamedTuple):
+    """With everything on disk that may be there: bytes there, and by how many host memory has more room."""
+
+    num_bytes: int
+    gain: int
+
+
+Item = tuple[Kind | Activations, int]  # of a layer
+FIELDS: dict[Kind | Activations, str] = {
+    Kind.GRADIENT: "gradients", Kind.STATE: "state", Kind.WEIGHTS: "weights",
+    Activations.BOUNDARY: "boundaries", Activations.KEPT: "kept",
+}  # fmt: skip
+ORDERS = SpillFirst.GRADIENTS, SpillFirst.STATE, SpillFirst.ENDS, SpillFirst.FRONT
+FEWER = 0.98  # bytes on disk, of those of the first of these orders, for which another one takes its place
+
+
+@dataclass(frozen=True)
+class Spillable:
+    """What of a plan can go to the disk, and what its host memory gains by that. `plan`: in which nothing is there.
+
+    Not what Muon trains something of: the GPU worker reads its momenta. Working copies of blocks of which nothing is
+    frozen alone, and of one GPU: several would each read all of them. `activations`: whether these may. `windows`:
+    where these pass through.
+    """
+
+    plan: Plan
+    structure: ModelStructure
+    layout: ModelLayout
+    activations: bool
+    windows: Tier = Tier.HOST
+
+    def choice(self, missing: int, first: SpillFirst) -> OnDisk:
+        """As little as makes up for so many bytes; what frees the most, which may be nothing, where it is not
+        enough."""
+        if first is not SpillFirst.LEAST:
+            return self._choice(missing, first)
+        usual = self._choice(missing, ORDERS[0])
+        beyond = self.gain(usual) - missing
+        # Activations come first in every order. What is there takes as much less of host memory, or a little less.
+        if beyond >= 0 and (not any(usual[:3]) or beyond < (1 - FEWER) * self.num_bytes(usual)):
+            return usual
+        others = [self._choice(missing, order) for order in ORDERS[1:]]
+        least = min((other for other in others if self.gain(other) >= missing), key=self.num_bytes, default=usual)
+        return least if beyond < 0 or self.num_bytes(least) < FEWER * self.num_bytes(usual) else usual
+
+    @cached_property
+    def most(self) -> Most:
+        everything = _on_disk(self.order(ORDERS[0]))
+        # What passes through host memory may take more than the last of it leaves.
+        without_weights = everything._replace(weights=frozenset())
+        activations = without_weights._replace(gradients=frozenset(), state=frozenset())
+        gain = max(map(self.gain, (everything, without_weights, activations)))
+        return Most(self.num_bytes(everything), gain)
+
+    def order(self, first: SpillFirst) -> list[Item]:
+        """All of it: activations before what shards have there."""
+        return [*self._moving, *self._of_shards(first)]
+
+    def _of_shards(self, first: SpillFirst) -> list[tuple[Kind, int]]:
+        """A byte of a gradient or of state costs two that move a step, of activations in every sweep. These have the
+        time of all that is computed between a layer's forward and its backward, the first layers the most. A gradient's
+        are written in the backward, when else nothing wants the disk; state comes and goes with the updates alone,
+        which the next forward waits for. A byte of a working copy comes and goes with the state, and comes again for
+        every upload.
+
+        Blocks from the last on: the next forward comes to them last, so there is most time until their update must
+        be done. Then the ends, which may be many times as large, and slots with them."""
+        is_block, layers = [layer.kind is LayerKind.BLOCK for layer in self.structure.layers], self.layout.layers
+        able = [i for i in self.plan.host_layers if self.layout.host_trained_sizes[i] and not layers[i].num_muon]
+        ranks: dict[SpillFirst, Callable[[int], tuple[bool, int]]] = {
+            SpillFirst.FRONT: lambda i: (False, i), SpillFirst.ENDS: lambda i: (is_block[i], -i)
+        }  # fmt: skip
+        able.sort(key=ranks.get(first, lambda i: (not is_block[i], -i)))
+        waits_in_slab = self.plan.update_order is UpdateOrder.FORWARD and self.plan.sums is Tier.HBM
+        waits = waits_in_slab and {i for i in able if self.plan.layers[i].gradients is Tier.HOST}
+        of_gradients = [(Kind.GRADIENT, i) for i in able if waits and i in waits]
+        of_state = [(Kind.STATE, i) for i in able]
+        readable = able if self.plan.num_gpus == 1 else []
+        of_weights = [(Kind.WEIGHTS, i) for i in readable if is_block[i] and not layers[i].frozen.size]
+        both = [*of_state, *of_gradients] if first is SpillFirst.STATE else [*of_gradients, *of_state]
+        return [*both, *of_weights]
+
+    @cached_property
+    def _moving(self) -> list[Item]:
+        moving = ((kind, i) for i, layer in enumerate(self.plan.layers) for kind in away(layer))
+        return list(moving) if self.activations else []
+
+    def gained(self, first: SpillFirst) -> Iterator[int]:
+        """By how many bytes of host memory the plan takes less with none, one, two, … of this order on disk."""
+        *by_some, by_all = self._by_moving
+        yield from by_some
+        of_shards = ((kind, self._size(kind, i)) for kind, i in self._of_shards(first))
+        yield from (by_all + more for more in self._spilling.gained(of_shards, self._late_bytes))
+
+    @cached_property
+    def _spilling(self) -> Spilling:
+        return Spilling.of(self.plan)
+
+    @cached_property
+    def _late_bytes(self) -> int:
+        return late_bytes(self.plan, self.layout)
+
+    @cached_property
+    def _by_moving(self) -> list[int]:
+        """The same with activations alone."""
+        windows, live, on_disk = Windows(0, 0), self.plan.num_live_micro_batches, Counter[int]()
+        gained, freed, num_blocks = [0], 0, 0
+        for size in (self._size(*item) for item in self._moving):
+            if size > max(on_disk, default=0):
+                windows = Windows.of([size])
+                num_blocks = sum(count * windows.num_blocks([other]) for other, count in on_disk.items())
+            on_disk[size] += live
+            freed += live * size
+            num_blocks += live * windows.num_blocks([size])
+            gained.append(self.plan.host_gpus * (freed - self._of_windows(windows) - WORD_BYTES * num_blocks))
+        return gained
+
+    def _of_windows(self, windows: Windows) -> int:
+        """Host memory, of each GPU."""
+        return BOUNCE_BYTES if self.windows is Tier.HBM else windows.number * windows.num_bytes
+
+    def _choice(self, missing: int, first: SpillFirst) -> OnDisk:
+        items, most, count_of_most = self.order(first), 0, 0
+        for count, gained in enumerate(self.gained(first)):
+            if gained >= missing:
+                return self._without_needless(items[:count], missing)
+            if gained > most:
+                most, count_of_most = gained, count
+        return _on_disk(items[:count_of_most])
+
+    def _without_needless(self, items: list[Item], missing: int) -> OnDisk:
+        """What shards have there before something large may not be needed beside it: of that the last in order stays in
+        memory."""
+        on_disk, needed = _on_disk(items), set[tuple[Kind | Activations, int]]()
+        for kind, layer in reversed(items[:-1]):
+            size = self._size(kind, layer)
+            is_held = isinstance(kind, Activations) or (kind is Kind.STATE and layer in on_disk.weights)
+            if is_held or (kind, size) in needed:
+                continue
+            field = FIELDS[kind]
+            fewer = on_disk._replace(**{field: getattr(on_disk, field) - {layer}})
+            if self.gain(fewer) >= missing:
+                on_disk = fewer
+            else:
+                needed.add((kind, size))
+        return on_disk
+
+    def gain(self, on_disk: OnDisk) -> int:
+        """By how many bytes of host memory the plan takes less with this on disk."""
+        moving = Counter(self._size(kind, i) for kind in Activations for i in getattr(on_disk, FIELDS[kind]))
+        of_moving, live = 0, self.plan.num_live_micro_batches
+        if moving:
+            windows = Windows.of([max(moving)])
+            num_blocks = sum(count * windows.num_blocks([size]) for size, count in moving.items())
+            freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
+            of_moving = self.plan.host_gpus * (live * freed - self._of_windows(windows))
+        sizes = Sizes(*([self.layout.host_trained_sizes[i] for i in layers] for layers in on_disk[:3]))
+        return of_moving + self._spilling.gain(sizes, self._late_bytes)
+
+    def num_bytes(self, on_disk: OnDisk) -> int:
+        """On disk."""
+        plan, live = self.plan, self.plan.host_gpus * self.plan.num_live_micro_batches
+        items = plan.wire_dtype.itemsize, plan.precision.state_bytes, plan.precision.working_dtype.itemsize, live, live
+        sizes = [sum([self._size(kind, i) for i in getattr(on_disk, field)]) for kind, field in FIELDS.items()]
+        return sum(map(mul, items, sizes))
+
+    def _size(self, kind: Kind | Activations, layer: int) -> int:
+        """Elements, or bytes of one micro-batch's activations."""
+        if isinstance(kind, Activations):
+            return num_bytes(self.plan.layers[layer], kind)
+        return self.layout.host_trained_sizes[layer]
+
+
+def _on_disk(items: Sequence[Item]) -> OnDisk:
+    return OnDisk(*(frozenset(i for kind, i in items if kind is of_kind) for of_kind in FIELDS))

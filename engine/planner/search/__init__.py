@@ -1,0 +1,1 @@
+"""Chooses the fastest plan that fits."""

@@ -1,0 +1,216 @@
+"""What a plan does with device memory that it need not use: layers that live there, and activations that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatrain_ray.engine.discovery.compile_trial import ACTIVATION_BUDGETS
+from megatrain_ray.engine.layout.tier import ELSEWHERE, Tier
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.planner.limits import missing_bytes
+from megatrain_ray.engine.planner.memory.draft_plans import Drafts
+from megatrain_ray.engine.planner.request import Candidate
+
+# Of the device's memory, for what need not be there: what a plan counts is an estimate. Three plans of 140 to 143 GB on
+# an H200 took 134 to 142 GB by NVML.
+FILLED_SHARE = 0.97
+SHARES_ON_DISK = (1.0, 0.75, 0.5, 0.25)  # of blocks that could keep more there, those that are tried
+NUM_BETWEEN = 2  # counts of layers on the device that are tried between the fewest and the most
+
+
+@dataclass(frozen=True)
+class Filling:
+    """One way to run a step, with more and more on the device.
+
+    Layers live there from the first of the forward on: the CPU updates the others under their forward. Memory that they
+    leave goes to the last blocks, which keep more for their backward: it comes first, and gradients take the place of
+    what they kept. Where something is on disk gradients of other layers take it too, until their update.
+    Where the candidate has what they keep wait on the host, as many keep more as that has room for, and only the last
+    ones of them use the device's memory: what they keep would come straight back.
+    `able`: layers that may live there, in the order in which they do; `count_fewest`: how many of them must
+    (`fewest_layers`), `fixed`: and no more.
+    """
+
+    drafts: Drafts
+    candidate: Candidate
+    able: tuple[int, ...]
+    count_fewest: Callable[[Candidate, tuple[int, ...]], int]
+    fixed: bool
+
+    @property
+    def most_kept(self) -> Candidate:
+        """Nothing that the filling makes computes less, or copies less: no layer's state on the device, and every block
+        keeps more there."""
+        return self._candidate(0, self._most_late, num_staying=self._most_late)
+
+    @property
+    def fullest(self) -> Candidate:
+        """With as many layers on the device as any plan that fits, and all kept."""
+        return self._most_kept_with(self._at_most)
+
+    def smallest(self) -> Plan:
+        """With as little on the device as the host allows, or with as much as it has room for, all of it used, where
+        the host has too little in any case."""
+        fewest = self._fewest
+        count = fewest if self.fixed else min(fewest, max(0, self._most_within(1.0)))
+        plans = [self.drafts.plan(self._candidate(count, num_late)) for num_late in self._least_late]
+        return min(plans, key=missing_bytes)
+
+    def candidates(
+        self, may_win: Callable[[Plan], bool], may_win_spilling: Callable[[Candidate], bool]
+    ) -> Iterator[Candidate]:
+        """Those that fit and may win, the one with the most layers on the device first. `may_win`: of a plan without
+        its arithmetic; `may_win_spilling`: of a candidate, whatever it has on disk."""
+        # With more on the device, and with more kept, nothing takes longer: what cannot win then need not be filled.
+        if not may_win_spilling(self.fullest):
+            return
+        if not self._offloads and not self._fits(self._candidate(self._fewest)):
+            return
+        most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
+        step = max(1, (most - self._fewest) // (NUM_BETWEEN + 1))
+        for count in dict.fromkeys((*range(most, self._fewest, -step), self._fewest)):
+            if not may_win_spilling(self._most_kept_with(count)):
+                return
+            for candidate in self._offloading(count) if self._offloads else (self._with_late(count),):
+                if self._offloads and not (may_win_spilling(candidate) and self._fits(candidate)):
+                    continue
+                if may_win(self.drafts.without_rows(candidate)):
+                    yield candidate
+
+    @property
+    def _least_late(self) -> tuple[int, ...]:
+        """Numbers of blocks that keep more with which a plan may take least, of the host or of the device."""
+        return (0, self._most_late) if self._offloads else (0,)
+
+    @cached_property
+    def _fewest(self) -> int:
+        return self.count_fewest(self.candidate, self.able)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return self._beyond(1.0, candidate) <= 0 and self.drafts.host_room(candidate) > 0
+
+    def _most_kept_with(self, count: int) -> Candidate:
+        """All blocks keep more, and all of it stays."""
+        return self._candidate(count, self._most_late, num_staying=self._most_late if self._offloads else 0)
+
+    def _candidate(self, count: int, num_late: int = 0, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
+        return replace(
+            self.candidate,
+            hbm_layers=frozenset(self.able[:count]),
+            num_late=num_late,
+            late_budget=self.candidate.late_budget if self._offloads else self._larger_budget,
+            num_waiting=num_waiting,
+            num_staying=num_staying,
+        )
+
+    @cached_property
+    def _larger_budget(self) -> float:
+        """Of blocks that keep more. Those that are not compiled keep all or nothing; parts of them are alike."""
+        if not self.drafts.request.compiled and not self.drafts.structure.is_divided:
+            return 1.0
+        return min((b for b in ACTIVATION_BUDGETS if b > self.candidate.activation_budget), default=1.0)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.candidate.kept is Tier.HOST
+
+    @property
+    def _most_late(self) -> int:
+        return self.drafts.num_blocks if self._offloads or self._may_keep_more else 0
+
+    @property
+    def _may_keep_more(self) -> bool:
+        return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
+
+    @property
+    def _at_most(self) -> int:
+        """No plan that fits has more layers on the device."""
+        if self.fixed or self._offloads:
+            return max(self._fewest, self._most_within(FILLED_SHARE))
+        return max(0, self._most_within(1.0))
+
+    def _most_within(self, share: float) -> int:
+        """The most layers on the device with which a plan takes no more than this share of its memory; -1: even with
+        none it takes more."""
+        late = self._most_late if self._offloads else 0
+        return first_above(lambda count: self._beyond(share, self._candidate(count, late)), len(self.able) + 1) - 1
+
+    def _with_late(self, count: int) -> Candidate:
+        if self.drafts.machine.hbm_bytes is None:
+            return self._candidate(count)
+        most = 0
+        if self._may_keep_more:
+            most = first_above(
+                lambda late: self._beyond(FILLED_SHARE, self._candidate(count, late)), self.drafts.num_blocks + 1
+            )
+        return self._with_waiting(count, max(0, most - 1))
+
+    def _with_waiting(self, count: int, num_late: int) -> Candidate:
+        """Gradients that wait on the device are on no disk."""
+        without = self._candidate(count, num_late)
+        if not self.drafts.spilled(without).of_shards:
+            return without
+        num_others = len(self.drafts.layout.updated) - len(without.hbm_layers & set(self.drafts.layout.updated))
+
+        def beyond(num_waiting: int) -> int:
+            return self._beyond(FILLED_SHARE, self._candidate(count, num_late, num_waiting))
+
+        return self._candidate(count, num_late, max(0, first_above(beyond, num_others + 1) - 1))
+
+    def _offloading(self, count: int) -> Iterator[Candidate]:
+        """With as much kept elsewhere as has room there, and where that is on disk, whose time it takes, with less.
+        None where nothing can be, or all on the device."""
+        blocks = self.drafts.num_blocks
+
+        def beyond_device(staying: int) -> int:
+            return self._beyond(FILLED_SHARE, self._candidate(count, blocks, num_staying=staying))
+
+        def beyond_host(num_late: int) -> int:
+            return 1 - self.drafts.likely_room(self._candidate(count, num_late, num_staying=staying))
+
+        staying = max(0, first_above(beyond_device, blocks) - 1)
+        most = first_above(beyond_host, blocks + 1) - 1
+        shares = SHARES_ON_DISK if self.candidate.spills_activations else (1.0,)
+        for num_late in dict.fromkeys(round(share * most) for share in shares):
+            candidate = self._candidate(count, num_late, num_staying=staying)
+            if any(layer.kept in ELSEWHERE for layer in self.drafts.in_memory(candidate).layers):
+                yield candidate
+
+    def _beyond(self, share: float, candidate: Candidate) -> int:
+        """Bytes beyond this share of the device's memory."""
+        limit = self.drafts.machine.hbm_bytes
+        return 0 if limit is None else self.drafts.device_bytes(candidate) - int(share * limit)
+
+
+def fewest_layers(drafts: Drafts, candidate: Candidate, able: tuple[int, ...]) -> int:
+    """How many layers must live on the device for the host, and the disk, to have room for the others; all if they
+    never have. What is kept for a backward makes no difference."""
+
+    def room(count: int) -> int:
+        return drafts.likely_room(replace(candidate, hbm_layers=frozenset(able[:count])))
+
+    return first_above(room, len(able))
+
+
+def first_above(rising: Callable[[int], int], end: int) -> int:
+    """The first number from 0 on of which a function that never falls is above 0, `end` if it is of none before.
+
+    Bytes of plans rise nearly in a straight line, so where the line through the two ends of what is left crosses zero
+    comes before the middle.
+    """
+    if end == 0 or (at_low := rising(0)) > 0:
+        return 0
+    low, high = 0, end - 1
+    if high == 0 or (at_high := rising(high)) <= 0:
+        return end
+    halves = False
+    while high - low > 1:  # not above 0 at `low`, above at `high`
+        middle = (low + high) // 2 if halves else low + (high - low) * -at_low // (at_high - at_low)
+        middle, halves = min(max(middle, low + 1), high - 1), not halves
+        if (at_middle := rising(middle)) > 0:
+            high, at_high = middle, at_middle
+        else:
+            low, at_low = middle, at_middle
+    return high

@@ -1,0 +1,192 @@
+"""What a step of a plan takes at least: cheap to tell, so that few plans have to be simulated. Pure.
+
+Of the schedule that cost/simulate_step.py runs: what it changes there these bounds must follow
+(tests/engine/planner/search/test_plan_bounds.py).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.structure import LayerKind
+from megatrain_ray.engine.plan.activation_windows import NUM_WINDOWS
+from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.residency import group_of
+from megatrain_ray.engine.plan.schedule import LoopOrder, Phase, Visit
+from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES
+from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.op_costs import Prices, SharedPrices
+from megatrain_ray.engine.planner.cost.simulate_step import operations
+from megatrain_ray.engine.planner.memory.spill_bytes import most_room_in_slots, room_in_slots
+
+WINDOWS_BYTES = NUM_WINDOWS * BLOCK_BYTES  # of activations of a GPU on their way, at most
+
+
+class Least(NamedTuple):
+    """Seconds of a step at least: by what is computed and updated, and with what moves."""
+
+    worked_s: float
+    moved_s: float
+
+
+class Bounds:
+    """Of one plan, in seconds."""
+
+    def __init__(
+        self, plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
+    ) -> None:
+        """`activations`: of a micro-batch of the plan. `shared`: of other plans of the same request."""
+        self._plan = plan
+        self._basis = basis
+        shared = shared or SharedPrices()
+        self._prices = Prices(plan, basis, activations, shared)
+        keeps = tuple([(layer.activations.value, layer.compiled, layer.activation_budget) for layer in plan.layers])
+        key = keeps, plan.order, plan.loss_chunk_tokens
+        if key not in shared.sweeps:
+            shared.sweeps[key] = tuple(map(self._visit_s, basis.one_sweep))
+        self._sweep_s = shared.sweeps[key]  # of each visit of one micro-batch
+        self._num_sweeps = 1 if plan.order is LoopOrder.LAYERS_OUTER else plan.num_micro_batches
+        self._at_once = plan.num_micro_batches // self._num_sweeps
+
+    def least(self, missing: int = 0, moving: int = 0) -> Least:
+        """Arguments as of `spilling_s`."""
+        of_disk = self.spilling_s(missing, moving) if missing > 0 else self.disk_s
+        return Least(max(self.compute_s, self.update_s), max(self.chained_s, self.h2d_s, of_disk))
+
+    @cached_property
+    def compute_s(self) -> float:
+        """All that is computed but updates on the device."""
+        replays_s = sum(self._prices.of_layer("replay", layer) for layer in self._plan.replayed_layers)
+        return self._plan.num_micro_batches * (sum(self._sweep_s) + replays_s)
+
+    @property
+    def update_s(self) -> float:
+        """The updates of the shards."""
+        return sum(map(self._update_s, self._prices.updated_by_cpu))
+
+    @property
+    def disk_s(self) -> float:
+        """State that spills, with working copies, comes and goes once, and so do gradients that wait there; activations
+        in every sweep. That working copies come for uploads, too, is left out."""
+        spilled, stored = self._plan.spilled_layers, self._plan.stored_layers
+        activations_s = self._num_sweeps * self._activations_s
+        return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)) + activations_s)
+
+    @property
+    def _activations_s(self) -> float:
+        """Of writing or reading what all GPUs of a host have on disk."""
+        per_s = self._basis.activations_per_s(self._plan.windows)
+        return self._plan.host_gpus * sum(self._plan.disk_activations) / per_s
+
+    def spilling_s(self, missing: int, moving: int) -> float:
+        """Of a plan of which nothing is on disk yet, with so many bytes of its host memory there, whichever these are.
+        `moving`: of these at most so many of each GPU's activations."""
+        basis, rate = self._basis, self._basis.disk_bytes_per_s
+        of_activations = min(missing, self._plan.host_gpus * moving)
+        shards_s = (missing - of_activations) / rate
+        activations_s = of_activations / max(rate, self._fastest_per_s)
+        behind_s = 0.0
+        if shards_s and self._plan.update_order is UpdateOrder.FORWARD:
+            stored = min(missing - of_activations, self._waiting_bytes)
+            behind_s = 2 * shards_s - (stored + 2 * most_room_in_slots(self._plan, basis.layout)) / rate
+        return max(2 * (shards_s + activations_s), behind_s + self._swept_s(activations_s))
+
+    def _swept_s(self, activations_s: float) -> float:
+        """What is left of a step when all that shards have on disk has come and gone, which the disk does first: the
+        rest from the head on, or before the first backward activations are written, and read in it."""
+        seconds = dict.fromkeys(Phase, 0.0)
+        for visit, of_visit in zip(self._basis.one_sweep, self._sweep_s, strict=True):
+            seconds[visit.phase] += self._at_once * of_visit
+        moved_s = max(0.0, activations_s - self._plan.host_gpus * WINDOWS_BYTES / self._fastest_per_s)
+        others_s = self.compute_s * (1 - 1 / self._num_sweeps)
+        swept_s = moved_s + max(seconds[Phase.BACKWARD], moved_s) + others_s if moved_s else 0.0
+        return max(swept_s, self.compute_s - seconds[Phase.FORWARD])
+
+    @property
+    def _fastest_per_s(self) -> float:
+        """Bytes of activations, wherever their windows will be."""
+        return max(map(self._basis.activations_per_s, (Tier.HOST, Tier.HBM)))
+
+    @property
+    def _waiting_bytes(self) -> int:
+        """Of gradients that wait in the slab."""
+        plan, sizes = self._plan, self._basis.layout.host_trained_sizes
+        on_host = plan.host_layers - plan.waiting_layers if plan.sums is Tier.HBM else ()
+        return plan.wire_dtype.itemsize * sum([sizes[i] for i in on_host])
+
+    def _state_s(self, layer: int) -> float:
+        """Of reading or writing a layer's state, and its working copy where that is on disk."""
+        precision = self._plan.precision
+        item_bytes = precision.element_bytes if layer in self._plan.weights_on_disk else precision.state_bytes
+        return self._disk_s(layer, item_bytes)
+
+    def _gradient_s(self, layer: int) -> float:
+        """Of reading or writing its gradient."""
+        return self._disk_s(layer, self._plan.wire_dtype.itemsize)
+
+    def _disk_s(self, layer: int, item_bytes: int) -> float:
+        return self._basis.layout.host_trained_sizes[layer] * item_bytes / self._basis.disk_bytes_per_s
+
+    def _brought_s(self) -> dict[int, float]:
+        """How long after the end of the backward all that a layer has on disk can have been there: it and what comes
+        before it is read then, and state written, but for what slots held at first and hold at last."""
+        spilled, stored, brought_s = self._plan.spilled_layers, frozenset(self._plan.stored_layers), {}
+        moved_s = -2 * room_in_slots(self._plan, self._basis.layout) / self._basis.disk_bytes_per_s
+        for layer in self._plan.layer_order if self._plan.uses_disk else ():
+            moved_s += 2 * self._state_s(layer) if layer in spilled else 0.0
+            moved_s += self._gradient_s(layer) if layer in stored else 0.0
+            if layer in spilled or layer in stored:
+                brought_s[layer] = moved_s
+        return brought_s
+
+    def _visit_s(self, visit: Visit) -> float:
+        names = operations(visit.phase, self._plan.layers[visit.layer].activations)
+        return sum([self._prices.of_layer(name, visit.layer) for name in names])
+
+    def _update_s(self, layer: int) -> float:
+        return self._prices.of_layer("shards", layer)
+
+    @property
+    def chained_s(self) -> float:
+        """Where updates follow the backward: those up to a layer, or what the disk does before it, then all that is
+        computed from its forward on; or all that the disk does for them, then activations. What happens between a
+        backward and its step's end happens in every step."""
+        if self._plan.update_order is UpdateOrder.BACKWARD:
+            return 0.0
+        left_s, updated_s, longest_s = self.compute_s, 0.0, 0.0
+        updated, on_disk = set(self._prices.updated_by_cpu), self._brought_s()
+        for visit, seconds in zip(self._basis.one_sweep, self._sweep_s, strict=True):
+            if visit.phase is Phase.BACKWARD:
+                break
+            if visit.layer in updated:
+                updated_s += self._update_s(visit.layer)
+                longest_s = max(longest_s, updated_s + left_s)
+            if visit.layer in on_disk:
+                longest_s = max(longest_s, on_disk[visit.layer] + left_s)
+            left_s -= self._at_once * seconds
+        if activations_s := self._activations_s:
+            longest_s = max(longest_s, max([0.0, *on_disk.values()]) + self._swept_s(activations_s))
+        return longest_s
+
+    @property
+    def h2d_s(self) -> float:
+        """Blocks come for each forward and each backward, but for what the slots hold from one to the next; unfinished
+        sums for every micro-batch after the first; activations that wait elsewhere."""
+        plan, layers = self._plan, self._basis.layout.layers
+        item, lowest = plan.precision.working_dtype.itemsize, self._basis.layout.lowest_trained
+        streamed = [i for i in plan.host_layers if self._basis.structure.layers[i].kind is LayerKind.BLOCK]
+        of_sweep = sum(layers[i].size * item * (2 if i >= lowest else 1) for i in streamed)
+        edge = group_of(LayerKind.HEAD, 0)
+        held = 2 * sum(slot.num_bytes for slot in plan.slots if slot.group != edge)
+        num_bytes = self._num_sweeps * max(0, of_sweep - held)
+        if plan.gathers_slots:
+            num_bytes //= plan.num_gpus
+        if plan.sums is Tier.HOST:
+            summed = sum(layer.trained.size for layer in layers)
+            num_bytes += (self._num_sweeps - 1) * summed * plan.accumulation_dtype.itemsize
+        through_host = sum(plan.disk_activations) if plan.windows is Tier.HOST else 0
+        num_bytes += (plan.host_activation_bytes + through_host) * self._num_sweeps
+        return num_bytes / self._basis.profile.both_bytes_per_s

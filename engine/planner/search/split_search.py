@@ -1,0 +1,264 @@
+"""The search for the fastest plan of one split into micro-batches. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache, cached_property
+
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.op_costs import SharedPrices
+from megatrain_ray.engine.planner.cost.predict_step import predict
+from megatrain_ray.engine.planner.memory.draft_plans import ALL_KEPT, ANY_SLOTS, Drafts
+from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request
+from megatrain_ray.engine.planner.search.candidates import FEWEST_SLOTS, SEGMENTS, VERY_FEW_BLOCKS, candidates
+from megatrain_ray.engine.planner.search.disk_variants import variants
+from megatrain_ray.engine.planner.search.fill_device import Filling, fewest_layers
+from megatrain_ray.engine.planner.search.floors import Floors
+from megatrain_ray.engine.planner.search.lower_bounds import Bounds, Least
+from megatrain_ray.errors import ConfigError
+
+FEW_BLOCKS = 32  # with more of them one more on the device, or less, makes a step less than 3 % longer
+TIE = 0.002  # what is faster by less than this is not: the simpler of two plans is taken
+# Of the plans of a split that take something to the disk those of which others are tried: so many, of those that take
+# less than so many times as long as the best.
+NUM_VARIED = 3
+NEAR = 1.3
+
+
+class Found:
+    """Plans with a prediction, in the order in which they were tried: the simpler first."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[float, Plan]] = []  # with seconds of a step
+        self.best_s = math.inf
+
+    def add(self, plan: Plan) -> None:
+        assert plan.prediction is not None
+        self.plans.append((plan.prediction.step_s, plan))
+        self.best_s = min(self.best_s, plan.prediction.step_s)
+
+    def may_be_beaten_in(self, least_s: float) -> bool:
+        """By what takes at least this long: what is only a little faster than a simpler one is not taken."""
+        return least_s * (1 + TIE) < self.best_s
+
+    def may_be_won(self, least: Least) -> bool:
+        """What takes as long as a simpler one changes nothing."""
+        return self.may_be_beaten_in(least.worked_s) and least.moved_s < self.best_s
+
+    def chosen(self) -> Plan:
+        """The simplest of those that nothing beats by more than TIE."""
+        return next(plan for step_s, plan in self.plans if step_s <= self.best_s * (1 + TIE))
+
+
+class SplitSearch:
+    """Tries the candidates of one split one after the other, each only if it may be better than what was found."""
+
+    def __init__(
+        self,
+        basis: CostBasis,
+        machine: Machine,
+        request: Request,
+        activations: ActivationBytes,
+        found: Found,
+        floors: Floors,
+    ) -> None:
+        """`request`: with the split. `activations`: of one of its micro-batches. `found`: gets what fits. `floors`: of
+        all splits."""
+        self._basis = basis
+        self._machine = machine
+        self._request = request
+        self._activations = activations
+        self._found = found
+        self._floors = floors
+        # Not those that Muon trains, whose momenta are the shards'.
+        self._able = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
+        self._fixed = self._fixed_count()
+        self._candidates = list(candidates(basis.structure, request))
+        if machine.spill is not None:
+            moving = [c for c in self._candidates if Tier.HOST in (c.boundaries, c.kept)]
+            self._candidates += [replace(candidate, spills_activations=True) for candidate in moving]
+        self._tried: dict[Candidate, float] = {}  # seconds of a step
+        self._shared = SharedPrices()
+        self._drafts = Drafts(basis.structure, basis.layout, activations, machine, request)
+        self._fewest_of = cache(self._count_fewest)
+        self._kinds: dict[tuple[Candidate, tuple[int, ...]], Least] = {}
+        self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
+
+    def run(self) -> None:
+        for candidate in self._candidates:
+            orders = [able for able in self._orders if self._found.may_be_won(self._least_of_kind(candidate, able))]
+            if not orders or not self._has_room(candidate) or not self._is_worth_filling(candidate):
+                continue
+            for able in orders:
+                if not self._found.may_be_won(self._least_with_any_slots(candidate, able)):
+                    continue
+                for filled in self._filling(candidate, able).candidates(self._may_win, self._may_win_spilling):
+                    self._try(filled)
+        for candidate in self._best_with_disk():
+            for other in variants(self._drafts, candidate):
+                if self._may_win(self._drafts.without_rows(other)):
+                    self._try(other)
+
+    def _is_worth_filling(self, candidate: Candidate) -> bool:
+        if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._able))):
+            return False
+        return not self._waits_needlessly(candidate) and not self._spills_needlessly(candidate)
+
+    def _try(self, candidate: Candidate) -> None:
+        plan = self._drafts.plan(candidate)
+        prediction = predict(plan, self._basis, self._activations, self._shared)
+        self._found.add(replace(plan, prediction=prediction))
+        self._tried[candidate] = prediction.step_s
+
+    def _best_with_disk(self) -> list[Candidate]:
+        """Those of which something else may be on disk."""
+        near = [c for c, step_s in self._tried.items() if step_s < NEAR * self._found.best_s]
+        near = [c for c in near if self._drafts.spilled(c).of_shards]
+        return sorted(near, key=lambda c: self._tried[c])[:NUM_VARIED]
+
+    def _has_room(self, candidate: Candidate) -> bool:
+        """Whether the device may have any for what is computed."""
+        limit = self._machine.hbm_bytes
+        if limit is None:
+            return True
+        # What is kept elsewhere may be more, or less, than what is kept here where nothing is.
+        if candidate.kept is Tier.HBM and self._drafts.least_device_bytes(candidate) > limit:
+            return False
+        return self._entering_bytes(candidate) <= limit
+
+    def _entering_bytes(self, candidate: Candidate) -> int:
+        """At least so much of what enters layers waits on the device: of the first layers of all segments."""
+        if candidate.boundaries is not Tier.HBM:
+            return 0
+        num_live = self._request.num_micro_batches if candidate.order is LoopOrder.LAYERS_OUTER else 1
+        first = max(1, self._basis.layout.lowest_trained)
+        return num_live * sum(self._activations.boundary[first :: candidate.segment])
+
+    def smallest(self) -> Iterator[Plan]:
+        """Of every candidate the plan that takes least."""
+        return (self._filling(candidate, self._able).smallest() for candidate in self._candidates)
+
+    @cached_property
+    def _orders(self) -> Iterable[tuple[int, ...]]:
+        """In which layers come to live on the device: that of a forward, whose first updates are waited for first; with
+        the ends last, in whose place there may be room for a block, which would be uploaded twice; the smallest first,
+        where there is none; and of few layers the last ones, too. Of many the ends first, where there is a disk: slots
+        for blocks alone, which may be much smaller, leave the more."""
+        layer_bytes = self._drafts.resident_bytes
+        ends = 0, len(layer_bytes) - 1
+        if self._fixed is not None:
+            return (self._able,)
+        if self._has_many_blocks:
+            ends_first = tuple(sorted(self._able, key=lambda i: i not in ends))
+            return (self._able, ends_first) if self._machine.spill else (self._able,)
+        ends_last = tuple(sorted(self._able, key=lambda i: i in ends))
+        smallest_first = tuple(sorted(self._able, key=lambda i: layer_bytes[i]))
+        last_first = (self._able[::-1],) if self._drafts.num_blocks <= VERY_FEW_BLOCKS else ()
+        return dict.fromkeys((self._able, ends_last, smallest_first, *last_first))
+
+    @property
+    def _has_many_blocks(self) -> bool:
+        return self._drafts.num_blocks > FEW_BLOCKS
+
+    def _filling(self, candidate: Candidate, able: tuple[int, ...]) -> Filling:
+        is_fixed = self._fixed is not None
+        return Filling(self._drafts, candidate, able, self._fewest, fixed=is_fixed)
+
+    def _fixed_count(self) -> int | None:
+        """How many layers must live on the device. Raises ConfigError where that many cannot."""
+        count = self._request.hbm_layers
+        if count is None:
+            return None if self._machine.device == "cuda" else 0
+        if count > len(self._able):
+            raise ConfigError(
+                f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._able)} of "
+                f"{len(self._basis.layout.layers)} (embedding and head are layers, too; what Muon trains stays on "
+                "the host)"
+            )
+        return count
+
+    def _waits_needlessly(self, candidate: Candidate) -> bool:
+        """Whether gradients wait on the device, from where they would leave late, and the host has room for them. Where
+        blocks are few it may be faster all the same: the regions that gradients leave from, sums of whole blocks, are
+        not needed then."""
+        if candidate.gradients is not Tier.HBM or not self._found.plans or not self._has_many_blocks:
+            return False
+        on_host = replace(candidate, gradients=Tier.HOST)
+        return not self._fewest(on_host, self._able) and not self._drafts.spilled(on_host).of_shards
+
+    def _spills_needlessly(self, candidate: Candidate) -> bool:
+        """Whether activations may go to the disk where something fits without, and sequences are too short for what a
+        layer moves to take less time than what it computes."""
+        return candidate.spills_activations and bool(self._found.plans) and not is_long(self._request.seq_len)
+
+    def _fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
+        """Layers that must live on the device. Slots and what is kept there make no difference to the host, so one
+        candidate stands for all that differ in nothing else."""
+        names = "order", "sums", "gradients", "boundaries", "spills_activations"
+        alike = replace(self._candidates[0], **{name: getattr(candidate, name) for name in names})
+        return self._fewest_of(alike, able)
+
+    def _count_fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
+        return fewest_layers(self._drafts, candidate, able) if self._fixed is None else self._fixed
+
+    def _least_compute_s(self, filling: Filling) -> float:
+        """With as much kept as can be. Slots and tiers make no difference to it."""
+        candidate = filling.candidate
+        budgets = candidate.activation_budget, candidate.late_budget
+        key = candidate.order, candidate.activations, budgets, candidate.segment
+        if key not in self._compute_s:
+            self._compute_s[key] = self._bounds(self._drafts.in_memory(filling.most_kept)).compute_s
+        return self._compute_s[key]
+
+    def _may_win(self, plan: Plan) -> bool:
+        return self._found.may_be_won(self._bounds(plan).least())
+
+    def _may_win_spilling(self, candidate: Candidate) -> bool:
+        """Whatever of it is on disk."""
+        return self._found.may_be_won(self._least(candidate, self._drafts.least_missing_ram(candidate)))
+
+    def _least(self, candidate: Candidate, missing: int) -> Least:
+        """`missing`: bytes of host memory."""
+        plan = self._drafts.in_memory(candidate)
+        # Where not all layers may live on the device its memory takes gradients from the disk.
+        if self._machine.spill is None or self._fixed is not None or len(self._able) < len(plan.layers):
+            missing = 0
+        return self._bounds(plan).least(missing, plan.host_activation_bytes if candidate.spills_activations else 0)
+
+    def _least_of_kind(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
+        """Of all candidates that are on the host like this one: with as many layers on the device as has any of them,
+        a slot for every block, and all kept."""
+        if math.isinf(self._found.best_s):
+            return Least(0.0, 0.0)
+        segment = 1 if candidate.segment == 1 else max(SEGMENTS)
+        kind = replace(candidate, **ALL_KEPT, **ANY_SLOTS, segment=segment)
+        if (kind, able) not in self._kinds:
+            floor = self._floors.of(self._drafts, kind, able, self._entering_bytes(kind))
+            count = floor.num_layers if self._fixed is None else self._fixed
+            best = replace(kind, hbm_layers=frozenset(able[:count]), segment=1)
+            self._kinds[kind, able] = self._least(self._with_all_slots(best), floor.missing)
+        return self._kinds[kind, able]
+
+    def _least_with_any_slots(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
+        """Of all candidates that differ from this one in slots alone."""
+        if math.isinf(self._found.best_s):
+            return Least(0.0, 0.0)
+        fewest = replace(candidate, num_block_slots=FEWEST_SLOTS[0], num_edge_slots=FEWEST_SLOTS[1])
+        if (fewest, able) not in self._kinds:
+            fullest = self._filling(fewest, able).fullest
+            missing = self._drafts.least_missing_ram(fullest)
+            self._kinds[fewest, able] = self._least(self._with_all_slots(fullest), missing)
+        return self._kinds[fewest, able]
+
+    def _with_all_slots(self, candidate: Candidate) -> Candidate:
+        return replace(candidate, num_block_slots=self._drafts.num_blocks, num_edge_slots=2)
+
+    def _bounds(self, plan: Plan) -> Bounds:
+        return Bounds(plan, self._basis, self._activations, self._shared)

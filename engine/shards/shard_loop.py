@@ -1,0 +1,143 @@
+"""ShardLoop: the thread that serves one shard's updates, driven by words in shared memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.optimizer.undo_log import serial_of
+from megatrain_ray.engine.shards.adam_shard import AdamShard
+from megatrain_ray.engine.shards.save_gate import SaveGate
+from megatrain_ray.errors import DeadlineError
+from megatrain_ray.spans import Row
+
+IDLE_S = 1.0  # a shard looks at the stop word at least this often, should whoever rings the bell have died before
+
+
+class ShardLoop:
+    """Per update, layer after layer in `order`: wait for header and gradient, update, publish the generation. Gradients
+    of the layers in `stored` are taken out of the slab as they come, before the first layer."""
+
+    def __init__(
+        self,
+        shard: AdamShard,
+        words: HostWords,
+        slab: Tensor,
+        gradient_dtype: torch.dtype,
+        order: Sequence[int],
+        gate: SaveGate,
+        traced: range = range(0),
+        ended: Callable[[int], None] = lambda update: None,
+        stored: Sequence[int] = (),
+    ) -> None:
+        """`order`: the layers of which something is trained. `stored`: some of them, in the order of a backward; all
+        their updates are committed after it. `slab`: 1-D uint8, shared, gradients of `gradient_dtype`
+        at byte offsets. What the words say that the shard has done is not done again; a layer that a killed one left
+        torn is rolled back first. `traced`: updates of which the shard's spans are recorded. `ended`: called when
+        an update of all layers is done, on the loop's thread."""
+        self._shard = shard
+        self._index = shard.layout.index
+        self._words = words
+        self._slab = slab
+        self._gradient_dtype = gradient_dtype
+        self._order = order
+        self._stored = stored
+        self._gate = gate
+        self._traced = traced
+        self._ended = ended
+        self._error: BaseException | None = None
+        # A daemon: a process whose parent forgot to stop it must still be able to exit.
+        self._thread = threading.Thread(target=self._run, name=f"shard {self._index}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout_s: float | None) -> None:
+        """Waits for the end, which stop or a failure brings; raises what went wrong, or DeadlineError after `timeout_s`
+        (None: waits for as long as the loop serves)."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(
+                f"optimizer shard {self._shard.layout.number} did not end within {timeout_s} s of being asked to"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            if torn := self._words.torn(self._index):
+                self._shard.roll_back(torn.layer, self._serial(*torn))
+            if self._order:
+                self._serve_all()
+            else:  # everything lives on the device
+                self._wait_stopped()
+        except BaseException as error:
+            self._error = error
+            self._words.fail(self._index)
+
+    def _serve_all(self) -> None:
+        update = 1 + min(self._words.shard_generation(self._index, layer) for layer in self._order)
+        while self._serve(update):
+            update += 1
+
+    def _wait_stopped(self) -> None:
+        while not self._words.stopped:
+            self._words.wait_generation_bell(self._words.generation_bell(), IDLE_S)
+
+    def _serve(self, update: int) -> bool:
+        """One update of every layer that has not had it; False when told to stop."""
+        self._shard.spans.on = update in self._traced
+        if not self._store(update):
+            return False
+        for layer in self._order:
+            if self._words.shard_generation(self._index, layer) >= update:
+                continue
+            if not self._await(self._words.wait_landed, layer, update):
+                return False
+            self._gate.enter(layer, update)
+            self._words.begin(self._index, layer, update)
+            header = self._words.header(update)
+            gradient = None if layer in self._stored else self._gradient(layer)
+            directions = self._directions(layer)
+            self._shard.update(layer, gradient, header, self._serial(layer, update), directions)
+            self._words.finish(self._index, layer, update)
+        self._ended(update)
+        return True
+
+    def _store(self, update: int) -> bool:
+        """Takes what is to be stored of an update's gradients, but what was; False when told to stop."""
+        for layer in self._stored:
+            if self._words.shard_stored(self._index, layer) >= update:
+                continue
+            if not self._await(self._words.wait_gradient, layer, update):
+                return False
+            self._shard.store(layer, self._gradient(layer))
+            self._words.store_gradient(self._index, layer, update)
+        return True
+
+    def _await(self, landed: Callable[[int, int, float], bool], layer: int, update: int) -> bool:
+        """False when told to stop."""
+        with self._shard.spans.span(Row.UPDATES, "wait gradient", layer, waits=True):
+            while not landed(layer, update, IDLE_S):
+                if self._words.stopped:
+                    return False
+        return True
+
+    def _serial(self, layer: int, update: int) -> int:
+        return serial_of(update, layer, len(self._shard.layout.model.layers))
+
+    def _gradient(self, layer: int) -> Tensor:
+        return self._landed(layer, self._words.gradient_start(layer), self._gradient_dtype)
+
+    def _directions(self, layer: int) -> Tensor | None:
+        if not self._shard.layout.model.layers[layer].num_muon:
+            return None
+        return self._landed(layer, self._words.direction_start(layer), torch.bfloat16)
+
+    def _landed(self, layer: int, start: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = self._shard.layout.model.shares[layer].trained.size * dtype.itemsize
+        return self._slab[start : start + num_bytes].view(dtype)

@@ -1,0 +1,268 @@
+"""ShardState: where a shard's part of every layer lies in memory, how it begins, and what a save of it consists of."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.layout.flat_layout import Run, Segment, Span, round_up
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.shard_layout import ShardLayout
+from megatrain_ray.engine.layout.split_master import split_into, to_working
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Scratch, Weighting
+from megatrain_ray.engine.optimizer.block_pool import BlockPool, Job
+from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, Part, num_units
+from megatrain_ray.engine.weights.weight_source import WeightSource
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.saves.save_writer import Buffer, Piece
+from megatrain_ray.spans import SpanLog
+
+COPY_ALIGN = 64  # bytes: a cache line
+LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
+
+
+class ShardState(ABC):
+    """Owns span `layout.spans[i]` of every layer i, and loads and saves `layout.frozen_spans[i]`. Padding is neither
+    read nor written."""
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        precision: Precision,
+        *,
+        working: Tensor,
+        own: Mapping[str, Tensor],
+        saves_frozen: bool = True,
+    ) -> None:
+        """`working`: 1-D, working copies at ShardLayout.working_starts. `own`: the shard's own, by kind as in
+        Precision.state_kinds, 1-D of ShardLayout.size_of. `saves_frozen`: whether what is frozen is among the pieces.
+
+        Raises MegatrainError for a tensor of another type or size.
+        """
+        _check(precision, layout, {"working": working, **own})
+        self.layout = layout
+        self._working = working
+        self._own = dict(own)
+        self._saves_frozen = saves_frozen
+        self.spans = SpanLog()
+
+    def load(self, source: WeightSource, num_threads: int = 1) -> None:
+        """Fills working copy and residual of `layout.filled` from a source, at most 4 MiB at a time, and zeroes m and
+        v. `num_threads`: parameters at a time.
+
+        Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
+        """
+        trained = [self._trained(source, i) for i in sorted(self.layout.filled - self.layout.spilled)]
+        fill([*itertools.chain(*trained), *self._frozen(source)], num_threads)
+        if self.layout.model.aliased_size is not None and "residual" in self._own:
+            self._own["residual"].zero_()  # one weight's may make a NaN of another, which it can meet there
+
+    def load_frozen(self, source: WeightSource, num_threads: int = 1) -> None:
+        """The same of what is frozen, which is the working copy alone."""
+        fill(self._frozen(source), num_threads)
+
+    def _trained(self, source: WeightSource, layer: int) -> list[tuple[Run, Job]]:
+        return [(run, partial(self._load, source, layer, run)) for run in self._runs(layer)]
+
+    def _frozen(self, source: WeightSource) -> list[tuple[Run, Job]]:
+        runs = ((layer, run) for layer in sorted(self.layout.filled) for run in self._frozen_runs(layer))
+        return [(run, partial(self._load_frozen, source, layer, run)) for layer, run in runs]
+
+    def _load(self, source: WeightSource, layer: int, run: Run, _: Scratch) -> None:
+        state = self._state(layer, run)
+        state.m.zero_()
+        if state.v is not None:
+            state.v.zero_()
+        load_master(source, run, state.working, state.residual)
+
+    def _load_frozen(self, source: WeightSource, layer: int, run: Run, _: Scratch) -> None:
+        working = self._working_of(layer, run)
+        for span in _blocks(run):
+            master = _read(source, run, span)
+            working[slice(*span)] = master if working.dtype == torch.float32 else to_working(master)
+
+    def pieces(self, layer: int) -> Iterator[Piece]:
+        """This shard's part of a layer, kind by kind, in logical coordinates; none where it owns nothing. At last what
+        is frozen, if that is saved.
+
+        The buffers are the state itself: read to save it, written to restore it.
+        """
+        yield from self._pieces_of(layer, self._buffers(layer))
+        yield from self._frozen_pieces(layer)
+
+    def _pieces_of(
+        self, layer: int, buffers: Mapping[str, Sequence[Buffer]], within: Span | None = None
+    ) -> Iterator[Piece]:
+        for kind, of_kind in buffers.items():
+            yield self._piece(layer, kind, within or self.layout.span_of(layer, kind), [*of_kind])
+
+    def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
+        frozen = [self._buffer(self._working_of(layer, run).view(torch.uint8)) for run in self._frozen_runs(layer)]
+        if frozen and self._saves_frozen:
+            yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
+
+    def _piece(self, layer: int, kind: str, span: Span, buffers: list[Buffer]) -> Piece:
+        flat = self.layout.model.layers[layer]
+        return Piece(flat.name, kind, *flat.logical(span), buffers)
+
+    def copy_bytes(self, layer: int) -> int:
+        """Room that `copy_layer` needs; 0 where no update changes anything."""
+        return sum(round_up(size, COPY_ALIGN) for sizes in self._sizes(layer).values() for size in sizes)
+
+    def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
+        """The pieces of a layer, what an update changes over `memory` (1-D uint8, at least `copy_bytes`) with what the
+        state holds now; what is frozen is not copied."""
+        copies: dict[str, list[Tensor]] = {}
+        start = 0
+        for kind, sizes in self._sizes(layer).items():
+            for size in sizes:
+                copies.setdefault(kind, []).append(memory[start : start + size])
+                start += round_up(size, COPY_ALIGN)
+        self._copy_state(layer, copies)
+        buffers = {kind: [copy.numpy().data for copy in of_kind] for kind, of_kind in copies.items()}
+        return [*self._pieces_of(layer, buffers), *self._frozen_pieces(layer)]
+
+    def _copy_state(self, layer: int, copies: Mapping[str, Sequence[Tensor]]) -> None:
+        """Fills copies (uint8, 1-D) of each kind of state, run after run."""
+        tensors = self._kinds(layer)
+        self._copy(layer, [pair for kind in copies for pair in zip(copies[kind], tensors[kind], strict=True)])
+
+    @abstractmethod
+    def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copies each second tensor (uint8, 1-D) over the first, which is on the host."""
+
+    def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
+        """Of the pieces of what is trained of a layer, by kind, run after run."""
+        return {kind: [*map(self._buffer, tensors)] for kind, tensors in self._kinds(layer, within).items()}
+
+    def _buffer(self, tensor: Tensor) -> Buffer:
+        """Of a piece: state (1-D uint8) where it is."""
+        return tensor.numpy().data
+
+    def fetch(self, part: Piece) -> Piece:
+        """A part of a piece as something to write: its bytes on the host. They may change when the state does, until
+        the part is written."""
+        return part
+
+    def parts(self, layer: int, hyper: Hyper, within: Span | None = None, gradient_start: int = 0) -> list[Part]:
+        """What an update works on: of the layer, or of a span of it (padded) that begins and ends with units.
+        `gradient_start`: the first element of the layer that the gradient has."""
+        firsts, unit = {}, 0
+        for run in self.layout.model.layers[layer].runs(self.layout.spans[layer]):
+            firsts[run.segment.name] = run.padded, unit
+            unit += num_units(run.length)
+        parts = []
+        for run in self._runs(layer, within):
+            start, unit = firsts[run.segment.name]
+            unit += (run.padded - start) // UNIT_ELEMENTS
+            weighting, in_gradient = _weighting(run.segment, hyper), run.padded - gradient_start
+            parts.append(Part(self._state(layer, run), in_gradient, weighting, unit, *run.in_whole))
+        return parts
+
+    def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
+        """What the shard has of the layer's parameters; or what is in a span of that."""
+        return self.layout.model.layers[layer].runs(within or self.layout.spans[layer])
+
+    def _frozen_runs(self, layer: int) -> Iterator[Run]:
+        return self.layout.model.layers[layer].runs(self.layout.frozen_spans[layer])
+
+    def _working_of(self, layer: int, run: Run) -> Tensor:
+        start = self.layout.working_starts[layer] + self.layout.model.shares[layer].position(run.padded)
+        return self._working[start : start + run.length]
+
+    def _state(self, layer: int, run: Run) -> AdamState:
+        tensors, start = self._own_around(layer, run)
+        first = run.padded - start  # what has a second moment comes first
+        own = {kind: tensor[first : first + run.length] for kind, tensor in tensors.items()}
+        v = None if run.segment.muon else own["v"]
+        return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], v)
+
+    def _own_around(self, layer: int, run: Run) -> tuple[Mapping[str, Tensor], int]:
+        """Each kind of the shard's own state of a part of the layer with the run in it, and where that part begins."""
+        starts = {kind: self.layout.v_starts if kind == "v" else self.layout.starts for kind in self._own}
+        tensors = {
+            kind: tensor[starts[kind][layer] :][: self.layout.span_of(layer, kind).size]
+            for kind, tensor in self._own.items()
+        }
+        return tensors, self.layout.spans[layer].start
+
+    @property
+    def _working_kind(self) -> str:
+        return "working" if "residual" in self._own else "master"
+
+    def _kinds(self, layer: int, within: Span | None = None) -> dict[str, list[Tensor]]:
+        """The bytes of each kind of state of what is trained, run after run."""
+        states = [self._state(layer, run) for run in self._runs(layer, within)]
+        named = {self._working_kind: [state.working for state in states]}
+        named |= {kind: [t for state in states if (t := getattr(state, kind)) is not None] for kind in self._own}
+        return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items() if tensors}
+
+    def _sizes(self, layer: int) -> dict[str, list[int]]:
+        """Bytes of the same, wherever they are."""
+        runs = list(self._runs(layer))
+        sizes = {self._working_kind: [run.length * self._working.itemsize for run in runs]}
+        for kind, tensor in self._own.items():
+            sizes[kind] = [run.length * tensor.itemsize for run in runs if kind != "v" or not run.segment.muon]
+        return sizes
+
+
+def _check(precision: Precision, layout: ShardLayout, tensors: Mapping[str, Tensor]) -> None:
+    expected = {kind: (dtype, layout.size_of(kind)) for kind, dtype in precision.state_kinds}
+    expected["working"] = (precision.working_dtype, layout.working_size)
+    for name in sorted(expected.keys() | tensors.keys()):
+        got = (tensors[name].dtype, tensors[name].numel()) if name in tensors else None
+        if got != expected.get(name):
+            raise MegatrainError(
+                f"optimizer shard {layout.number}: {name} must be {expected.get(name)} for precision "
+                f"{precision.value}, got {got} (type, elements)"
+            )
+
+
+def _weighting(segment: Segment, hyper: Hyper) -> Weighting:
+    group = segment.group
+    common = hyper.weight_decay if segment.decay else 0.0
+    ratio = hyper.muon.adjust_lr.ratio(segment.shape) if hyper.muon and segment.muon else 1.0
+    return Weighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay, ratio)
+
+
+def fill(jobs: Iterable[tuple[Run, Job]], num_threads: int) -> None:
+    """Fills runs of parameters. The longest first: one thread must not be left with it at the end."""
+    with closing(BlockPool(num_threads)) as pool:
+        pool.run([job for _, job in sorted(jobs, key=lambda pair: -pair[0].length)])
+
+
+def load_master(source: WeightSource, run: Run, working: Tensor, residual: Tensor | None) -> None:
+    """Fills a run's working copy and residual from a source."""
+    scratch = torch.empty(min(run.length, LOAD_ELEMENTS), dtype=torch.int32)
+    for span in _blocks(run):
+        master, at = _read(source, run, span), slice(*span)
+        if residual is None:
+            working[at].copy_(master)
+        else:
+            split_into(master, working[at], residual[at], scratch[: span.size])
+
+
+def _blocks(run: Run) -> Iterator[Span]:
+    for start in range(0, run.length, LOAD_ELEMENTS):
+        yield Span(start, min(start + LOAD_ELEMENTS, run.length))
+
+
+def _read(source: WeightSource, run: Run, span: Span) -> Tensor:
+    name, first = run.in_whole
+    master = source.read(name, first + span.start, first + span.stop)
+    if not math.isfinite(master.sum().item()):  # or finite values overflow: then no bad one is found
+        bad = (~master.isfinite()).nonzero()
+        if len(bad):
+            at = int(bad[0])
+            raise ConfigError(
+                f"{run.segment.name} holds {master[at].item()} at element {run.in_segment + span.start + at}: its "
+                "source is damaged; start from other weights"
+            )
+    return master

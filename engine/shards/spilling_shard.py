@@ -1,0 +1,230 @@
+"""SpillingShard: an AdamShard of which the state of some layers is on disk and passes through slots in host memory,
+with working copies of some; and so are gradients of some that wait for their update."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.layout.flat_layout import Run, Span
+from megatrain_ray.engine.optimizer.block_pool import Job
+from megatrain_ray.engine.plan.spill_layout import GRADIENT, WORKING, Extent
+from megatrain_ray.engine.shards.adam_shard import AdamShard, Gradient, UpdateHeader
+from megatrain_ray.engine.shards.shard_state import fill, load_master
+from megatrain_ray.engine.spill.spill_ring import SpillRing
+from megatrain_ray.engine.weights.weight_source import WeightSource
+from megatrain_ray.io.saves.save_writer import Buffer, Piece
+from megatrain_ray.spans import Row
+
+
+@dataclass(frozen=True)
+class SpilledBytes:
+    """Bytes [start, stop) of an extent, by its number: a Buffer that `SpillingShard.fetch` reads."""
+
+    extent: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, part: slice) -> SpilledBytes:
+        start, stop, _ = part.indices(len(self))
+        return SpilledBytes(self.extent, self.start + start, self.start + stop)
+
+
+class SpillingShard(AdamShard):
+    """One caller at a time, but for `fetch`. What Muon trains does not spill: the GPU worker reads its momenta."""
+
+    def __init__(self, ring: SpillRing, *arguments: Any, **settings: Any) -> None:
+        """`ring`: of the layers in `layout.spilled`, and of those whose gradients are stored; closed with the shard.
+        The rest is an AdamShard's."""
+        super().__init__(*arguments, **settings)
+        self._ring = ring
+        self._on_disk = ring.layout
+        self.spans = ring.spans
+
+    def load(self, source: WeightSource, num_threads: int = 1) -> None:
+        super().load(source, num_threads)
+        for layer in self._on_disk.layers:
+            self._load_layer(source, layer, num_threads)
+
+    def _load_layer(self, source: WeightSource, layer: int, num_threads: int) -> None:
+        """Sources are fastest for whole parameters, so the residuals of all of the layer come first, and the working
+        copy where that is on disk. No gradient waits yet, and the slab takes as much memory at least."""
+        span, whole = self.layout.spans[layer], {}
+        if "residual" in self._own:
+            whole["residual"] = torch.zeros(span.size, dtype=torch.int16)
+        if layer in self.layout.on_disk:
+            whole[WORKING] = torch.zeros(span.size, dtype=self._working.dtype)
+
+        def job(run: Run) -> Job:
+            at = slice(run.padded - span.start, run.padded - span.start + run.length)
+            of_run = {kind: tensor[at] for kind, tensor in whole.items()}
+            working = of_run[WORKING] if WORKING in of_run else self._working_of(layer, run)
+            return lambda _: load_master(source, run, working, of_run.get("residual"))
+
+        fill([(run, job(run)) for run in self.layout.model.layers[layer].runs(span)], num_threads)
+        for number in self._on_disk.state_of(layer):
+            with self._blank(number) as (extent, state):
+                for kind, tensor in state.items():
+                    if kind in whole:
+                        tensor.copy_(whole[kind][extent.span.start - span.start : extent.span.stop - span.start])
+                    else:
+                        tensor.zero_()
+
+    def restorable(self) -> Iterator[list[Piece]]:
+        in_memory = (i for i in range(len(self.layout.spans)) if i not in self._on_disk.layers)
+        yield [piece for layer in in_memory for piece in self.pieces(layer)]
+        for layer in self._on_disk.layers:
+            for number in self._on_disk.state_of(layer):
+                with self._blank(number) as (extent, _):
+                    yield [*self._pieces_of(layer, super()._buffers(layer, extent.span), extent.span)]
+        yield [piece for layer in self._on_disk.layers for piece in self._frozen_pieces(layer)]
+
+    def store(self, layer: int, gradient: Tensor) -> None:
+        self._check_incoming(layer, "gradient", gradient, (self._on_disk.wire_dtype,))
+        first = self.layout.model.shares[layer].trained.start
+        for number in self._on_disk.gradients_of(layer):
+            span = self._on_disk.extents[number].span
+            part = gradient[span.start - first : span.stop - first]
+            with self._waits("wait disk", layer), self._ring.blank(number):
+                self._copy(layer, [(self._ring.bytes_of(number)[GRADIENT], part.view(torch.uint8))])
+
+    def _check_gradient(self, layer: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            super()._check_gradient(layer, gradient)
+
+    def _update(
+        self, layer: int, gradient: Gradient, header: UpdateHeader, serial: int, within: Span | None = None
+    ) -> None:
+        for of_part, part in self._arriving(layer, gradient):
+            for span in self._changed(layer, part) if self._on_disk.state_of(layer) else (part,):
+                super()._update(layer, of_part, header, serial, span)
+
+    def _arriving(self, layer: int, gradient: Gradient) -> Iterator[tuple[Gradient, Span | None]]:
+        """The gradient of all of the layer; where it was stored that of each part, while it is in memory, and the
+        part."""
+        if gradient.values is not None:
+            yield gradient, None
+            return
+        for number in self._on_disk.gradients_of(layer):
+            self._bring(number)
+            values, span = self._ring.bytes_of(number)[GRADIENT], self._on_disk.extents[number].span
+            yield Gradient(values.view(self._on_disk.wire_dtype), start=span.start), span
+            self._ring.leave(number)
+
+    def _roll_back(self, layer: int, serial: int, within: Span | None = None) -> None:
+        """What comes back is written: the update that follows may be one that is skipped."""
+        if not self._on_disk.state_of(layer):
+            super()._roll_back(layer, serial, within)
+        for span in self._changed(layer):
+            super()._roll_back(layer, serial, span)
+
+    def _changed(self, layer: int, within: Span | None = None) -> Iterator[Span]:
+        """The spans of the extents of a layer's state, or of a part of it, each while it is in memory to be changed."""
+        for number in self._on_disk.state_of(layer):
+            span = self._on_disk.extents[number].span
+            if within is None or within.start <= span.start < within.stop:
+                self._bring(number)
+                self._ring.change(number)
+                yield span
+                self._ring.leave(number)
+
+    def _copy_state(self, layer: int, copies: Mapping[str, Sequence[Tensor]]) -> None:
+        """The update that follows reads what is copied once more, but for what slots still hold."""
+        if not self._on_disk.state_of(layer):
+            super()._copy_state(layer, copies)
+        left = {kind: iter(of_kind) for kind, of_kind in copies.items()}
+        for number in self._on_disk.state_of(layer):
+            self._bring(number)
+            tensors = self._kinds(layer, self._on_disk.extents[number].span)
+            self._copy(layer, [(next(left[kind]), tensor) for kind in tensors for tensor in tensors[kind]])
+            self._ring.pause(number)
+
+    def settle(self, layer: int) -> None:
+        for number in self._on_disk.state_of(layer):
+            self._ring.settle(number)
+
+    def fetch(self, part: Piece) -> Piece:
+        return part._replace(buffers=[self._read(x) if isinstance(x, SpilledBytes) else x for x in part.buffers])
+
+    def close(self) -> None:
+        super().close()
+        self._ring.close()
+
+    def _bring(self, number: int) -> None:
+        with self._waits("wait disk", self._on_disk.extents[number].layer):
+            self._ring.bring(number)
+
+    def _waits(self, what: str, layer: int) -> AbstractContextManager[None]:
+        return self.spans.span(Row.UPDATES, what, layer, waits=True)
+
+    @contextmanager
+    def _blank(self, number: int) -> Iterator[tuple[Extent, Mapping[str, Tensor]]]:
+        """An extent and its state, to be filled."""
+        with self._ring.blank(number):
+            yield self._on_disk.extents[number], self._in_slot(number)
+
+    def _in_slot(self, number: int) -> dict[str, Tensor]:
+        kinds = {WORKING: self._working, **self._own}
+        return {kind: in_slot.view(kinds[kind].dtype) for kind, in_slot in self._ring.bytes_of(number).items()}
+
+    def _read(self, spilled: SpilledBytes) -> Buffer:
+        return self._ring.read(spilled.extent, Span(spilled.start, spilled.stop))
+
+    def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
+        """What is in no slot for good is read when it is written to a save."""
+        if not self._on_disk.state_of(layer):
+            return super()._buffers(layer, within)
+        buffers: dict[str, list[Buffer]] = {self._working_kind: [*self._working_buffers(layer)]}
+        for kind, tensor in self._own.items():
+            buffers[kind] = [self._spilled_bytes(layer, run, kind, tensor.itemsize) for run in self._runs(layer)]
+        return buffers
+
+    def _working_buffers(self, layer: int) -> Iterator[Buffer]:
+        for run in self._runs(layer):
+            if layer in self.layout.on_disk:
+                yield self._spilled_bytes(layer, run, WORKING, self._working.itemsize)
+            else:
+                yield self._buffer(self._working_of(layer, run).view(torch.uint8))
+
+    def _spilled_bytes(self, layer: int, run: Run, kind: str, itemsize: int) -> SpilledBytes:
+        number = self._number(layer, run)
+        extent = self._on_disk.extents[number]
+        start = extent.kinds[kind].start + (run.padded - extent.span.start) * itemsize
+        return SpilledBytes(number, start, start + run.length * itemsize)
+
+    def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
+        """Of a layer that spills in parts that are in one extent each."""
+        numbers = self._on_disk.state_of(layer)
+        if within or not numbers:
+            yield from super()._runs(layer, within)
+        else:
+            for number in numbers:
+                yield from super()._runs(layer, self._on_disk.extents[number].span)
+
+    def _working_of(self, layer: int, run: Run) -> Tensor:
+        """On disk: while it is in a slot."""
+        if layer not in self.layout.on_disk:
+            return super()._working_of(layer, run)
+        number = self._number(layer, run)
+        first = run.padded - self._on_disk.extents[number].span.start
+        return self._in_slot(number)[WORKING][first : first + run.length]
+
+    def _own_around(self, layer: int, run: Run) -> tuple[Mapping[str, Tensor], int]:
+        if not self._on_disk.state_of(layer):
+            return super()._own_around(layer, run)
+        number = self._number(layer, run)
+        return self._in_slot(number), self._on_disk.extents[number].span.start
+
+    def _number(self, layer: int, run: Run) -> int:
+        """Of the extent that a run is in."""
+        numbers = self._on_disk.state_of(layer)
+        return numbers[bisect_right(numbers, run.padded, key=lambda i: self._on_disk.extents[i].span.start) - 1]

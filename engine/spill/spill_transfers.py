@@ -1,0 +1,224 @@
+"""SpillTransfers: extents between a blob on disk and memory, in blocks of which several are on their way at once.
+
+asyncio tasks of an event loop in a thread of its own. Every block has a checksum in shared memory, stored before the
+block is written: one that comes back as something else than what was written fails the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from megatrain_ray.engine.device.block_checksum import host_checksum
+from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.plan.spill_layout import Extent
+from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.io.storage.blob_store import Blob, BlobStore, Block, aligned_block
+from megatrain_ray.io.words.atomic_words import Words
+
+Found = TypeVar("Found")
+Checksum = Callable[[Block], int]
+
+TRANSFERS = 8  # blocks on their way at once, those of all slots together
+CLOSE_S = 1.0  # for what a disk is at when nobody needs it any more: blocks of a few MiB
+
+
+class Checksums(NamedTuple):
+    """Of the blocks of a blob, a word each. `first`: the word of block 0."""
+
+    words: Words
+    first: int
+
+    def of(self, extent: Extent, index: int) -> int:
+        """What block `index` of the extent was when it was written."""
+        return self.words.load(self.first + extent.first_block + index)
+
+    def store(self, extent: Extent, index: int, checksum: int) -> None:
+        self.words.store(self.first + extent.first_block + index, checksum)
+
+
+class _Block(NamedTuple):
+    number: int
+    checksum: int
+    content: memoryview
+
+
+class SpillTransfers:
+    """`submit`, `block`, `fail` and `close` are for any thread, coroutines for those that are submitted."""
+
+    def __init__(
+        self,
+        store: BlobStore,
+        name: str,
+        checksums: Checksums,
+        timeout_s: float,
+        failed: Callable[[], None],
+        checksum: Checksum = host_checksum,
+    ) -> None:
+        """`name`: of a blob in `store`. `timeout_s`: of `block`. `failed`: called when something went wrong, which is
+        `error` then. `checksum`: of a block, also where its memory is a device's."""
+        self._store = store
+        self._name = name
+        self._checksums = checksums
+        self.timeout_s = timeout_s
+        self._failed = failed
+        self._checksum = checksum
+        self.error: Exception | None = None  # the first one
+        self._submitting = threading.Lock()
+        self._last = _Block(-1, 0, memoryview(b""))  # that `block` has read
+        self._blob: Blob
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"spill {name}", daemon=True)
+
+    def open(self) -> None:
+        """Raises MegatrainError for a blob that is not there."""
+        self._thread.start()
+        self._started.wait()
+        if self.error is not None:
+            self._thread.join(CLOSE_S)
+            raise self.error
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something that reads and writes; what it raises is `error` then."""
+        self._loop.call_soon_threadsafe(self._begin, work)
+
+    async def read(self, extent: Extent, memory: Block) -> None:
+        """All of an extent. Raises MegatrainError for what cannot be read or is not what was written."""
+        blocks = enumerate(extent.blocks)
+        await asyncio.gather(*(self._read_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
+
+    async def write(self, extent: Extent, memory: Block) -> None:
+        """All of an extent. Raises MegatrainError for what cannot be written."""
+        blocks = enumerate(extent.blocks)
+        await asyncio.gather(*(self._write_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
+
+    def block(self, extent: Extent, index: int) -> memoryview:
+        """A block as the blob has it. Parts of a save follow each other, so two often want the same one. Raises as
+        `read`, and DeadlineError."""
+        number, checksum = extent.first_block + index, self._checksums.of(extent, index)
+        last = self._last  # that of an abandoned save may be replaced at any time
+        if (last.number, last.checksum) != (number, checksum):
+            block = extent.blocks[index]
+            memory = aligned_block(block.size)
+            self._finish(self._read_block(extent, index, block, memory), f"block {number} to be read")
+            last = self._last = _Block(number, checksum, memory)
+        return last.content
+
+    def wait_for(self, changed: threading.Condition, condition: Callable[[], Found | None], what: str) -> Found:
+        """What the condition gives, once that is neither None nor False. With the lock of `changed` held, which
+        `failed` notifies. Raises what failed, DeadlineError."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while not (found := condition()):
+            if self.error is not None:
+                raise self.error
+            if time.monotonic() > deadline_s:
+                raise self.late(what)
+            changed.wait(deadline_s - time.monotonic())
+        return found
+
+    def late(self, what: str) -> DeadlineError:
+        where = self._store.describe(self._name)
+        return DeadlineError(f"waited {self.timeout_s:.0f} s for {what}: {where} does not get on")
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits hears of it; the first one counts."""
+        with self._submitting:
+            self.error = self.error or error
+        self._failed()
+
+    def close(self) -> None:
+        """Whoever waits fails, and what is on its way is given up. A block that a disk is at is waited for, but not for
+        long. Idempotent."""
+        self.fail(MegatrainError(f"{self._store.describe(self._name)} is not used any more"))
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(CLOSE_S)
+
+    def _finish(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Waits for it."""
+        with self._submitting:
+            if self.error is not None:
+                work.close()
+                raise self.error
+            done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            done.result(self.timeout_s)
+        except TimeoutError:
+            raise self.late(what) from None
+        except CancelledError:
+            assert self.error is not None  # which is why
+            raise self.error from None
+
+    # What follows runs on the event loop.
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(TRANSFERS))  # by itself it has fewer on few cores
+        self._closing, self._room = asyncio.Event(), asyncio.Semaphore(TRANSFERS)
+        try:
+            async with self._store.update(self._name) as self._blob:
+                self._started.set()
+                await self._closing.wait()
+                await _give_up(asyncio.all_tasks() - {asyncio.current_task()})  # while the blob is open
+        except Exception as error:
+            self.fail(error)
+        finally:
+            self._started.set()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self.fail(error)
+
+    async def _read_block(self, extent: Extent, index: int, block: Span, memory: Block) -> None:
+        async with self._room:
+            where = self._store.describe(self._name)
+            await read_block(self._blob, where, self._checksums, extent, index, block, memory, self._checksum)
+
+    async def _write_block(self, extent: Extent, index: int, block: Span, memory: Block) -> None:
+        async with self._room:
+            self._checksums.store(extent, index, await asyncio.to_thread(self._checksum, memory))
+            await self._blob.write_at(extent.start + block.start, memory)
+
+
+async def read_block(
+    blob: Blob,
+    where: str,
+    checksums: Checksums,
+    extent: Extent,
+    index: int,
+    block: Span,
+    memory: Block,
+    checksum: Checksum = host_checksum,
+) -> None:
+    """Block `index` of the extent. `where`: the blob is, for messages. Raises MegatrainError for what cannot be read or
+    is not what was written."""
+    await blob.read_into(extent.start + block.start, memory)
+    found, expected = await asyncio.to_thread(checksum, memory), checksums.of(extent, index)
+    if found != expected:
+        raise MegatrainError(
+            f"{where}: bytes {extent.start + block.start} to {extent.start + block.stop} are not what was written "
+            f"there (checksum {found & 2**64 - 1:#x}, expected {expected & 2**64 - 1:#x}): the disk or its memory is "
+            "damaged; go on from the last save on another spill.path"
+        )
+
+
+async def _give_up(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Returns when nothing of them goes on; transfers that have begun are at their end then."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,81 @@
+"""Evaluation on the compute thread: the step's forward and cross-entropy, and nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
+from megatrain_ray.engine.layer_calls.skeleton import Skeleton
+from megatrain_ray.engine.model.chunked_loss import cross_entropy_sums
+from megatrain_ray.engine.model.micro_batch import MicroBatch
+from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.plan.schedule import Phase, Visit
+from megatrain_ray.engine.weights_stream.bound_modules import BoundModules
+from megatrain_ray.engine.weights_stream.bound_weights import Residents
+from megatrain_ray.engine.weights_stream.layer_streamer import LayerStreamer
+from megatrain_ray.virtual_clock import Op
+
+
+class Evaluator:
+    """Forwards with the model in evaluation mode. Draws no random numbers, keeps nothing for a backward, and leaves
+    the model in the mode it was in. Compute thread only."""
+
+    def __init__(
+        self,
+        structure: ModelStructure,
+        device: Device,
+        skeleton: Skeleton,
+        streamer: LayerStreamer,
+        residents: Residents,
+        modules: BoundModules,
+        chunk_tokens: int,
+    ) -> None:
+        self._structure = structure
+        self._device = device
+        self._skeleton = skeleton
+        self._streamer = streamer
+        self._residents = residents
+        self._modules = modules
+        self._chunk_tokens = chunk_tokens
+        self.whereabouts = ""  # empty while nothing is evaluated; read by other threads
+
+    def run(self, micro_batches: Sequence[MicroBatch], visits: Sequence[Visit]) -> float:
+        """Cross-entropy summed over the supervised tokens: in FP32 over a chunk, over chunks in double on the host."""
+        passes = [
+            ForwardPass(self._skeleton.forward_of(micro_batch, self._device.upload)) for micro_batch in micro_batches
+        ]
+        targets = [self._device.upload(micro_batch.targets) for micro_batch in micro_batches]
+        sums: list[torch.Tensor] = []
+        with self._skeleton.evaluating(), torch.no_grad():
+            for visit in visits:
+                self.whereabouts = f"evaluation, {visit.phase.value} of {self._structure.layers[visit.layer].name}"
+                with self._streamer.layer(visit.index) as regions, self._residents.bound(regions):
+                    for j in visit.micro_batches:
+                        if visit.layer == 0:
+                            passes[j].start()
+                        self._forward(visit.layer, j, passes[j])
+                        if visit.phase is Phase.HEAD:
+                            sums += self._loss(j, passes[j], targets[j])
+        self.whereabouts = ""
+        of_chunks: list[float] = torch.stack(sums).tolist()
+        return sum(of_chunks)
+
+    def _forward(self, layer: int, j: int, forward_pass: ForwardPass) -> None:
+        while (call := forward_pass.pending) is not None and self._structure.layer_of(call.path) == layer:
+            op = Op("evaluate", layer, j)
+            with self._modules.bound(call.path) as (function, _), self._device.compute(op):
+                result = call.infer(function)
+            forward_pass.answer(result)
+
+    def _loss(self, j: int, forward_pass: ForwardPass, targets: torch.Tensor) -> list[torch.Tensor]:
+        hidden = forward_pass.final_hidden
+        forward_pass.free()
+        with ExitStack() as stack:
+            for path in sorted(self._structure.loss_modules):
+                stack.enter_context(self._modules.bound(path))
+            stack.enter_context(self._device.compute(Op("evaluate loss", len(self._structure.layers) - 1, j)))
+            return cross_entropy_sums(self._skeleton.logits, hidden, targets, chunk_tokens=self._chunk_tokens)

@@ -1,0 +1,171 @@
+"""Every kind of layer once, forward and backward, before the first step: what is compiled when it is first used is
+compiled then, and no step and no deadline waits for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
+from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
+from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome
+from megatrain_ray.engine.layer_calls.skeleton import Skeleton
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.model.attention import Attention
+from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan.residency import FragmentId
+from megatrain_ray.engine.plan.step_residency import needed_fragments, streamed
+from megatrain_ray.engine.step.step_loss import StepLoss
+from megatrain_ray.engine.weights_stream.bound_modules import BoundModules
+from megatrain_ray.engine.weights_stream.bound_weights import Residents
+
+
+@dataclass(frozen=True)
+class Coming:
+    """What the steps to come are like, beside what the plan says. `packed`: rows of several documents are among
+    theirs. `evaluates`: held-out data are evaluated between them."""
+
+    objective: Objective = field(default_factory=Objective)
+    packed: bool = False
+    evaluates: bool = False
+
+
+class Rehearsal:
+    """Runs micro-batches of zeros through layers of zeros, which stand where those of a step will. Compute thread only,
+    before any step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        structure: ModelStructure,
+        layout: ModelLayout,
+        memory: torch.Tensor,
+        skeleton: Skeleton,
+        residents: Residents,
+        modules: BoundModules,
+        step_loss: StepLoss,
+    ) -> None:
+        """`memory`: what all slots were cut from."""
+        self._plan = plan
+        self._structure = structure
+        self._layout = layout
+        self._memory = memory
+        self._skeleton = skeleton
+        self._residents = residents
+        self._modules = modules
+        self._step_loss = step_loss
+
+    def run(self, coming: Coming) -> None:
+        """One micro-batch of each kind that is compiled in any part."""
+        plan = self._plan
+        compiled = plan.compiled_loss or any(layer.compiled for layer in plan.layers)
+        whole = compiled or plan.attention is Attention.FLEX
+        packed = plan.packed_attention is Attention.FLEX or (compiled and coming.packed)
+        if not whole and not packed:
+            return
+        self._memory.zero_()
+        index = torch.arange(plan.seq_len, device=self._memory.device).expand(plan.micro_batch_size, -1)
+        kinds: list[tuple[Attention, torch.Tensor | None]] = [(plan.attention, None)] if whole else []
+        if packed:
+            kinds.append((plan.packed_attention, index % (plan.seq_len // 2 + 1)))  # of two documents
+        with warnings.catch_warnings(action="ignore"):  # of compilers, about what they make of a model
+            for attention, positions in kinds:
+                self._skeleton.attention.set(attention)
+                self._train(torch.zeros_like(index), positions, coming.objective)
+                if coming.evaluates and compiled:
+                    self._evaluate(torch.zeros_like(index), positions)
+
+    def _train(self, ids: torch.Tensor, positions: torch.Tensor | None, objective: Objective) -> None:
+        results: dict[object, Any] = {}  # a call like an earlier one is not run: it returns the same
+        forward_pass = ForwardPass(lambda: self._skeleton.forward(ids, positions))
+        forward_pass.start()
+        while (call := forward_pass.pending) is not None:
+            kind = self._modules.graph_of(call.path), call.kind
+            if kind in results:
+                forward_pass.answer(results[kind])
+                continue
+            outcome = self._forward_and_backward(call)
+            if not any(outcome.added):  # what a layer leaves in a container is its own
+                results[kind] = outcome.result
+            forward_pass.resume(outcome)
+        self._loss(forward_pass.final_hidden, torch.zeros_like(ids), objective)
+        forward_pass.free()
+
+    def _evaluate(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        results: dict[object, Any] = {}
+        forward_pass = ForwardPass(lambda: self._skeleton.forward(ids, positions))
+        with self._skeleton.evaluating(), torch.no_grad():
+            forward_pass.start()
+            while (call := forward_pass.pending) is not None:
+                kind = self._modules.graph_of(call.path), call.kind
+                if kind not in results or call.stores:
+                    results[kind] = self._infer(call)
+                forward_pass.answer(results[kind])
+
+    def _forward_and_backward(self, call: LayerCall) -> Outcome:
+        with self._residents.bound(self._placed(call.path)), self._modules.bound(call.path) as (function, parameters):
+            compiled = self._modules.compiled(call.path)
+            if compiled is not None and compiled.problem is None:
+                twin = call.twin()
+                _compile(compiled, lambda: self._once(twin, function, parameters))
+            return self._once(call, function, parameters)
+
+    def _once(self, call: LayerCall, function: Any, parameters: list[torch.Tensor]) -> Outcome:
+        """As a step does."""
+        policy = self._plan.layers[self._structure.layer_of(call.path)].activations
+        keeps = policy is ActivationPolicy.KEEP and self._modules.keeps(call.path)
+        outcome = call.forward(function, parameters, self._modules.saving(call.path) if keeps else None)
+        if call.needs_gradient:
+            if not call.has_graph:
+                call.recompute(function, parameters, self._modules.saving(call.path))
+            for leaf in call.leaves:
+                leaf.grad = torch.zeros_like(leaf)
+            call.backward([None] * len(call.ports))
+        call.free()
+        return outcome
+
+    def _infer(self, call: LayerCall) -> Any:
+        with self._residents.bound(self._placed(call.path)), self._modules.bound(call.path) as (function, _):
+            compiled = self._modules.compiled(call.path)
+            if compiled is not None and compiled.problem is None:
+                twin = call.twin()
+                _compile(compiled, lambda: twin.infer(function))
+            return call.infer(function)
+
+    def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
+        run = partial(self._step_loss.rehearse, hidden, targets, objective)
+        with self._residents.bound(self._placed(self._structure.layers[-1].modules[-1])):
+            if self._step_loss.compiled is not None:
+                _compile(self._step_loss.compiled, run)
+            run()
+
+    def _placed(self, path: str) -> Mapping[FragmentId, torch.Tensor]:
+        """Regions for the layer of a module and those it shares parameters with, one after the other; those that live
+        on the device are where they are."""
+        regions: dict[FragmentId, torch.Tensor] = {}
+        start = 0
+        needed = needed_fragments(self._layout, self._structure.layer_of(path))
+        for fragment in streamed(needed, self._plan.hbm_layers):
+            span = self._layout.layers[fragment.layer].fragments[fragment.index]
+            stop = start + span.size * self._plan.precision.working_dtype.itemsize
+            regions[fragment] = self._memory[start:stop]
+            start = stop
+        return regions
+
+
+def _compile(call: CompiledCall, run: Any) -> None:
+    """Runs what calls it; gives the compiler up where it cannot."""
+    try:
+        with call.rehearsal():
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler's failures are of any class
+        call.give_up(error)

@@ -1,0 +1,1 @@
+"""Provides the values that weights begin with, are restored to, and are exported as."""

@@ -1,0 +1,65 @@
+"""Exports a save as a Hugging Face folder: the working copy as it is, or the exact FP32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
+from megatrain_ray.engine.weights.saved_values import ExportValues, SavedValues, chunks
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
+from megatrain_ray.io.checkpoints.write_checkpoint import FILE_BYTES, ExportDtype, ExportTensor, write_model_folder
+from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
+
+
+def export_save(
+    save_folder: Path,
+    manifest: Manifest,
+    out_dir: Path,
+    dtype: ExportDtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    copies: Sequence[Path] = (),
+    names: WeightMap | None = None,
+    rest: Sequence[ExportTensor] = (),
+) -> None:
+    """Writes `out_dir`; tied parameters once. `dtype` None: the working copy's. `file_bytes`: of one file at most.
+    `copies`: files that go with the model. `names`: what a checkpoint calls parameters, and how it cuts them. `rest`:
+    tensors that are no part of the save.
+
+    Raises ConfigError unless `out_dir` is new or empty, MegatrainError naming the blob when the save is damaged, and
+    when writing fails. There is no `out_dir` then.
+    """
+    with SavedValues.open(save_folder, manifest) as values:
+        chosen = dtype or values.dtype
+        tensors = export_tensors(values, owned(manifest), chosen, names)
+        write_model_folder(
+            out_dir, [*tensors, *rest], chosen, manifest.model, manifest.generation_config, file_bytes, copies
+        )
+
+
+def owned(manifest: Manifest) -> list[ParameterEntry]:
+    """The parameters that have elements of their own, whole."""
+    return whole(p for layer in manifest.layers for p in layer.parameters if p.tied_to is None)
+
+
+def whole(parameters: Iterable[ParameterEntry]) -> list[ParameterEntry]:
+    """Those of which these are, with `start` of the first: ranges of experts, which follow each other, as one."""
+    found: dict[str, ParameterEntry] = {}
+    for p in parameters:
+        name = whole_name(p.name)
+        before = found.get(name)
+        found[name] = replace(before or p, name=name, shape=joined_shape(before.shape if before else None, p.shape))
+    return list(found.values())
+
+
+def export_tensors(
+    values: ExportValues, parameters: Iterable[ParameterEntry], dtype: ExportDtype, names: WeightMap | None
+) -> list[ExportTensor]:
+    """What a checkpoint holds of these parameters. `names`: as for export_save."""
+    return [
+        ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, dtype))
+        for p in parameters
+        for t in (names or {}).get(p.name) or [CheckpointTensor.whole(p.name, p.shape)]
+    ]

@@ -1,0 +1,85 @@
+"""Checksums of what is frozen, where a save leaves it out: by them a restore or a merge knows that it has the same
+again. zlib's CRC-32 of a layer's frozen parameters as they stream, one after the other."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from megatrain_ray.engine.layout.expert_names import place_in_whole
+from megatrain_ray.engine.layout.flat_layout import FlatLayout, Segment
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.split_master import to_working
+from megatrain_ray.engine.weights.saved_values import READ_ELEMENTS, bytes_of
+from megatrain_ray.engine.weights.weight_source import WeightSource
+from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry
+
+CHUNK_BYTES = 1 << 20  # stays in a core's cache
+
+
+def frozen_checksums(
+    layout: ModelLayout, working_of: Callable[[int], Tensor], num_threads: int
+) -> tuple[int | None, ...]:
+    """Layer by layer, of what is in memory; None where nothing of a layer is frozen.
+
+    `working_of`: a layer's working copy on the host, 1-D, padded. The sums depend neither on padding nor on the number
+    of shards.
+    """
+
+    def of(index: int) -> int | None:
+        layer = layout.layers[index]
+        return _crc32(layer, working_of(index)) if layer.num_trained < layer.logical_size else None
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return tuple(pool.map(of, range(len(layout.layers))))
+
+
+def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]:
+    """The same of what `base` would load in the place of what a save leaves out; None where it leaves out nothing."""
+
+    def of(layer: LayerEntry) -> int | None:
+        if layer.base_crc32 is None:
+            return None
+        parameters = [p for p in layer.parameters if p.start >= layer.num_trained and p.tied_to is None]
+        return _crc32_of_source(base, parameters, is_split="residual" in manifest.itemsize)
+
+    return [of(layer) for layer in manifest.layers]
+
+
+def unread_checksums(base: WeightSource, layout: ModelLayout, *, is_split: bool) -> list[int | None]:
+    """As `frozen_checksums` of what `base` loads, where nobody has all of a layer. `is_split`: whether masters are."""
+
+    def of(layer: FlatLayout) -> int | None:
+        frozen = [segment for segment in layer.owned if not segment.group.trained]
+        return _crc32_of_source(base, frozen, is_split=is_split) if frozen else None
+
+    return [of(layer) for layer in layout.layers]
+
+
+def _crc32_of_source(base: WeightSource, parameters: Sequence[ParameterEntry | Segment], *, is_split: bool) -> int:
+    as_streamed, crc32 = to_working if is_split else Tensor.contiguous, 0
+    for parameter in parameters:
+        for values in _read(base, parameter):
+            crc32 = zlib.crc32(bytes_of(as_streamed(values)), crc32)
+    return crc32
+
+
+def _crc32(layer: FlatLayout, flat: Tensor) -> int:
+    crc32 = 0
+    for segment in layer.owned:
+        if not segment.group.trained:
+            values = bytes_of(flat[segment.start : segment.stop])
+            for first in range(0, len(values), CHUNK_BYTES):
+                crc32 = zlib.crc32(values[first : first + CHUNK_BYTES], crc32)
+    return crc32
+
+
+def _read(base: WeightSource, parameter: ParameterEntry | Segment) -> Iterator[Tensor]:
+    name, first = place_in_whole(parameter.name, parameter.shape)
+    stop = first + math.prod(parameter.shape)
+    for start in range(first, stop, READ_ELEMENTS):
+        yield base.read(name, start, min(start + READ_ELEMENTS, stop))

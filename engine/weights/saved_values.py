@@ -1,0 +1,119 @@
+"""The weights of a save by the names of parameters, in either type that an export has. Experts that are apart there go
+by the name of the whole parameter."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain_ray.engine.layout.expert_names import place_in_whole
+from megatrain_ray.engine.layout.split_master import join, to_working
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_reader import SaveReader
+from megatrain_ray.io.saves.save_writer import Piece
+from megatrain_ray.io.storage.blob_store import FileStore
+
+READ_ELEMENTS = 8 << 20  # at most 64 MiB at once: working copy, residual and master
+
+
+class ExportValues(Protocol):
+    """Where an export's values come from: `SavedValues`, or what is made of them (`MergedValues`)."""
+
+    def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
+        """Elements [start, stop) of the flattened parameter: 1-D, bf16 or fp32."""
+
+
+class _Place(NamedTuple):
+    """Where elements [first, stop) of a parameter lie in a save: from `start` of a layer on, logical."""
+
+    first: int
+    stop: int
+    layer: str
+    start: int
+    trained: bool
+
+
+class SavedValues:
+    """Every error of reading is a MegatrainError naming the blob."""
+
+    def __init__(self, save_folder: Path, manifest: Manifest, runner: asyncio.Runner) -> None:
+        self.is_split = "residual" in manifest.itemsize
+        self._places: dict[str, list[_Place]] = {}
+        for layer in manifest.layers:
+            for p in layer.parameters:
+                if p.tied_to is None and (layer.base_crc32 is None or p.start < layer.num_trained):
+                    name, first = place_in_whole(p.name, p.shape)
+                    place = _Place(first, first + math.prod(p.shape), layer.name, p.start, p.start < layer.num_trained)
+                    self._places.setdefault(name, []).append(place)
+        self._reader = SaveReader(FileStore(save_folder), manifest)
+        self._runner = runner
+
+    @staticmethod
+    @contextmanager
+    def open(save_folder: Path, manifest: Manifest) -> Iterator[SavedValues]:
+        with asyncio.Runner() as runner:
+            yield SavedValues(save_folder, manifest, runner)
+
+    @property
+    def dtype(self) -> ExportDtype:
+        """The working copy's."""
+        return ExportDtype.BF16 if self.is_split else ExportDtype.FP32
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter is in the save: false for what it leaves out."""
+        return name in self._places
+
+    def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
+        """Elements [start, stop) of the flattened parameter, whatever the precision of the run: 1-D."""
+        read = self._working if dtype is ExportDtype.BF16 else self._master
+        found = []
+        for place in self._places[name]:
+            first, last = max(start, place.first), min(stop, place.stop)
+            if first < last:
+                found.append(read(place, place.start + first - place.first, place.start + last - place.first))
+        if sum(map(len, found)) < stop - start:
+            raise MegatrainError(f"the save does not hold all of {name}, elements {start} to {stop}")
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def _working(self, place: _Place, start: int, stop: int) -> Tensor:
+        if self.is_split:
+            return self._read(place.layer, "working", start, stop, torch.bfloat16)
+        return to_working(self._master(place, start, stop))
+
+    def _master(self, place: _Place, start: int, stop: int) -> Tensor:
+        if self.is_split and not place.trained:
+            return self._working(place, start, stop).float()
+        if self.is_split:
+            residual = self._read(place.layer, "residual", start, stop, torch.int16)
+            return join(self._working(place, start, stop), residual)
+        return self._read(place.layer, "master", start, stop, torch.float32)
+
+    def _read(self, layer: str, kind: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        values = torch.empty(stop - start, dtype=dtype)
+        self._runner.run(self._reader.read([Piece(layer, kind, start, stop, [bytes_of(values)])]))
+        return values
+
+
+def chunks(values: ExportValues, name: str, tensor: CheckpointTensor, dtype: ExportDtype) -> Iterator[memoryview]:
+    """The bytes of a checkpoint's tensor, which is a piece of the parameter `name`."""
+    if not tensor.is_contiguous:
+        whole = values.read(name, tensor.offset, tensor.offset + tensor.numel, dtype)
+        yield bytes_of(whole.as_strided(tensor.shape, tensor.stride).contiguous().view(-1))
+        return
+    for first in range(tensor.offset, tensor.offset + tensor.numel, READ_ELEMENTS):
+        yield bytes_of(values.read(name, first, min(first + READ_ELEMENTS, tensor.offset + tensor.numel), dtype))
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous 1-D tensor."""
+    return values.view(torch.uint8).numpy().data

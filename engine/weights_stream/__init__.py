@@ -1,0 +1,1 @@
+"""Uploads weights into slots and binds views of the slots as parameters."""

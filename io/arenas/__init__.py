@@ -1,0 +1,1 @@
+"""Shares host memory between processes and keeps the descriptors of it open."""

@@ -1,0 +1,218 @@
+"""Documents to windows of seq_len + 1 tokens: seq_len inputs, and the same shifted by one as targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.first_fit import first_fit
+from megatrain_ray.io.tokens.corpus import Corpus
+from megatrain_ray.io.tokens.token_block import Mask
+
+PAD = 0  # any id would do: nothing supervised attends to a pad
+
+
+class Rows(NamedTuple):
+    """Windows side by side. `documents`: which document a token belongs to, -1 for a pad. `supervised`: whether it is
+    learned where it is a target."""
+
+    ids: NDArray[np.int64]  # [rows, seq_len + 1]
+    documents: NDArray[np.int64]  # [rows, seq_len + 1]
+    supervised: Mask  # [rows, seq_len + 1]
+
+
+class Windows(Protocol):
+    """A corpus cut into windows."""
+
+    @property
+    def corpus(self) -> Corpus: ...
+
+    @property
+    def num_windows(self) -> int: ...
+
+    @property
+    def joins_documents(self) -> bool:
+        """Whether a window may hold several."""
+
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        """The windows of these indices; short ones are padded."""
+
+
+@dataclass(frozen=True, eq=False)
+class SeparateWindows:
+    """Each document cut alone, with a stride of seq_len + 1. `documents` of rows only tells pads apart.
+
+    A document's last short window is dropped unless it is the document's only one, or `whole`; one token alone has no
+    target.
+    """
+
+    corpus: Corpus
+    starts: NDArray[np.int64]  # [num_windows], in the tokens of the corpus
+    lengths: NDArray[np.int64]  # [num_windows], seq_len + 1 but for a document's last
+    seq_len: int
+
+    @staticmethod
+    def of(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SeparateWindows:
+        width = seq_len + 1
+        lengths = np.asarray(corpus.document_lengths)
+        offsets = np.cumsum(lengths) - lengths
+        full, rest = np.divmod(lengths, width)
+        counts = full + ((rest > 1) & (whole | (full == 0)))
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return SeparateWindows(
+            corpus,
+            starts=np.repeat(offsets, counts) + within * width,
+            lengths=np.minimum(np.repeat(lengths, counts) - within * width, width),
+            seq_len=seq_len,
+        )
+
+    @property
+    def num_windows(self) -> int:
+        return self.starts.size
+
+    @property
+    def joins_documents(self) -> bool:
+        return False
+
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        columns = np.arange(self.seq_len + 1)
+        real = columns < self.lengths[indices, None]
+        at = np.minimum(self.starts[indices, None] + columns, self.corpus.tokens.size - 1)
+        ids = np.where(real, self.corpus.tokens[at].astype(np.int64), PAD)
+        return Rows(ids, real.astype(np.int64) - 1, _learned(self.corpus, at) & real)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWindows:
+    """Documents joined by the end-of-document id and cut with a stride of seq_len + 1; the rest at the end is dropped
+    unless it is all there is, or `whole`. An end belongs to the document before it; the last document has none.
+    """
+
+    corpus: Corpus
+    starts: NDArray[np.int64]  # [num_documents], in the joined tokens
+    end_of_document: int
+    seq_len: int
+    whole: bool = False
+
+    @staticmethod
+    def of(corpus: Corpus, seq_len: int, end_of_document: int, *, whole: bool = False) -> PackedWindows:
+        lengths = np.asarray(corpus.document_lengths)
+        starts = np.cumsum(lengths) - lengths + np.arange(lengths.size)
+        return PackedWindows(corpus, starts, end_of_document, seq_len, whole)
+
+    @property
+    def joins_documents(self) -> bool:
+        return True
+
+    @property
+    def num_joined(self) -> int:
+        return self.corpus.tokens.size + self.corpus.num_documents - 1
+
+    @property
+    def num_windows(self) -> int:
+        full, rest = divmod(self.num_joined, self.seq_len + 1)
+        return full + int(rest > 1 and (self.whole or full == 0)) if self.corpus.tokens.size else 0
+
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        at = indices[:, None] * (self.seq_len + 1) + np.arange(self.seq_len + 1)
+        real = at < self.num_joined
+        at = np.minimum(at, self.num_joined - 1)
+        documents = np.searchsorted(self.starts, at, side="right") - 1
+        is_end = at - self.starts[documents] == self.corpus.document_lengths[documents]
+        # Each document before has put one end between itself and the next.
+        ids = self.corpus.tokens[np.minimum(at - documents, self.corpus.tokens.size - 1)].astype(np.int64)
+        return Rows(
+            np.where(real, np.where(is_end, self.end_of_document, ids), PAD),
+            np.where(real, documents, -1),
+            real,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRows:
+    """Sequences of chats side by side in rows, none of them cut: each goes into the first row that has room."""
+
+    corpus: Corpus
+    sequences: NDArray[np.int64]  # [num_documents], row by row
+    firsts: NDArray[np.int64]  # [num_rows + 1], where each row's begin in `sequences`
+    offsets: NDArray[np.int64]  # [num_documents], of each sequence in the tokens of the corpus
+    seq_len: int
+
+    @staticmethod
+    def of(corpus: Corpus, seq_len: int) -> SequenceRows:
+        lengths = np.asarray(corpus.document_lengths)
+        rows = first_fit(lengths, seq_len + 1)
+        sequences = np.argsort(rows, kind="stable")
+        firsts = np.searchsorted(rows[sequences], np.arange(rows.max(initial=-1) + 2))
+        return SequenceRows(corpus, sequences, firsts, np.cumsum(lengths) - lengths, seq_len)
+
+    @property
+    def joins_documents(self) -> bool:
+        return True
+
+    @property
+    def num_windows(self) -> int:
+        return self.firsts.size - 1
+
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        parts = [self.sequences[self.firsts[row] : self.firsts[row + 1]] for row in indices]
+        shape = (indices.size, self.seq_len + 1)
+        rows = Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, np.bool_))
+        for row, sequences in enumerate(parts):
+            end = 0
+            for sequence in sequences:
+                start, length = self.offsets[sequence], self.corpus.document_lengths[sequence]
+                there, here = slice(start, start + length), slice(end, end + length)
+                rows.ids[row, here] = self.corpus.tokens[there]
+                rows.documents[row, here] = sequence
+                rows.supervised[row, here] = _learned(self.corpus, there)
+                end += length
+        return rows
+
+
+def _learned(corpus: Corpus, at: NDArray[np.int64] | slice) -> Mask:
+    """Whether the tokens at these places are learned."""
+    if corpus.supervised is None:
+        return np.ones_like(corpus.tokens[at], np.bool_)
+    return corpus.supervised[at]
+
+
+def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False) -> Windows:
+    """The windows of a corpus. One document is cut in the same way with packing and without. Sequences of chats, of
+    at most seq_len + 1 tokens, stay whole. `whole`: with the last short windows, so that no document is left out.
+
+    Raises ConfigError where there is no window, and where several documents are to be packed and the tokenizer has no
+    end-of-document id or one outside the vocabulary.
+    """
+    windows: Windows
+    if packing and corpus.num_documents > 1 and corpus.supervised is not None:
+        windows = SequenceRows.of(corpus, seq_len)
+    elif packing and corpus.num_documents > 1:
+        windows = PackedWindows.of(corpus, seq_len, _end_of_document(corpus, vocab_size), whole=whole)
+    else:
+        windows = SeparateWindows.of(corpus, seq_len, whole=whole)
+    if not windows.num_windows:
+        raise ConfigError(
+            f"data.path: nothing to learn in {corpus.name}: a window needs 2 tokens, got {corpus.tokens.size} in "
+            f"{corpus.num_documents} document(s)"
+        )
+    return windows
+
+
+def _end_of_document(corpus: Corpus, vocab_size: int) -> int:
+    end = corpus.end_of_document
+    if end is None:
+        raise ConfigError(
+            "data.tokenizer: its tokenizer_config.json and special_tokens_map.json name no eos_token that its "
+            "tokenizer.json has, and documents are joined by that; add one, or set data.packing: false"
+        )
+    if end >= vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: the end of a document has id {end}, but the model's vocab_size is {vocab_size}; use a "
+            f"model of at least {end + 1} entries, or set data.packing: false"
+        )
+    return end

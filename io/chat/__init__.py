@@ -1,0 +1,1 @@
+"""Turns conversations into token ids with a loss mask."""

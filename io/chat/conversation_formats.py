@@ -1,0 +1,183 @@
+"""Records of chats as conversations: alpaca, sharegpt and `messages`, recognised by their keys or as stated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+
+from megatrain_ray.io.chat.messages import MESSAGE_EXTRAS, new_message, parse_tools, text_of
+from megatrain_ray.io.records.read_records import RecordError
+
+ChatFormat = Literal["auto", "alpaca", "sharegpt", "messages"]
+
+# Keys that change what is learned, in ways that a conversation cannot say.
+REFUSED_KEYS = ("chosen", "rejected", "kto_tag", "image", "images", "video", "videos", "audio", "audios")
+
+MESSAGE_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "function_call",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as a chat template takes them, and the tools that the assistant may call."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+class ChatLayout(Protocol):
+    """How a record holds its conversation."""
+
+    def read(self, record: Mapping[str, Any]) -> Conversation:
+        """Raises RecordError naming the key or turn that is wrong."""
+
+
+@dataclass(frozen=True)
+class AlpacaLayout:
+    """One question and one answer a record, perhaps with earlier ones. A key of None is not read."""
+
+    instruction: str | None = "instruction"
+    input: str | None = "input"
+    output: str | None = "output"
+    system: str | None = "system"
+    history: str | None = "history"
+    tools: str | None = "tools"
+
+    def read(self, record: Mapping[str, Any]) -> Conversation:
+        _check_keys(frozenset(record), (self.input, self.system, self.history, self.tools))
+        if missing := [key for key in (self.instruction, self.output) if key and key not in record]:
+            raise RecordError(f"{missing[0]}: missing; its keys: {', '.join(map(str, record)) or 'none'}")
+        parts = [text_of(_get(record, key), str(key)) for key in (self.instruction, self.input)]
+        answer = text_of(_get(record, self.output), str(self.output))
+        turns = [*self._history(record), ("user", "\n".join(part for part in parts if part)), ("assistant", answer)]
+        messages = [new_message(role, text, {}) for role, text in turns]
+        return _conversation(record, messages, self.system, self.tools)
+
+    def _history(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        pairs = _get(record, self.history) or []
+        if not isinstance(pairs, list) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs):
+            raise RecordError(f"{self.history}: expected a list of [question, answer], got {pairs!r:.60}")
+        for number, (question, answer) in enumerate(pairs, 1):
+            where = f"{self.history}, pair {number}"
+            yield "user", text_of(question, where)
+            yield "assistant", text_of(answer, where)
+
+
+@dataclass(frozen=True)
+class TurnsLayout:
+    """A list of turns a record, each with a role and a content. `roles`: their words to those of a template."""
+
+    turns: str
+    role: str
+    content: str
+    roles: Mapping[str, str]
+    extras: frozenset[str] = frozenset()
+    system: str | None = "system"
+    tools: str | None = "tools"
+
+    def read(self, record: Mapping[str, Any]) -> Conversation:
+        _check_keys(frozenset(record), (self.system, self.tools))
+        turns = record.get(self.turns)
+        if not isinstance(turns, list) or not turns:
+            raise RecordError(f"{self.turns}: expected a list of turns, got {_shown(record, self.turns)}")
+        messages = [self._message(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
+        return _conversation(record, messages, self.system, self.tools)
+
+    def _message(self, turn: Any, where: str) -> dict[str, Any]:
+        if not isinstance(turn, dict) or not isinstance(role := turn.get(self.role), str):
+            raise RecordError(f"{where}: expected a mapping with {self.role} and {self.content}, got {turn!r:.60}")
+        if role not in self.roles:
+            raise RecordError(f"{where}: unknown role {role!r}; expected one of {', '.join(self.roles)}")
+        extras = {key: turn[key] for key in turn.keys() - {self.role, self.content} if turn[key] is not None}
+        if unknown := sorted(extras.keys() - self.extras):
+            known = ", ".join([self.role, self.content, *sorted(self.extras)])
+            raise RecordError(f"{where}: unknown key {unknown[0]!r}; expected {known}")
+        try:
+            return new_message(self.roles[role], text_of(turn.get(self.content), self.content), extras)
+        except RecordError as error:
+            raise RecordError(f"{where} ({role}): {error}") from None
+
+
+ALPACA = AlpacaLayout()
+SHAREGPT = TurnsLayout("conversations", "from", "value", SHAREGPT_ROLES)
+MESSAGES = TurnsLayout("messages", "role", "content", MESSAGE_ROLES, extras=MESSAGE_EXTRAS)
+
+
+@dataclass(frozen=True)
+class AutoLayout:
+    """Recognises the format of each record by its keys; turns may stand under `messages` or `conversations`."""
+
+    def read(self, record: Mapping[str, Any]) -> Conversation:
+        found = [_recognised(record, name) for name in ("messages", "conversations") if record.get(name) is not None]
+        if "instruction" in record and "output" in record:
+            found.append(ALPACA)
+        if len(found) == 1:
+            return found[0].read(record)
+        fits = "several formats at once" if found else "no known format"
+        raise RecordError(
+            f"its keys ({', '.join(map(str, record)) or 'none'}) fit {fits}; expected messages, conversations, or "
+            "instruction and output. State data.chat_format, or rename the keys"
+        )
+
+
+LAYOUTS: Mapping[ChatFormat, ChatLayout] = {
+    "auto": AutoLayout(), "alpaca": ALPACA, "sharegpt": SHAREGPT, "messages": MESSAGES,
+}  # fmt: skip
+
+
+def read_conversation(record: Any, layout: ChatLayout) -> Conversation:
+    """The conversation of what `read_records` gave. Raises RecordError."""
+    if isinstance(record, RecordError):
+        raise record
+    if not isinstance(record, dict):
+        raise RecordError(f"expected a mapping, got {record!r:.60}")
+    if refused := [key for key in REFUSED_KEYS if record.get(key) not in (None, [], "")]:
+        raise RecordError(f"{refused[0]}: preferences and media cannot be learned from; remove the key")
+    return layout.read(record)
+
+
+def _recognised(record: Mapping[str, Any], name: str) -> ChatLayout:
+    turns = record[name]
+    first = turns[0] if isinstance(turns, list) and turns else None
+    if isinstance(first, dict) and "from" in first:
+        return TurnsLayout(name, "from", "value", SHAREGPT_ROLES)
+    return TurnsLayout(name, "role", "content", MESSAGE_ROLES, extras=MESSAGE_EXTRAS)
+
+
+def _conversation(
+    record: Mapping[str, Any], messages: list[dict[str, Any]], system: str | None, tools: str | None
+) -> Conversation:
+    if system and (text := text_of(record.get(system), system)):
+        if messages[0]["role"] == "system":
+            raise RecordError(f"two system texts: one under {system!r}, one in turn 1; keep one")
+        messages = [new_message("system", text, {}), *messages]
+    return Conversation(tuple(messages), parse_tools(record.get(tools)) if tools else ())
+
+
+def _get(record: Mapping[str, Any], key: str | None) -> Any:
+    return None if key is None else record.get(key)
+
+
+def _shown(record: Mapping[str, Any], key: str) -> str:
+    return f"{record[key]!r:.60}" if key in record else f"none (keys: {', '.join(map(str, record))})"
+
+
+@lru_cache(maxsize=64)  # the records of a file have few sets of keys
+def _check_keys(keys: frozenset[str], optional: tuple[str | None, ...]) -> None:
+    """Other keys are no harm, but one that is nearly the name of a missing optional key would be lost silently."""
+    absent = [key for key in optional if key and key not in keys]
+    for key in sorted(keys - set(optional), key=str):
+        if close := get_close_matches(str(key), absent, n=1, cutoff=0.8):
+            raise RecordError(f"unknown key {key!r}; did you mean {close[0]!r}?")

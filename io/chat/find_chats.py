@@ -1,0 +1,59 @@
+"""Which files hold the chats, and how: paths, folders and globs, or LLaMA-Factory's dataset_info.json."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, ChatFormat, ChatLayout
+from megatrain_ray.io.chat.dataset_info import FILE_NAME, read_dataset_info
+from megatrain_ray.io.records.read_records import SUFFIXES, has_records
+
+
+class ChatSource(NamedTuple):
+    """A file of records, and how they hold their conversations."""
+
+    file: Path
+    layout: ChatLayout
+
+
+def find_chats(
+    path: str | Sequence[str], dataset: str | Sequence[str] | None = None, chat_format: ChatFormat = "auto"
+) -> tuple[ChatSource, ...]:
+    """The files of `data.path` in the order given: files, folders, globs, or one dataset_info.json.
+
+    Raises ConfigError for what is missing, holds no records, or where `dataset` and the path do not belong together.
+    """
+    patterns = [path] if isinstance(path, str) else list(path)
+    infos = [pattern for pattern in patterns if Path(pattern).name == FILE_NAME]
+    if infos and len(patterns) == 1:
+        names = [dataset] if isinstance(dataset, str) else dataset or ()
+        named = read_dataset_info(Path(infos[0]), names)
+        return tuple(ChatSource(file, entry.layout) for entry in named for file in _files(str(entry.path)))
+    if infos or dataset is not None:
+        raise ConfigError(f"data.path: data.dataset goes with one {FILE_NAME} and nothing else, got {path!r}")
+    return tuple(ChatSource(file, LAYOUTS[chat_format]) for pattern in patterns for file in _files(pattern))
+
+
+def _files(pattern: str) -> list[Path]:
+    here = Path(pattern)
+    if here.is_dir():
+        if (here / FILE_NAME).exists():
+            raise ConfigError(f"data.path: {here} holds a {FILE_NAME}: name that file, and data.dataset")
+        found = sorted(f for f in here.rglob("*") if has_records(f) and f.is_file() and not _is_hidden(f, here))
+    elif here.exists():
+        found = [here]
+    else:
+        found = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207 - absolute ones
+    if not found:
+        kinds = f" with files of {', '.join(SUFFIXES)}" if here.is_dir() else ""
+        raise ConfigError(f"data.path: no such file or folder{kinds}: {pattern} (relative paths start at {Path.cwd()})")
+    return found
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """A folder that was downloaded from a hub has a .cache of JSON files."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)

@@ -1,0 +1,110 @@
+"""A folder of LoRA adapters in the format of the peft library: adapter_config.json and adapter_model.safetensors, whose
+names are those of the model's parameters behind `base_model.model.`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_folder
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+READ_ELEMENTS = 8 << 20  # 32 MiB at once
+# Of peft's settings, what would compute something else than a plain pair when set.
+OTHER_KINDS = (
+    "use_rslora", "use_dora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "lora_bias", "arrow_config",
+    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "kasa_config",
+    "monteclora_config", "velora_config",
+)  # fmt: skip
+# Of init_lora_weights, by which peft makes pairs. The others (pissa, olora, …) take the pair's product out of the base,
+# and do so again whenever the adapter is loaded.
+PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """Adapters and what was trained beside them, by the names of the model's parameters."""
+
+    path: Path
+    rank: int
+    alpha: float
+    _weights: WeightFolder
+
+    @staticmethod
+    def open(path: Path) -> AdapterFolder:
+        """Raises ConfigError for a folder that holds no adapters, others than plain LoRA, or damaged ones."""
+        file = path / CONFIG_NAME
+        try:
+            settings = json.loads(file.read_bytes())
+            kind, rank, alpha = settings["peft_type"], int(settings["r"]), float(settings["lora_alpha"])
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}; expected a folder of peft's format") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file} describes no LoRA adapter: {type(error).__name__}: {error}") from None
+        others = [key for key in OTHER_KINDS if settings.get(key)]
+        if (beginning := settings.get("init_lora_weights")) not in PLAIN_BEGINNINGS:
+            others.append(f"init_lora_weights: {beginning}, which changes the base")
+        if kind != "LORA" or others or settings.get("bias", "none") != "none":
+            found = kind if kind != "LORA" else ", ".join([*others, f"bias: {settings.get('bias', 'none')}"])
+            raise ConfigError(f"{file}: only plain LoRA without biases is trained, got {found}")
+        return AdapterFolder(path, rank, alpha, WeightFolder.of_file(path / WEIGHTS_NAME))
+
+    def check(
+        self, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str], tied: Mapping[str, str] | None = None
+    ) -> None:
+        """`shapes`: of all that is trained. `tied`: other names of it, each with the one in `shapes`.
+
+        Raises ConfigError where the folder lacks a `required` parameter, holds one of another shape, one that is not
+        trained, or other values of a shared one under its other name."""
+        shapes = {**shapes, **{alias: shapes[name] for alias, name in (tied or {}).items()}}
+        names = [name.removeprefix(PREFIX) for name in self._weights.names]
+        strangers = sorted(set(names) - shapes.keys())
+        if strangers:
+            raise ConfigError(
+                f"{self.path} holds {strangers[0]} (and {len(strangers) - 1} more), which would not be trained: is it "
+                "of another model? Else let lora.match and train.trainable match it"
+            )
+        aliases = {alias: name for alias, name in (tied or {}).items() if alias in names}
+        self._weights.check({PREFIX + name: shapes[name] for name in {*names, *required, *aliases.values()}})
+        for alias, name in aliases.items():
+            if not self._equal(alias, name, math.prod(shapes[name])):
+                raise ConfigError(
+                    f"{self.path} holds other values of {alias} than of {name}, which are one parameter of the model; "
+                    "train them tied (peft: ensure_weight_tying), or merge the adapter and begin with that model"
+                )
+
+    def _equal(self, one: str, other: str, size: int) -> bool:
+        parts = ((start, min(start + READ_ELEMENTS, size)) for start in range(0, size, READ_ELEMENTS))
+        return all(torch.equal(self.read(one, *part), self.read(other, *part)) for part in parts)
+
+    def holds(self, name: str) -> bool:
+        return PREFIX + name in self._weights.names
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened parameter: 1-D, fp32. Raises ConfigError as WeightFolder.read."""
+        return self._weights.read(PREFIX + name, start, stop)
+
+
+def write_adapter_folder(
+    out_dir: Path,
+    tensors: Sequence[ExportTensor],
+    dtype: ExportDtype,
+    settings: Mapping[str, Any],
+    copies: Sequence[Path] = (),
+) -> None:
+    """Writes `settings` as adapter_config.json, the weights, whose names are those of the model, and copies of files.
+
+    The folder appears when it is complete. Raises as write_model_folder.
+    """
+    named = [tensor._replace(name=PREFIX + tensor.name) for tensor in tensors]
+    write_folder(out_dir, {CONFIG_NAME: settings}, {WEIGHTS_NAME: named}, dtype, copies)

@@ -1,0 +1,178 @@
+"""Writes a Hugging Face folder of weights, one part of one tensor in memory at a time.
+
+safetensors' own writer takes a whole file from memory; the format is simple enough to be written as the bytes come:
+the length of a JSON header (8 bytes, little-endian), the header, then the tensors' bytes one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_NAME
+from megatrain_ray.io.files.free_space import check_room
+from megatrain_ray.io.files.partial_folder import complete_or_absent
+
+FILE_BYTES = 5 * 10**9  # the largest file that hubs and file systems take without ado
+REST_BYTES = 32 << 20  # of everything beside the weights, at most: a tokenizer
+SETTLE_BYTES = 256 << 20  # written at most before they are brought to the disk
+
+
+class ExportDtype(Enum):
+    """Type of the exported weights, by its name on the command line."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self is ExportDtype.BF16 else 4
+
+    @property
+    def config_name(self) -> str:
+        """In config.json."""
+        return "bfloat16" if self is ExportDtype.BF16 else "float32"
+
+    @property
+    def header_name(self) -> str:
+        """In a safetensors header."""
+        return "BF16" if self is ExportDtype.BF16 else "F32"
+
+
+class StoredDtype(NamedTuple):
+    """Any type, of a tensor that is passed on as it is: its name in a safetensors header, bytes of an element."""
+
+    header_name: str
+    itemsize: int
+
+
+class ExportTensor(NamedTuple):
+    """A tensor to write; `chunks` makes its bytes, row-major and little-endian, when its turn has come. `dtype`: where
+    it is not that of the others."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterable[memoryview]]
+    dtype: ExportDtype | StoredDtype | None = None
+
+
+def write_model_folder(
+    out_dir: Path,
+    tensors: Sequence[ExportTensor],
+    dtype: ExportDtype,
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None = None,
+    file_bytes: int = FILE_BYTES,
+    copies: Sequence[Path] = (),
+) -> None:
+    """Writes config.json, the weights in files of at most `file_bytes` (a larger tensor has its own), their index, and
+    copies of other files.
+
+    The folder appears when it is complete. Raises ConfigError unless `out_dir` is new or empty, CapacityError when
+    there is no room for the weights, MegatrainError when writing fails.
+    """
+    # torch_dtype is the same key by its name before Transformers 4.56; two answers would be one too many
+    described = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype.config_name}
+    settings: dict[str, Mapping[str, Any]] = {"config.json": described}
+    if generation_config is not None:
+        settings["generation_config.json"] = generation_config
+    files = _split(tensors, dtype, file_bytes)
+    names = [f"model-{k:05}-of-{len(files):05}.safetensors" for k in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = [SINGLE_NAME]
+    else:
+        settings[INDEX_NAME] = _index(names, files, dtype)
+    write_folder(out_dir, settings, dict(zip(names, files, strict=True)), dtype, copies)
+
+
+def write_folder(
+    out_dir: Path,
+    settings: Mapping[str, Mapping[str, Any]],
+    weights: Mapping[str, Sequence[ExportTensor]],
+    dtype: ExportDtype,
+    copies: Sequence[Path] = (),
+) -> None:
+    """Writes JSON files, safetensors files, each by its name, and copies of other files. Raises as
+    write_model_folder."""
+    with complete_or_absent(out_dir) as folder:
+        for name, values in settings.items():
+            _write_json(folder / name, values)
+        num_bytes = sum(_nbytes(tensor, dtype) for tensors in weights.values() for tensor in tensors)
+        check_room(folder, num_bytes + REST_BYTES, "the exported model", "free some, or name another folder")
+        for file in copies:
+            shutil.copy(file, folder)
+        for name, tensors in weights.items():
+            _write_safetensors(folder / name, tensors, dtype)
+
+
+def _split(tensors: Sequence[ExportTensor], dtype: ExportDtype, file_bytes: int) -> list[list[ExportTensor]]:
+    """In order, as many to a file as fit."""
+    files: list[list[ExportTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        nbytes = _nbytes(tensor, dtype)
+        if files[-1] and filled + nbytes > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += nbytes
+    return files
+
+
+def _index(names: Sequence[str], files: Sequence[Sequence[ExportTensor]], dtype: ExportDtype) -> dict[str, Any]:
+    total = sum(_nbytes(tensor, dtype) for group in files for tensor in group)
+    weight_map = {tensor.name: name for name, group in zip(names, files, strict=True) for tensor in group}
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def _write_safetensors(path: Path, tensors: Sequence[ExportTensor], dtype: ExportDtype) -> None:
+    with path.open("wb") as file:
+        file.write(_header(tensors, dtype))
+        unsettled = 0
+        for tensor in tensors:
+            written = 0
+            for chunk in tensor.chunks():
+                written += file.write(chunk)
+                unsettled += len(chunk)
+                if unsettled >= SETTLE_BYTES:
+                    _settle(file)
+                    unsettled = 0
+            if written != _nbytes(tensor, dtype):
+                raise MegatrainError(f"{tensor.name}: expected {_nbytes(tensor, dtype)} bytes to export, got {written}")
+        _settle(file)
+
+
+def _header(tensors: Sequence[ExportTensor], dtype: ExportDtype) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Transformers refuses a file without it
+    offset = 0
+    for tensor in tensors:
+        end = offset + _nbytes(tensor, dtype)
+        header_name = (tensor.dtype or dtype).header_name
+        header[tensor.name] = {"dtype": header_name, "shape": tensor.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _settle(file: BinaryIO) -> None:
+    """What is written is on disk and out of the page cache, where it would take memory from a training beside it."""
+    file.flush()
+    os.fdatasync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _nbytes(tensor: ExportTensor, dtype: ExportDtype) -> int:
+    return math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize

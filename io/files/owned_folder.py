@@ -1,0 +1,294 @@
+"""Folders that this program made and may delete again.
+
+Each holds a mark: a file that says what the folder is for, which user and process made it, and a random token. A folder
+is deleted only if its mark says so, never for its name or its age, and never through a link. Whoever makes a folder
+holds a lock of the mark as long as nobody else may delete it; the kernel drops the lock when the process dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.files.durable import sync
+from megatrain_ray.io.files.process_identity import PidNamespace, start_ticks
+
+MARK_NAME = "owner.json"
+MADE_BY = "megatrain-ray"
+PRIVATE = 0o700  # mode of a folder: no other user can read it or put anything into it
+SHARED = 0o777  # mode of a folder that others may read or write as far as the umask lets them
+MARK_BYTES = 4096  # a mark is smaller
+
+
+class FolderKind(Enum):
+    """What a folder was made for."""
+
+    SESSION = "Ray's session folder of one start of a run"
+    RUN = "a run"
+    SAVE = "a save of a run"
+    RUN_PART = "files that a run copied into its directory"
+    PARTIAL = "a folder that is not finished"
+    TOKENS = "tokens of a data source"
+    SCRATCH = "what a demo or a benchmark made"
+
+
+class NotOwnedError(MegatrainError):
+    """A folder is not deleted, because nothing shows that this program made it and that nobody uses it."""
+
+
+class FolderInUseError(NotOwnedError):
+    """A folder is not deleted, because a process still uses it."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the mark of a folder says.
+
+    token: random, the same for a run and all its saves.
+    inode: of the folder; a copy of it, which the user made, has another one.
+    uid: the user who made it.
+    pid, start_ticks, namespace: the process that made it.
+    """
+
+    kind: FolderKind
+    token: str
+    inode: int
+    uid: int
+    pid: int
+    start_ticks: int
+    namespace: PidNamespace
+
+    @staticmethod
+    def of_this_process(folder: Path, kind: FolderKind, token: str | None = None) -> Mark:
+        """Return a mark of `folder`, which this process makes now. `token`: a new one unless given."""
+        return Mark(
+            kind=kind,
+            token=token or secrets.token_hex(16),
+            inode=folder.stat().st_ino,
+            uid=os.geteuid(),
+            pid=os.getpid(),
+            start_ticks=start_ticks(os.getpid()) or 0,
+            namespace=PidNamespace.current(),
+        )
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process made the folder."""
+        return self.pid == os.getpid() and self.maker_lives
+
+    @property
+    def maker_lives(self) -> bool:
+        """Whether the process that made the folder still runs. False for one of another container, which cannot be
+        looked up from here: there only the lock says so."""
+        return self.namespace.is_current and start_ticks(self.pid) == self.start_ticks
+
+    def to_json(self) -> str:
+        tree = asdict(self) | {"kind": self.kind.name.lower()}
+        return json.dumps({"made_by": MADE_BY, "for": self.kind.value} | tree, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: bytes) -> Mark:
+        """Raises ValueError, KeyError, TypeError or AttributeError for what is no mark."""
+        tree: dict[str, Any] = json.loads(text)
+        if tree.pop("made_by") != MADE_BY:
+            raise ValueError("made by another program")
+        tree.pop("for")
+        return Mark(**tree | {"kind": FolderKind[tree["kind"].upper()], "namespace": PidNamespace(**tree["namespace"])})
+
+
+@dataclass
+class OwnedFolder:
+    """A folder that this process made, and whose lock it holds until `release`."""
+
+    path: Path
+    mark: Mark
+    _lock: int = field(repr=False)
+
+    @staticmethod
+    def make(path: Path, kind: FolderKind, token: str | None = None, mode: int = PRIVATE) -> OwnedFolder:
+        """Make the folder with its mark, in one step with `mode`, less the umask. Its parent must exist.
+
+        An empty folder that is there already is taken. Raises FileExistsError for any other, BlockingIOError where
+        another process is making it at this moment, OSError.
+        """
+        try:
+            path.mkdir(mode)
+        except FileExistsError:
+            if not is_free(path):
+                raise
+        return OwnedFolder.mark_existing(path, kind, token)
+
+    @staticmethod
+    def mark_existing(path: Path, kind: FolderKind, token: str | None = None) -> OwnedFolder:
+        """Write the mark into a folder that has none. Raises as `make`."""
+        lock = os.open(path / MARK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_size:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path / MARK_NAME))
+            mark = Mark.of_this_process(path, kind, token)
+            try:
+                os.write(lock, mark.to_json().encode())
+                os.fsync(lock)
+                sync(path)
+            except OSError:
+                os.ftruncate(lock, 0)  # half a mark would keep the folder from being taken later
+                raise
+        except OSError:
+            os.close(lock)
+            raise
+        return OwnedFolder(path, mark, lock)
+
+    def release(self) -> None:
+        """Give up the lock. The folder and its mark stay."""
+        os.close(self._lock)
+
+    def remove(self) -> None:
+        """Delete the folder and give up the lock. What cannot be deleted stays."""
+        try:
+            with suppress(OSError, NotOwnedError), _opened(self.path, self.path.parent) as fd:
+                if os.path.samestat(os.stat(MARK_NAME, dir_fd=fd, follow_symlinks=False), os.fstat(self._lock)):
+                    _delete(self.path, fd)
+        finally:
+            self.release()
+
+
+def is_free(path: Path) -> bool:
+    """Return whether there is nothing at `path`, or an empty folder, or one that a kill left before its mark was
+    written."""
+    if path.is_symlink() or not path.is_dir():
+        return not os.path.lexists(path)
+    return {file.name for file in path.iterdir()} <= {MARK_NAME} and read_mark(path) is None
+
+
+def read_mark(path: Path) -> Mark | None:
+    """Return the mark of a folder, whoever wrote it, or None where it has none. `path` may be a link to the folder."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return _read(fd)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def has_mark(path: Path, *kinds: FolderKind) -> bool:
+    """Return whether `path` is a folder, no link to one, with a mark for one of `kinds`, or for any."""
+    mark = None if path.is_symlink() else read_mark(path)
+    return mark is not None and mark.kind in (kinds or FolderKind)
+
+
+def remove_owned(path: Path, kind: FolderKind, *, below: Path | None = None, token: str | None = None) -> None:
+    """Delete a folder that this program made for `kind`, and that no process uses any more.
+
+    below: the folder that the user named, which may be reached through links; nothing between it and `path` may be one.
+        The parent of `path` unless given.
+    token: that of the mark, where only one owner's folders may go.
+
+    Raises NotOwnedError naming the reason when the folder must stay, OSError when it cannot be deleted.
+    """
+    with _opened(path, below or path.parent) as fd:
+        _check(path, fd, kind, token)
+        lock = os.open(MARK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=fd)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _delete(path, fd)
+        except BlockingIOError:
+            raise FolderInUseError(f"{path} is not deleted: another process uses it") from None
+        finally:
+            os.close(lock)
+
+
+def why_not_owned(path: Path, kind: FolderKind, *, below: Path | None = None, token: str | None = None) -> str | None:
+    """Return why `remove_owned` would leave a folder; None where it would delete it, unless another process uses it."""
+    try:
+        with _opened(path, below or path.parent) as fd:
+            _check(path, fd, kind, token)
+    except (NotOwnedError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _check(path: Path, fd: int, kind: FolderKind, token: str | None) -> None:
+    """Raises NotOwnedError unless the mark of an open folder lets it be deleted."""
+    try:
+        mark = _read(fd)
+        owners = {mark.uid, os.fstat(fd).st_uid, os.stat(MARK_NAME, dir_fd=fd, follow_symlinks=False).st_uid}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise _kept(path, f"it has no mark ({MARK_NAME}) that this program made it") from None
+    if owners != {os.geteuid()}:
+        raise _kept(path, "it belongs to another user")
+    if mark.kind is not kind:
+        raise _kept(path, f"its mark ({MARK_NAME}) says that it is {mark.kind.value}")
+    if mark.inode != os.fstat(fd).st_ino:
+        raise _kept(path, "it is a copy of what this program made")
+    if token is not None and mark.token != token:
+        raise _kept(path, "another run made it")
+    if mark.maker_lives and not mark.is_of_this_process:
+        raise FolderInUseError(f"{path} is not deleted: process {mark.pid}, which made it, still runs")
+
+
+def _kept(path: Path, reason: str) -> NotOwnedError:
+    return NotOwnedError(f"{path} is not deleted: {reason}")
+
+
+@contextmanager
+def _opened(path: Path, below: Path) -> Iterator[int]:
+    """Open the folder `path` from `below` down, and no link on the way. Raises NotOwnedError, OSError."""
+    parts = path.absolute().relative_to(below.absolute()).parts
+    fd = os.open(below.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts:
+            try:
+                inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=fd)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise _kept(path, f"{part} is a link or no folder") from None
+                raise
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int) -> Mark:
+    """Read the mark of an open folder. Raises OSError and what `Mark.from_json` raises."""
+    file = os.open(MARK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ValueError("no file")
+        return Mark.from_json(os.read(file, MARK_BYTES))
+    finally:
+        os.close(file)
+
+
+def _delete(path: Path, fd: int) -> None:
+    """Delete an open folder, its mark last: a folder that a kill left half deleted still has it. Raises OSError."""
+    for name in os.listdir(fd):
+        if name != MARK_NAME:
+            _delete_entry(name, fd)
+    os.unlink(MARK_NAME, dir_fd=fd)
+    path.rmdir()
+
+
+def _delete_entry(name: str, fd: int) -> None:
+    if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+        shutil.rmtree(name, dir_fd=fd)  # follows no links
+    else:
+        os.unlink(name, dir_fd=fd)

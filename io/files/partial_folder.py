@@ -1,0 +1,97 @@
+"""Folders that are complete or not there: written under another name, beside where they will be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.files.durable import sync
+from megatrain_ray.io.files.owned_folder import (
+    MARK_NAME,
+    SHARED,
+    FolderInUseError,
+    FolderKind,
+    NotOwnedError,
+    OwnedFolder,
+    is_free,
+    read_mark,
+    remove_owned,
+)
+
+
+@contextmanager
+def complete_or_absent(out_dir: Path, kind: FolderKind | None = None) -> Iterator[Path]:
+    """Yield a folder that takes the name `out_dir` when the block ends well, durably, and is gone when it does not.
+
+    kind: the finished folder carries a mark of this kind (owned_folder.py); None: it is the user's and carries none.
+
+    Raises ConfigError unless `out_dir` is new or empty and nobody else is writing it, MegatrainError for an OSError of
+    the block.
+    """
+    target = out_dir.resolve()
+    partial = partial_of(target)
+    owned = _make(partial, target, out_dir, kind or FolderKind.PARTIAL)
+    try:
+        yield partial
+        sync(*partial.iterdir(), partial)
+        partial.rename(target)
+        if kind is None:
+            (target / MARK_NAME).unlink()  # last: without it the folder could not be deleted after a kill
+        sync(target, target.parent)
+    except OSError as error:
+        raise MegatrainError(f"cannot write {error.filename or out_dir}: {error.strerror}") from error
+    finally:
+        if partial.exists():
+            owned.remove()
+        else:
+            owned.release()
+
+
+def partial_of(target: Path) -> Path:
+    """Return where the folder `target` is written until it is whole."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def remove_abandoned(folder: Path) -> list[Path]:
+    """Delete the unfinished folders in `folder` that nobody writes any more, and return what they were.
+
+    Those without a mark and those of other users stay.
+    """
+    return [partial for partial in sorted(folder.glob(".*.partial")) if _remove(partial)]
+
+
+def _remove(partial: Path) -> bool:
+    """Delete an unfinished folder that nobody writes any more; False where it stays."""
+    try:
+        _remove_or_explain(partial)
+    except (NotOwnedError, OSError):
+        return False
+    return True
+
+
+def _remove_or_explain(partial: Path) -> None:
+    """Raises NotOwnedError where the folder must stay, OSError where it cannot be deleted."""
+    mark = read_mark(partial)
+    remove_owned(partial, mark.kind if mark else FolderKind.PARTIAL)
+
+
+def _make(partial: Path, target: Path, out_dir: Path, kind: FolderKind) -> OwnedFolder:
+    """Make the folder to write into, after deleting what a killed process left of it."""
+    in_use = ConfigError(f"{out_dir} is being written by another process; wait for it, or name another one")
+    try:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise ConfigError(f"{out_dir} exists and is not an empty folder: nothing is overwritten; name another one")
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        if not is_free(partial):
+            _remove_or_explain(partial)
+        return OwnedFolder.make(partial, kind, mode=SHARED)
+    except (BlockingIOError, FileExistsError, FolderInUseError):  # FileExistsError: made a moment ago
+        raise in_use from None
+    except NotOwnedError as error:
+        raise ConfigError(f"cannot write to {out_dir}: {error}; move it away, or name another folder") from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {out_dir}: {error.strerror} ({error.filename}); name another folder"
+        ) from None

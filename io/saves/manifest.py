@@ -1,0 +1,211 @@
+"""What a save consists of. The schema is versioned and stands in docs/save_format.md.
+
+Positions of state are *logical*: elements of a layer without padding, so they mean the same for any number of shards.
+The last key of the file is a checksum of everything before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
+from megatrain_ray.io.files.disk_errors import UnreadableError, explained
+
+FORMAT_VERSION: Final = 1
+MANIFEST_NAME = "manifest.json"
+WEIGHT_KINDS = ("working", "master")  # the others are what the optimizer keeps beside them
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """Elements [start, stop) of one kind of one layer: `nbytes` from `offset` on in a blob.
+
+    `crc32`: zlib's, of the elements' bytes, followed by the stored ones where these are compressed.
+    """
+
+    layer: str
+    start: int
+    stop: int
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class BlobEntry:
+    """One kind of state of one part: `pieces` one after the other, each from a multiple of 4096 on."""
+
+    name: str
+    kind: str
+    compression: SaveCompression
+    nbytes: int
+    pieces: tuple[PieceEntry, ...]
+
+
+@dataclass(frozen=True)
+class PartManifest:
+    """What one optimizer shard wrote."""
+
+    part: int
+    blobs: tuple[BlobEntry, ...]
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """A parameter of a layer: its elements start at `start`, unless it is tied to another, whose elements it shares."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """`logical_size`: elements. `num_frozen`: how many of them, the last ones, are not trained: only their weights are
+    there, `working` or `master`. `num_muon`: how many of the trained ones, the last of them, have no `v`. `base_crc32`:
+    where it is given not even the frozen ones' weights are there; they come from where the run began, and this is
+    zlib's CRC-32 of their bytes."""
+
+    name: str
+    logical_size: int
+    parameters: tuple[ParameterEntry, ...]
+    num_frozen: int = 0
+    num_muon: int = 0
+    base_crc32: int | None = None
+
+    def size_of(self, kind: str) -> int:
+        """Elements of one kind that the save holds."""
+        if kind in WEIGHT_KINDS:
+            return self.logical_size if self.base_crc32 is None else self.num_trained
+        return self.num_trained - (self.num_muon if kind == "v" else 0)
+
+    @property
+    def num_trained(self) -> int:
+        return self.logical_size - self.num_frozen
+
+
+@dataclass(frozen=True)
+class SaveTiming:
+    """What a save cost: how long it held updates up at most, how long it took to write, and its bytes on the disk."""
+
+    predicted_stall_s: float
+    stall_s: float
+    write_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`step`: completed updates, of which AdamW counted `optimizer_step` and `num_skipped` changed nothing.
+
+    `itemsize`: bytes of an element by kind. `moments`: type of `m` and `v`. `data`, `model`, `generation_config` and
+    `config` are plain JSON: the data position, the model's configuration, its generation_config.json if it came with
+    one, the run's configuration. `run`: the token of the run's directory (io/files/owned_folder.py); None in saves of
+    earlier releases.
+    """
+
+    version: Literal[1]
+    step: int
+    optimizer_step: int
+    num_skipped: int
+    precision: str
+    itemsize: dict[str, int]
+    layers: tuple[LayerEntry, ...]
+    data: dict[str, Any]
+    model: dict[str, Any]
+    config: dict[str, Any]
+    parts: tuple[PartManifest, ...]
+    generation_config: dict[str, Any] | None = None
+    timing: SaveTiming | None = None
+    moments: str = "fp32"
+    run: str | None = None
+
+    def to_json(self) -> bytes:
+        """The bytes of the file."""
+        return _sealed(TypeAdapter(Manifest).dump_json(self))
+
+    def blobs(self) -> Iterator[BlobEntry]:
+        return (blob for part in self.parts for blob in part.blobs)
+
+    def check_base(self, checksums: Sequence[int | None]) -> None:
+        """`checksums`: of what was loaded for the frozen elements of each layer, where the save leaves them out.
+
+        Raises ConfigError when it is not what the run began with.
+        """
+        pairs = zip(self.layers, checksums, strict=True)
+        others = [layer.name for layer, found in pairs if layer.base_crc32 not in (None, found)]
+        if others:
+            raise ConfigError(
+                f"the run's base model has changed: the frozen weights of {others[0]} (and {len(others) - 1} more "
+                "layers) are not those that the run began with, and its saves hold adapters alone; put the model back "
+                "to what it was, or export the adapter and go on from it (lora.path) in another run_dir"
+            )
+
+    def gaps(self) -> list[str]:
+        """What the parts leave out or hold twice, in words; empty when every kind of every layer is there once."""
+        sizes = {(layer.name, kind): layer.size_of(kind) for layer in self.layers for kind in self.itemsize}
+        spans: dict[tuple[str, str], list[tuple[int, int]]] = {key: [] for key in sizes}
+        for blob in self.blobs():
+            for piece in blob.pieces:
+                spans.setdefault((piece.layer, blob.kind), []).append((piece.start, piece.stop))
+        return [
+            f"{kind} of {layer}: expected each of {sizes.get((layer, kind), 0)} elements once, got {sorted(found)[:4]}…"
+            for (layer, kind), found in spans.items()
+            if not _tile(sorted(found), sizes.get((layer, kind), 0))
+        ]
+
+
+def read_manifest(save_folder: Path) -> Manifest:
+    """Raises DamagedSaveError naming the file when it is missing or damaged, MegatrainError for another version."""
+    path = save_folder / MANIFEST_NAME
+    try:
+        with explained("read", path):
+            text = _unsealed(path.read_bytes())
+        values = json.loads(text)
+    except UnreadableError as error:
+        raise DamagedSaveError(f"{error}; without it there is no save") from None
+    except ValueError as error:
+        raise DamagedSaveError(f"{path} is damaged: {error}") from None
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != FORMAT_VERSION:
+        raise MegatrainError(f"{path} has format version {version!r}, this release reads version {FORMAT_VERSION}")
+    try:
+        return TypeAdapter(Manifest).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DamagedSaveError(f"{path} is damaged: {where}: {first['msg']}") from None
+
+
+def _sealed(text: bytes) -> bytes:
+    """The JSON object `text` with the checksum of all its bytes but the last brace as its last key."""
+    body = text.removesuffix(b"}")
+    return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
+
+
+def _unsealed(sealed: bytes) -> bytes:
+    """The JSON object that `_sealed` was given. Raises ValueError when it is not what was written."""
+    match = re.fullmatch(rb'(.*),"crc32":"([0-9a-f]{8})"}\n', sealed, re.DOTALL)
+    if match is None:
+        raise ValueError("it does not end with its checksum")
+    got = f"{zlib.crc32(match[1]):08x}"
+    if got != match[2].decode():
+        raise ValueError(f"expected checksum {match[2].decode()}, got {got}")
+    return match[1] + b"}"
+
+
+def _tile(spans: list[tuple[int, int]], size: int) -> bool:
+    """Whether ascending spans cover [0, size) once."""
+    edges = [0, *(edge for span in spans for edge in span), size]
+    meet = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True))
+    return meet and all(start < stop for start, stop in spans)

@@ -1,0 +1,265 @@
+"""Saves of a run: folders step_N, each of which exists once its manifest has its name, and not a moment earlier.
+
+A damaged save that was set aside is a folder step_N.damaged: nothing here reads or deletes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.errors import DamagedSaveError, MegatrainError
+from megatrain_ray.io.files.disk_errors import DiskFullError, explained
+from megatrain_ray.io.files.durable import sync
+from megatrain_ray.io.files.owned_folder import (
+    SHARED,
+    FolderKind,
+    NotOwnedError,
+    OwnedFolder,
+    is_free,
+    remove_owned,
+    why_not_owned,
+)
+from megatrain_ray.io.saves.manifest import MANIFEST_NAME, Manifest, PartManifest, read_manifest
+from megatrain_ray.io.saves.piece_codec import compressed_bound
+from megatrain_ray.io.saves.save_reader import SaveReader
+from megatrain_ray.io.saves.save_writer import STORED_BYTES, write_blobs
+from megatrain_ray.io.saves.save_writer import Piece as Piece
+from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, FileStore
+from megatrain_ray.spans import SpanLog
+
+NUM_PIECES = 5  # of a layer in a part at most: the four kinds of what is trained, the weights of what is frozen
+ENTRY_BYTES = 512  # of a stored piece in the manifest, at most
+LAYER_BYTES = 64 << 10  # of a layer there, at most: 400 parameters
+REST_BYTES = 1 << 20  # of everything else there, at most
+
+
+def save_room(num_bytes: int, num_layers: int, num_shards: int) -> int:
+    """Bytes on disk that a save of `num_bytes` of state takes at most, compressed or not, its manifest included."""
+    num_pieces = -(-num_bytes // STORED_BYTES) + num_layers * NUM_PIECES * num_shards
+    manifest = REST_BYTES + num_layers * LAYER_BYTES + num_pieces * ENTRY_BYTES
+    return compressed_bound(num_bytes) + num_pieces * (64 + ALIGN_BYTES) + manifest
+
+
+def save_folder(saves_dir: Path, step: int) -> Path:
+    return saves_dir / f"step_{step}"
+
+
+def list_saves(saves_dir: Path) -> list[int]:
+    """Steps of the committed saves, ascending."""
+    return sorted(step for step, folder in _folders(saves_dir).items() if _is_committed(folder))
+
+
+def list_set_aside(saves_dir: Path) -> list[Path]:
+    """Folders of damaged saves that were set aside."""
+    return sorted(path for path in saves_dir.glob("step_*.damaged*") if path.is_dir())
+
+
+def load_manifest(saves_dir: Path, step: int) -> Manifest:
+    """Raises DamagedSaveError when there is no such save or its manifest is damaged."""
+    return read_manifest(save_folder(saves_dir, step))
+
+
+def prepare_save(saves_dir: Path, step: int, run: str | None = None) -> Path:
+    """Make a folder for `write_part`, where what an unfinished save of this step left is gone. `run`: the run's token.
+
+    Raises MegatrainError when that save exists already, since a good save is never overwritten, when something else has
+    its name, and when the folder cannot be made.
+    """
+    folder = save_folder(saves_dir, step)
+    if _is_committed(folder):
+        raise MegatrainError(f"{folder} is a finished save already; delete it to save step {step} once more")
+    with explained("make", folder):
+        saves_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            if not is_free(folder):
+                _remove(folder, run)
+            OwnedFolder.make(folder, FolderKind.SAVE, run, SHARED).release()
+        except (NotOwnedError, FileExistsError) as error:
+            raise MegatrainError(f"the save of step {step} cannot be made: {_in_the_way(folder, error)}") from None
+    return folder
+
+
+async def write_part(
+    folder: Path,
+    part: int,
+    pieces: Iterable[Piece],
+    done: Callable[[Piece], None] = lambda part: None,
+    compression: SaveCompression = "none",
+    spans: SpanLog | None = None,
+) -> PartManifest:
+    """Writes one shard's pieces; durable on return. Raises MegatrainError, DiskFullError when there is no room.
+
+    `pieces` may block until there is a next one; it is iterated in worker threads, one call at a time and, after an
+    error, no more. A piece's bytes must not change from when it is yielded until `done` was called for all of it, in
+    parts of at most STORED_BYTES, in any order. `spans` gets what takes time, while it is on.
+    """
+    # A writer that was given up may still be at work when its save is made again, in a new folder of the same name.
+    with _abandoned_when_full(folder), FileStore.to_write(folder) as store:
+        return await write_blobs(store, part, pieces, done, compression, spans)
+
+
+def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:
+    """Makes the save exist, after all parts are written; durable on return.
+
+    Raises MegatrainError, and the save does not exist, when a part left something out or is not there as written, and
+    when its manifest cannot be written; what there was of the save is deleted then.
+    """
+    folder = save_folder(saves_dir, step)
+    gaps = manifest.gaps()
+    try:
+        if gaps:
+            raise MegatrainError(f"{folder} would not be whole: {gaps[0]} ({len(gaps)} such gaps)")
+        asyncio.run(_check_sizes(folder, manifest))
+        with _abandoned_when_full(folder), explained("write", folder / MANIFEST_NAME):
+            _write_manifest(folder, manifest)
+    except MegatrainError:
+        abandon_save(saves_dir, step)
+        raise
+
+
+def abandon_save(saves_dir: Path, step: int) -> None:
+    """Deletes what was written of a save that will not be finished; nobody writes to it any more."""
+    folder = save_folder(saves_dir, step)
+    if not _is_committed(folder):
+        with suppress(OSError, NotOwnedError):
+            _remove(folder)
+
+
+def set_aside(saves_dir: Path, step: int) -> Path:
+    """Renames a damaged save's folder to step_N.damaged (.damaged.2 when that is taken, …): it is no save any more,
+    and its bytes are kept. Durable; returns the new folder. Raises MegatrainError when it cannot be renamed."""
+    folder = save_folder(saves_dir, step)
+    names = itertools.chain([""], (f".{k}" for k in itertools.count(2)))
+    target = next(path for name in names if not (path := saves_dir / f"{folder.name}.damaged{name}").exists())
+    with explained("rename", folder):
+        folder.rename(target)
+        sync(saves_dir)
+    return target
+
+
+def prune(saves_dir: Path, keep: int, run: str | None = None) -> None:
+    """Delete all but the newest `keep` of the saves that the run with token `run` made, and never the newest.
+
+    A save that was moved away and linked, one of another run, and one without a mark are neither counted nor deleted.
+    Raises MegatrainError.
+    """
+    for step in [step for step in list_saves(saves_dir) if not why_kept(saves_dir, step, run)][: -max(1, keep)]:
+        folder = save_folder(saves_dir, step)
+        with explained("delete", folder):
+            (folder / MANIFEST_NAME).unlink()
+            sync(folder)  # killed from here on, it is an unfinished save
+            _remove(folder, run)
+
+
+def why_kept(saves_dir: Path, step: int, run: str | None = None) -> str | None:
+    """Return why a save is not one that `prune` deletes; None for one that it does."""
+    return why_not_owned(save_folder(saves_dir, step), FolderKind.SAVE, below=saves_dir.parent, token=run)
+
+
+def clean_unfinished(saves_dir: Path, run: str | None = None) -> list[Path]:
+    """Delete what saves that were never finished, or half deleted, left behind, and return what they were.
+
+    Folders without this program's mark stay. Raises MegatrainError when one of its own cannot be deleted.
+    """
+    left = [folder for folder in _folders(saves_dir).values() if not _is_committed(folder)]
+    return [folder for folder in left if _clean(folder, run)]
+
+
+def in_the_way(saves_dir: Path, run: str | None = None) -> list[str]:
+    """Return what has the name of a save, is none, and is not deleted, with the reason; empty folders are taken."""
+    left = [folder for folder in _folders(saves_dir).values() if not _is_committed(folder) and not is_free(folder)]
+    reasons = (why_not_owned(folder, FolderKind.SAVE, below=saves_dir.parent, token=run) for folder in left)
+    return [reason for reason in reasons if reason]
+
+
+def _clean(folder: Path, run: str | None) -> bool:
+    with explained("delete", folder):
+        try:
+            _remove(folder, run)
+        except NotOwnedError:
+            return False
+    return True
+
+
+def _remove(folder: Path, run: str | None = None) -> None:
+    """Delete the folder of a save. Raises NotOwnedError, OSError."""
+    remove_owned(folder, FolderKind.SAVE, below=folder.parent.parent, token=run)
+
+
+def _in_the_way(folder: Path, error: OSError | NotOwnedError) -> str:
+    reason = str(error) if isinstance(error, NotOwnedError) else f"{folder} is no folder that this program made"
+    return f"{reason}; move it away, and start again"
+
+
+async def read_pieces(folder: Path, manifest: Manifest, wanted: Iterable[Piece]) -> None:
+    """Fills the writable buffers of each wanted piece, whatever the number of shards that wrote the save.
+
+    Raises MegatrainError for what the save does not hold, DamagedSaveError naming blob, layer and kind for what is
+    missing, truncated, unreadable or not what was written.
+    """
+    await SaveReader(FileStore(folder), manifest).read(wanted)
+
+
+def verify(folder: Path) -> list[str]:
+    """Reads a whole save and says what is wrong with it; empty when it is good."""
+    try:
+        manifest = read_manifest(folder)
+    except MegatrainError as error:
+        return [str(error)]
+    return asyncio.run(SaveReader(FileStore(folder), manifest).problems())
+
+
+async def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    reader = SaveReader(FileStore(folder), manifest)
+    for blob in manifest.blobs():
+        try:
+            await reader.check_size(blob)
+        except DamagedSaveError as error:  # it is no save yet that could be damaged
+            raise MegatrainError(str(error)) from None
+
+
+@contextmanager
+def _abandoned_when_full(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except DiskFullError as error:
+        raise DiskFullError(
+            f"{error}; {folder.name} is abandoned, the saves before it are intact: free some space, lower save_keep, "
+            "or use another run_dir"
+        ) from None
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    partial = folder / f"{MANIFEST_NAME}.partial"
+    with partial.open("wb") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    sync(folder)  # the names of the blobs, before the one name that vouches for them
+    partial.rename(folder / MANIFEST_NAME)
+    sync(folder, folder.parent, folder.parent.parent)
+
+
+def _is_committed(folder: Path) -> bool:
+    """Raises MegatrainError where that cannot be told just now: a save must not be deleted for it."""
+    with explained("read", folder / MANIFEST_NAME):
+        try:
+            return stat.S_ISREG((folder / MANIFEST_NAME).stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+def _folders(saves_dir: Path) -> dict[int, Path]:
+    """Every folder of a save by its step, finished or not."""
+    if not saves_dir.is_dir():
+        return {}
+    steps = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in saves_dir.iterdir())
+    return {int(match[1]): path for match, path in steps if match and path.is_dir()}

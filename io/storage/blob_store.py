@@ -1,0 +1,291 @@
+"""Blobs: named byte strings, written and read in aligned blocks, in memory or in files."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import aiofiles
+
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.files.disk_errors import UnreadableError, explained
+
+ALIGN_BYTES = 4096  # of O_DIRECT: file offset, size and address
+
+T = TypeVar("T")
+
+
+class DeviceMemory(Protocol):
+    """Bytes of a GPU, one behind the other, such as a 1-D uint8 tensor of CUDA's. In reach of some stores alone."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice) -> DeviceMemory: ...
+
+
+Block = memoryview | DeviceMemory
+
+
+class BlobWriter(Protocol):
+    """A blob that is being written. Blocks may be written in any order, several at the same time."""
+
+    async def write_at(self, offset: int, block: memoryview) -> None:
+        """`offset`, the block's size and its address are multiples of ALIGN_BYTES (see `aligned_block`)."""
+
+
+class Blob(BlobWriter, Protocol):
+    """A blob that is read and written in place. `write_at` raises MegatrainError past its end: its size stays. Both
+    raise it for memory of a device where the store moves none."""
+
+    async def write_at(self, offset: int, block: Block) -> None:
+        """As of BlobWriter. What a device does to its memory has ended."""
+
+    async def read_into(self, offset: int, block: Block) -> None:
+        """As of BlobStore. What was read is there on return."""
+
+
+class BlobStore(Protocol):
+    """Every method raises MegatrainError naming the blob: UnreadableError when it cannot be read, DiskFullError."""
+
+    def create(self, name: str) -> AbstractAsyncContextManager[BlobWriter]:
+        """A new blob, or another one in its place: durable when the block has ended well, else not to be used."""
+
+    def update(self, name: str) -> AbstractAsyncContextManager[Blob]:
+        """A blob that is there, opened once for all transfers of the block. Nothing of it is made durable."""
+
+    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
+        """Fills `block`, writable and aligned as for `write_at`. Raises UnreadableError when the blob ends before."""
+
+    async def size(self, name: str) -> int:
+        """Bytes of a blob."""
+
+    def describe(self, name: str) -> str:
+        """Where a blob is, for messages."""
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def aligned_block(nbytes: int) -> memoryview:
+    """Zeros at a multiple of ALIGN_BYTES, `aligned(nbytes)` of them; pages are taken when they are touched."""
+    return memoryview(mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes))))
+
+
+def host_memory(where: str, block: Block) -> memoryview:
+    """The block, which must be that. Raises MegatrainError."""
+    if not isinstance(block, memoryview):
+        raise MegatrainError(f"cannot move memory of a device to {where} or from there; only kvikio can")
+    return block
+
+
+class MemoryStore:
+    """Blobs in this process's memory."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, bytearray] = {}
+
+    @asynccontextmanager
+    async def create(self, name: str) -> AsyncIterator[BlobWriter]:
+        blob = self._blobs[name] = bytearray()
+        yield _MemoryBlob(blob)
+
+    @asynccontextmanager
+    async def update(self, name: str) -> AsyncIterator[Blob]:
+        yield _MemoryInPlace(self.describe(name), self._blob(name))
+
+    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
+        await _MemoryInPlace(self.describe(name), self._blob(name)).read_into(offset, block)
+
+    async def size(self, name: str) -> int:
+        return len(self._blob(name))
+
+    def describe(self, name: str) -> str:
+        return f"{name} in memory"
+
+    def _blob(self, name: str) -> bytearray:
+        if name not in self._blobs:
+            raise UnreadableError(f"cannot read {self.describe(name)}: there is no such blob")
+        return self._blobs[name]
+
+
+class _MemoryBlob:
+    def __init__(self, blob: bytearray) -> None:
+        self._blob = blob
+
+    async def write_at(self, offset: int, block: memoryview) -> None:
+        self._blob.extend(bytes(max(0, offset - len(self._blob))))
+        self._blob[offset : offset + len(block)] = block
+
+
+class _MemoryInPlace(_MemoryBlob):
+    def __init__(self, where: str, blob: bytearray) -> None:
+        super().__init__(blob)
+        self._where = where
+
+    async def write_at(self, offset: int, block: Block) -> None:
+        _check_inside(self._where, offset + len(block), len(self._blob))
+        await super().write_at(offset, host_memory(self._where, block))
+
+    async def read_into(self, offset: int, block: Block) -> None:
+        block = host_memory(self._where, block)
+        part = self._blob[offset : offset + len(block)]
+        if len(part) < len(block):
+            raise _too_short(self._where, offset + len(block), len(self._blob))
+        block[:] = part
+
+
+class FileStore:
+    """Blobs as files of one folder, past the page cache (O_DIRECT) where the file system can."""
+
+    def __init__(self, folder: Path, folder_fd: int | None = None) -> None:
+        """`folder` exists. `folder_fd`: open on it as long as blobs are created; they are in this very folder then, not
+        in another one that took its name."""
+        self._folder = folder
+        self._folder_fd = folder_fd
+
+    @staticmethod
+    @contextmanager
+    def to_write(folder: Path) -> Iterator[FileStore]:
+        """Raises MegatrainError where there is no such folder."""
+        with explained("write", folder):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield FileStore(folder, fd)
+        finally:
+            os.close(fd)
+
+    @asynccontextmanager
+    async def create(self, name: str) -> AsyncIterator[BlobWriter]:
+        async with self._opened("write", name, "wb") as fd:
+            blob = _FileBlob(self._where(name), fd)
+            yield blob
+            await blob.sync()
+
+    @asynccontextmanager
+    async def update(self, name: str) -> AsyncIterator[Blob]:
+        async with self._opened("read", name, "rb+") as fd:
+            yield FileInPlace(self._where(name), fd)
+
+    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
+        async with self._opened("read", name, "rb") as fd:
+            await FileInPlace(self._where(name), fd).read_into(offset, block)
+
+    async def size(self, name: str) -> int:
+        with explained("read", self._where(name)):
+            return (self._folder / name).stat().st_size
+
+    def describe(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def _where(self, name: str) -> Path:
+        return Path(self.describe(name))
+
+    @asynccontextmanager
+    async def _opened(self, action: str, name: str, mode: Literal["wb", "rb", "rb+"]) -> AsyncIterator[int]:
+        path = self._folder / name if self._folder_fd is None else name
+        opener = partial(_open_direct, folder_fd=self._folder_fd)
+        with explained(action, self._where(name)):
+            file = await aiofiles.open(path, mode, buffering=0, opener=opener)
+        try:
+            yield file.fileno()
+        finally:
+            await file.close()
+
+
+class _FileBlob:
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    async def write_at(self, offset: int, block: Block) -> None:
+        with explained("write", self._path):
+            await self._completed(self._write, offset, block)
+
+    async def sync(self) -> None:
+        with explained("write", self._path):
+            await self._completed(os.fsync, self._fd)
+
+    def _write(self, offset: int, block: Block) -> None:
+        block = host_memory(str(self._path), block)
+        while block:
+            written = _transfer(self._fd, partial(os.pwrite, self._fd, block, offset))
+            block, offset = block[written:], offset + written
+
+    async def _completed(self, call: Callable[..., T], *arguments: object) -> T:
+        """In a thread, which is through with it even when the task was cancelled: the file is closed after this."""
+        done = asyncio.get_running_loop().run_in_executor(None, partial(call, *arguments))
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await asyncio.wait([done])
+            raise
+
+
+class FileInPlace(_FileBlob):
+    """Of a file that is open."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        super().__init__(path, fd)
+        self._nbytes = os.fstat(fd).st_size
+
+    async def write_at(self, offset: int, block: Block) -> None:
+        _check_inside(str(self._path), offset + len(block), self._nbytes)
+        await super().write_at(offset, block)
+
+    async def read_into(self, offset: int, block: Block) -> None:
+        with explained("read", self._path):
+            got = await self._completed(self._read, offset, block)
+        if got < len(block):
+            raise _too_short(str(self._path), offset + len(block), self._nbytes)
+
+    def _read(self, offset: int, block: Block) -> int:
+        """Bytes read: fewer than the block's at the end of the file only."""
+        block, total = host_memory(str(self._path), block), 0
+        while total < len(block):
+            got = _transfer(self._fd, partial(os.preadv, self._fd, [block[total:]], offset + total))
+            if not got:
+                break
+            total += got
+        return total
+
+
+def _transfer(fd: int, call: Callable[[], int]) -> int:
+    """Some file systems open a file for O_DIRECT and then refuse the transfer: once more through the page cache."""
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return call()
+
+
+def _open_direct(path: str, flags: int, folder_fd: int | None = None) -> int:
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666, dir_fd=folder_fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666, dir_fd=folder_fd)
+
+
+def _check_inside(where: str, end: int, nbytes: int) -> None:
+    if end > nbytes:
+        raise MegatrainError(f"cannot write {where} up to byte {end}: it has {nbytes} bytes and keeps that size")
+
+
+def _too_short(where: str, expected: int, got: int) -> UnreadableError:
+    return UnreadableError(f"{where} is truncated: expected at least {expected} bytes, got {got}")

@@ -1,0 +1,63 @@
+"""Spill files: room on a disk that the processes of a run share. Gone when the last of them is, whatever ended them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.files.disk_errors import DiskFullError, explained
+from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, FileStore
+from megatrain_ray.units import format_bytes
+
+
+@dataclass(frozen=True)
+class SpillFile:
+    """A file to be made: `nbytes`, a multiple of ALIGN_BYTES and not 0, on the disk of `folder`."""
+
+    folder: Path
+    nbytes: int
+
+
+def create_spill_file(folder: Path, name: str, nbytes: int) -> int:
+    """A descriptor of a new file, all zeros, which has its room on the disk and no name any more; `folder` is made.
+
+    `nbytes`: a multiple of ALIGN_BYTES and not 0. Raises DiskFullError when they do not fit, MegatrainError.
+    """
+    if nbytes <= 0 or nbytes % ALIGN_BYTES:
+        raise ValueError(f"a spill file of {nbytes} bytes; expected a multiple of {ALIGN_BYTES}, and not 0")
+    try:
+        with explained(f"reserve {format_bytes(nbytes)} ({nbytes} bytes) to spill to in", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            return _reserved(folder / name, nbytes)
+    except DiskFullError as error:
+        raise DiskFullError(f"{error}; lower spill.limit, or set spill.path to a folder with more room") from error
+    except MegatrainError as error:
+        raise MegatrainError(f"{error}; set spill.path to a folder that can be written") from error
+
+
+def taken_bytes(fd: int) -> int:
+    """That an open file takes on its disk."""
+    return 512 * os.fstat(fd).st_blocks
+
+
+class HeldFiles(FileStore):
+    """Files that this process holds open, with or without a name: a blob is called by its descriptor's number."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/proc/self/fd"))
+
+    def describe(self, name: str) -> str:
+        return str((Path("/proc/self/fd") / name).resolve())
+
+
+def _reserved(path: Path, nbytes: int) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        path.unlink()  # before it takes any room: a kill just here leaves an empty file behind, and no later one
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError:
+        os.close(fd)  # which gives the room back
+        raise
+    return fd

@@ -1,0 +1,1 @@
+"""Turns texts into token ids and caches them on disk."""

@@ -1,0 +1,119 @@
+"""What a cache of tokens gives up: folders whose files have changed, and those that nothing has used for long.
+
+A folder is used whenever it is found or made, which the time of its meta.json says. Who maps its files holds a shared
+lock of meta.json; what is to go needs the only one, so no folder goes while a run reads it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.io.files.durable import POLL_S
+from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remove_owned, why_not_owned
+from megatrain_ray.io.tokens.token_cache import META_NAME, VERSION, file_identity
+
+UNUSED_DAYS = 30
+HELD_S = 10.0  # longer than any process looks at one folder
+STRANGE = (ValueError, KeyError, TypeError, IndexError)  # what a meta.json of another program raises
+
+
+def mark_used(folder: Path) -> None:
+    """As of now; not in a cache that can only be read."""
+    with suppress(OSError):
+        os.utime(folder / META_NAME)
+
+
+@contextmanager
+def held(folders: Sequence[Path]) -> Iterator[None]:
+    """Keep other processes from pruning these folders during the block. Where locks do not work nothing is pruned."""
+    with ExitStack() as locks:
+        for folder in folders:
+            with suppress(OSError):
+                lock = os.open(folder / META_NAME, os.O_RDONLY | os.O_CLOEXEC)
+                locks.callback(os.close, lock)
+                _share(lock)
+        yield
+
+
+def _share(lock: int) -> None:
+    """Take a share of the lock, which a pruning process holds for an instant. Raises BlockingIOError after HELD_S."""
+    deadline_s = time.monotonic() + HELD_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(POLL_S)
+
+
+def prune(root: Path) -> int:
+    """Delete what the cache gives up, and return how many bytes that were. What cannot be deleted stays, and so does a
+    folder without the mark of tokens (files/owned_folder.py)."""
+    freed_bytes = 0
+    for folder in _folders(root):
+        with suppress(OSError, *STRANGE):
+            freed_bytes += _remove(folder)
+    return freed_bytes
+
+
+def without_mark(root: Path) -> list[Path]:
+    """Return the folders of tokens that are never deleted: earlier releases made them, or a person did."""
+    return [folder for folder in _folders(root) if why_not_owned(folder, FolderKind.TOKENS)]
+
+
+def size_of(root: Path) -> tuple[int, int]:
+    """Folders of tokens in a cache, and their bytes."""
+    folders = list(_folders(root))
+    return len(folders), sum(map(_bytes_of, folders))
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    return (meta.parent for meta in sorted(root.glob(f"[!.]*/{META_NAME}")))
+
+
+def _remove(folder: Path) -> int:
+    """Bytes freed; 0 where it is wanted still, or in use. Raises OSError, STRANGE."""
+    lock = os.open(folder / META_NAME, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_given_up(folder) or why_not_owned(folder, FolderKind.TOKENS):
+            return 0
+        gone = folder.rename(folder.with_name(f".{folder.name}.pruned.partial"))
+    finally:
+        os.close(lock)
+    num_bytes = _bytes_of(gone)
+    with suppress(NotOwnedError, OSError):
+        remove_owned(gone, FolderKind.TOKENS)
+    return num_bytes
+
+
+def _is_given_up(folder: Path) -> bool:
+    meta = folder / META_NAME
+    if time.time() - meta.stat().st_mtime > UNUSED_DAYS * 86400:
+        return True
+    provenance = json.loads(meta.read_text(encoding="utf-8"))["provenance"]
+    return provenance["version"] != VERSION or any(map(_has_changed, provenance["files"]))
+
+
+def _has_changed(identity: list[Any]) -> bool:
+    """A file that is missing may be on a disk that is not mounted."""
+    try:
+        return file_identity(Path(identity[0])) != identity
+    except OSError:
+        return False
+
+
+def _bytes_of(folder: Path) -> int:
+    total = 0
+    for file in folder.iterdir():
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total

@@ -1,0 +1,264 @@
+"""Documents tokenised once: a folder of ids and document lengths per data source, found again by what went into it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.io.files.durable import wait_for_lock
+from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remove_owned
+from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
+from megatrain_ray.io.records.read_texts import Skips, TextBlock, read_texts
+from megatrain_ray.io.tokens.highest_id import HighestId
+from megatrain_ray.io.tokens.token_writer import (
+    ID_TYPES,
+    LENGTH_TYPE,
+    LENGTHS_NAME,
+    MASK_NAME,
+    READ_BYTES,
+    TOKENS_NAME,
+    TokenWriter,
+    id_bytes,
+)
+from megatrain_ray.io.tokens.tokenizer import load_tokenizer, tokenizer_files
+
+VERSION = 1
+META_NAME = "meta.json"
+
+
+class Watcher(Protocol):
+    """Is told how tokenising goes."""
+
+    def wait(self, folder: Path) -> None:
+        """Another process makes this folder."""
+
+    def replace(self, folder: Path) -> None:
+        """The folder is damaged and will be made again."""
+
+    def advance(self, read_bytes: int, total_bytes: int) -> None:
+        """This much of the files has been read, and what came of it written."""
+
+    def end(self, meta: TokenMeta, seconds: float) -> None:
+        """The folder is complete."""
+
+
+@dataclass(frozen=True)
+class TokenMeta:
+    """What meta.json says of the files beside it. `crc32`: by bytes of an id, of all tokens, lengths and the mask.
+
+    `report`: what became of records of chats, in lines. `num_supervised`: None where there is no mask.
+    """
+
+    itemsize: int
+    num_tokens: int
+    num_documents: int
+    num_empty: int
+    num_bad: int
+    places: tuple[str, ...]
+    highest_id: int
+    highest_file: str
+    end_of_document: int | None
+    crc32: dict[int, int]
+    num_supervised: int | None = None
+    report: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        writer: TokenWriter, highest: HighestId, end_of_document: int | None, num_bad: int, *, num_empty: int = 0,
+        places: Sequence[str] = (), num_supervised: int | None = None, report: Iterable[str] = (),
+    ) -> TokenMeta:  # fmt: skip
+        """Of what was written."""
+        return TokenMeta(
+            itemsize=writer.itemsize,
+            num_tokens=writer.num_tokens,
+            num_documents=writer.num_documents,
+            num_empty=num_empty,
+            num_bad=num_bad,
+            places=tuple(places),
+            highest_id=highest.id,
+            highest_file=highest.file,
+            end_of_document=end_of_document,
+            crc32=writer.crc32,
+            num_supervised=num_supervised,
+            report=tuple(report),
+        )
+
+
+class Recipe(Protocol):
+    """What a folder of tokens comes from."""
+
+    def provenance(self) -> dict[str, Any]:
+        """All that decides the tokens, for JSON. Raises ConfigError where a file cannot be read."""
+
+    def write(self, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
+        """Makes the files. `advance`: as a watcher's. Raises ConfigError, OSError."""
+
+
+@dataclass(frozen=True)
+class TokenRecipe:
+    """What tokens come from: the files in their order, the tokenizer, how records are read."""
+
+    files: tuple[Path, ...]
+    tokenizer: str
+    text_field: str
+    bad_records: Literal["error", "skip"]
+
+    def provenance(self) -> dict[str, Any]:
+        inputs = provenance_of(self.files, self.tokenizer)
+        return {**inputs, "text_field": self.text_field, "bad_records": self.bad_records}
+
+    def write(self, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
+        return _Making(self, vocab_size, advance).write(folder)
+
+
+def provenance_of(files: Sequence[Path], tokenizer: str | None) -> dict[str, Any]:
+    """What all recipes have. `tokenizer`: None where ids come as they are. Raises ConfigError where a file cannot be
+    read."""
+    try:
+        parts = tokenizer_files(tokenizer) if tokenizer else ()
+        hashes = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in parts]
+        return {
+            "version": VERSION,
+            "files": [file_identity(file) for file in files],
+            "tokenizer": hashes or tokenizer,
+        }
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from None
+
+
+def key_of(provenance: dict[str, Any]) -> str:
+    """The name of the folder that holds the tokens."""
+    return hashlib.sha256(json.dumps(provenance).encode()).hexdigest()[:32]
+
+
+def read_meta(folder: Path) -> TokenMeta | None:
+    """None where the folder is missing, of another version, or not what was written."""
+    try:
+        tree = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["tokens"]
+        crc32 = {int(itemsize): crc for itemsize, crc in tree["crc32"].items()}
+        lines = {"places": tuple(tree["places"]), "report": tuple(tree.get("report", ()))}
+        meta = TokenMeta(**tree | lines | {"crc32": crc32})
+        expected = {
+            TOKENS_NAME: meta.num_tokens * meta.itemsize,
+            LENGTHS_NAME: meta.num_documents * LENGTH_TYPE.itemsize,
+            **({} if meta.num_supervised is None else {MASK_NAME: meta.num_tokens}),
+        }
+        whole = all((folder / name).stat().st_size == size for name, size in expected.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return meta if whole and meta.itemsize in ID_TYPES else None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the folder holds what was written, byte for byte: reads all of it."""
+    meta = read_meta(folder)
+    if meta is None:
+        return False
+    crc = 0
+    for name in (TOKENS_NAME, LENGTHS_NAME, *(() if meta.num_supervised is None else (MASK_NAME,))):
+        with explained("read", folder / name), (folder / name).open("rb") as file:
+            while data := file.read(READ_BYTES):
+                crc = zlib.crc32(data, crc)
+    return crc == meta.crc32[meta.itemsize]
+
+
+def find_tokens(recipe: Recipe, root: Path) -> Path | None:
+    """The undamaged folder of a recipe in `root`, if there is one. Raises as make_tokens."""
+    folder = root / key_of(recipe.provenance())
+    return folder if is_whole(folder) else None
+
+
+def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -> Path:
+    """The folder of a recipe in `root`, made where it is missing or damaged; by one process, for which others wait.
+
+    Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError where the disk fails.
+    """
+    provenance = recipe.provenance()
+    folder = root / key_of(provenance)
+    lock = root / f"{folder.name}.lock"
+    with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder), lambda: _written_bytes(folder)):
+        if not is_whole(folder):
+            if folder.exists():
+                watcher.replace(folder)
+                _remove_damaged(folder)
+            remove_abandoned(root)
+            with complete_or_absent(folder, FolderKind.TOKENS) as partial:
+                start = time.monotonic()
+                meta = recipe.write(partial, vocab_size, watcher.advance)
+                tree = {"provenance": provenance, "tokens": asdict(meta)}
+                (partial / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+                if recipe.provenance() != provenance:
+                    raise ConfigError("data.path: files changed while they were read; start again when they are done")
+            watcher.end(meta, time.monotonic() - start)
+    return folder
+
+
+def _remove_damaged(folder: Path) -> None:
+    try:
+        remove_owned(folder, FolderKind.TOKENS)
+    except NotOwnedError as error:
+        raise NotOwnedError(f"{error}; its tokens are damaged: delete it, then start again") from None
+
+
+def _written_bytes(folder: Path) -> int:
+    """Return how much the process that makes the folder of tokens has written."""
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in partial_of(folder).iterdir())
+    return 0
+
+
+def check_ids(meta: TokenMeta, vocab_size: int) -> None:
+    """Raises ConfigError for an id that the model does not have."""
+    HighestId(vocab_size).check(meta.highest_id, meta.highest_file)
+
+
+class _Making:
+    """Files to ids, with nothing in memory but what is under way."""
+
+    def __init__(self, recipe: TokenRecipe, vocab_size: int, advance: Callable[[int, int], None]) -> None:
+        self._recipe = recipe
+        self._advance = advance
+        self._skips = Skips(recipe.bad_records)
+        self._total_bytes = sum(file.stat().st_size for file in recipe.files)
+        self._highest = HighestId(vocab_size)
+
+    def write(self, folder: Path) -> TokenMeta:
+        tokenizer = load_tokenizer(self._recipe.tokenizer)
+        with TokenWriter(folder, id_bytes(tokenizer.num_ids), self._seen) as writer:
+            for block in tokenizer.encode_all(self._texts()):
+                writer.add(block)
+            writer.finish()
+        skips = self._skips
+        return TokenMeta.of(
+            writer, self._highest, tokenizer.end_of_document, skips.num_bad,
+            num_empty=skips.num_empty, places=skips.places,
+        )  # fmt: skip
+
+    def _texts(self) -> Iterator[TextBlock]:
+        done_bytes = num_documents = 0
+        for file in self._recipe.files:
+            self._highest.begin(file, num_documents)
+            for block in read_texts(file, self._recipe.text_field, self._skips):
+                num_documents += block.ends
+                yield block._replace(read_bytes=done_bytes + block.read_bytes)
+            done_bytes += file.stat().st_size
+
+    def _seen(self, highest: int, document: int, read_bytes: int) -> None:
+        self._highest.see(highest, document)
+        self._advance(read_bytes, self._total_bytes)
+
+
+def file_identity(file: Path) -> list[Any]:
+    """Path, size and time of change, by which a file is known again. Raises OSError."""
+    real = file.resolve()
+    stats = real.stat()
+    return [str(real), stats.st_size, stats.st_mtime_ns]

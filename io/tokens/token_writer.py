@@ -1,0 +1,108 @@
+"""Token ids on their way to the disk: two files, or three with a mask, and what is to be known of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from megatrain_ray.io.tokens.token_block import TokenBlock
+
+TOKENS_NAME = "tokens.bin"
+LENGTHS_NAME = "lengths.bin"
+MASK_NAME = "supervised.bin"
+LENGTH_TYPE = np.dtype("<i8")
+MASK_TYPE = np.dtype("?")
+READ_BYTES = 1 << 20
+CHUNK_TOKENS = 1 << 18  # written at a time
+EMPTY_TOKENS = 16  # what a block takes in memory beside its ids, counted as these
+
+ID_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+
+def id_bytes(num_ids: int) -> int:
+    """Bytes of an id that is less than `num_ids`."""
+    return 2 if num_ids <= 1 << 16 else 4
+
+
+class TokenWriter:
+    """Writes documents one after the other.
+
+    `crc32`: for ids of 2 and of 4 bytes, over all tokens, then all lengths, then the mask where there is one.
+    """
+
+    def __init__(
+        self, folder: Path, itemsize: int, seen: Callable[[int, int, int], None], *, masked: bool = False
+    ) -> None:
+        """`seen` is told of every chunk: its highest id, the number of the document that has it, bytes read so far.
+
+        `masked`: blocks come with `supervised`.
+        """
+        self._files = ExitStack()
+        self._tokens, self._lengths, *masks = (
+            self._files.enter_context((folder / name).open("w+b"))
+            for name in (TOKENS_NAME, LENGTHS_NAME, *([MASK_NAME] if masked else []))
+        )
+        self._mask = masks[0] if masks else None
+        self.itemsize = itemsize
+        self._seen = seen
+        self._blocks: list[TokenBlock] = []
+        self._num_waiting = 0
+        self._length = 0  # of the document so far that the next chunk goes on with
+        self.num_tokens = self.num_documents = 0
+        self.crc32 = dict.fromkeys(ID_TYPES, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+    def add(self, block: TokenBlock) -> None:
+        """Raises OSError."""
+        self._blocks.append(block)
+        self._num_waiting += block.ids.size + EMPTY_TOKENS
+        if self._num_waiting >= CHUNK_TOKENS:
+            self._write()
+
+    def finish(self) -> None:
+        """Writes what waits and takes lengths and mask into the checksums. Raises OSError."""
+        self._write()
+        for file in filter(None, (self._lengths, self._mask)):
+            file.seek(0)
+            while data := file.read(READ_BYTES):
+                self.crc32 = {itemsize: zlib.crc32(data, crc) for itemsize, crc in self.crc32.items()}
+
+    def _write(self) -> None:
+        if not self._blocks:
+            return
+        ids = np.concatenate([block.ids for block in self._blocks])
+        if ids.size:
+            at = int(ids.argmax())
+            sizes = np.cumsum([block.ids.size for block in self._blocks])
+            before = self._blocks[: int(np.searchsorted(sizes, at, side="right"))]
+            document = self.num_documents + sum(block.ends for block in before)
+            self._seen(int(ids[at]), document, self._blocks[-1].read_bytes)
+        for itemsize, crc in self.crc32.items():
+            self.crc32[itemsize] = zlib.crc32(ids.astype(ID_TYPES[itemsize]).data, crc)
+        self._tokens.write(ids.astype(ID_TYPES[self.itemsize]).data)
+        if self._mask:
+            masks = [block.supervised for block in self._blocks if block.supervised is not None]
+            self._mask.write(np.concatenate(masks).astype(MASK_TYPE).data)
+        self.num_tokens += ids.size
+        self._write_lengths()
+        self._blocks, self._num_waiting = [], 0
+
+    def _write_lengths(self) -> None:
+        ends = np.flatnonzero([block.ends for block in self._blocks])
+        totals = self._length + np.cumsum([block.ids.size for block in self._blocks])
+        self._lengths.write(np.diff(totals[ends], prepend=0).astype(LENGTH_TYPE).data)
+        self._length = int(totals[-1] - (totals[ends[-1]] if ends.size else 0))
+        self.num_documents += ends.size

@@ -1,0 +1,82 @@
+"""C files that are compiled on first use, into a cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from megatrain_ray.io.files.cache_folder import cache_folder
+from megatrain_ray.io.files.durable import sync
+
+COMPILE_S = 120  # our files take one
+COMPILERS = ("cc", "gcc", "clang", "g++", "clang++")
+
+Library = TypeVar("Library", bound=ctypes.CDLL)
+
+
+class CompileError(Exception):
+    """No compiler, or one that fails."""
+
+
+def load_compiled(
+    source: Path, flags: Sequence[str], load: Callable[[str], Library], includes: Sequence[Path] = ()
+) -> Library:
+    """The shared library of one C file, from the user's cache, or from a folder that is gone afterwards where there is
+    none. `load`: ctypes.CDLL or ctypes.PyDLL. `includes`: files of ours that the source includes.
+
+    Raises OSError or CompileError.
+    """
+    text = b"".join(file.read_bytes() for file in (source, *includes))
+    key = hashlib.sha256(text + repr((*flags, platform.machine())).encode()).hexdigest()[:16]
+    name = f"{source.stem}-{key}.so"
+    try:
+        return _load_or_build(source, flags, cache_folder() / name, load)
+    except (OSError, RuntimeError):  # no home, read-only, full, or mounted noexec
+        with tempfile.TemporaryDirectory() as folder:
+            return _load_or_build(source, flags, Path(folder) / name, load)
+
+
+def declare(function: ctypes._NamedFuncPointer, result: type | None, *arguments: type) -> ctypes._NamedFuncPointer:
+    """The function with its types."""
+    function.restype = result
+    function.argtypes = arguments
+    return function
+
+
+def _load_or_build(source: Path, flags: Sequence[str], library: Path, load: Callable[[str], Library]) -> Library:
+    with suppress(OSError):  # missing, or damaged by a crash of the machine
+        return load(str(library))
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Under a name of its own and then renamed: another process loads a whole file or none.
+    file, name = tempfile.mkstemp(suffix=".partial", prefix=f"{library.stem}.", dir=library.parent)
+    os.close(file)
+    partial = Path(name)
+    try:
+        _compile(source, flags, partial)
+        sync(partial)  # one that a crash of the machine tore could be loaded, and fail only when it is called
+        partial.replace(library)
+    finally:
+        partial.unlink(missing_ok=True)
+    return load(str(library))
+
+
+def _compile(source: Path, flags: Sequence[str], output: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise CompileError(f"no C compiler on PATH (looked for {', '.join(COMPILERS)})")
+    command = [compiler, str(source), *flags, "-o", str(output)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+    except subprocess.TimeoutExpired:
+        raise CompileError(f"{compiler} did not compile {source} within {COMPILE_S} s") from None
+    if done.returncode:
+        raise CompileError(f"{compiler} cannot compile {source}: {done.stderr.strip()}")

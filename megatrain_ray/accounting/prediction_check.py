@@ -1,0 +1,254 @@
+"""What a plan predicted against what a run measured, term by term, and what of it is worth a warning. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from megatrain_ray.accounting.work_counters import StepWork
+from megatrain_ray.engine.device.hardware_profile import HardwareProfile
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan, UpdateOrder
+from megatrain_ray.engine.plan.prediction import Prediction
+from megatrain_ray.units import format_bytes
+
+TIME_TOLERANCE = 0.1  # of a step
+BYTES_TOLERANCE = 0.05
+MIN_STEPS = 3  # that are compared; the first one of a process compiles and is not
+# Of steps that are shorter Ray, Python and the launches of small operators are most, which nothing predicts.
+MIN_STEP_S = 0.05
+# What processes take besides arenas is estimated in the plan; seen up to half as much again.
+PROCESSES_TOLERANCE = 0.5
+# Waits of a step, by cause. Where the host waits for the loss the device computes: that is none of them.
+WAITS = ("h2d", "d2h", "optimizer", "host_accumulation", "data", "python")
+
+
+class Kind(Enum):
+    """STEP: seconds of all of it. PART: of compute, or of a wait by its cause; together the step. WORK: seconds of a
+    stage at work, hidden or not. HELD: bytes of memory or disk. MOVED: bytes that a step reads of the disk and
+    writes."""
+
+    STEP = "step"
+    PART = "part"
+    WORK = "work"
+    HELD = "held"
+    MOVED = "moved"
+
+
+@dataclass(frozen=True)
+class Term:
+    """Two numbers of the same thing, in seconds or bytes. `slack_bytes`: by which an estimate in it may be wrong, or
+    that comes on top at times."""
+
+    name: str
+    kind: Kind
+    predicted: float
+    measured: float
+    slack_bytes: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured: positive where that was less."""
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+    @property
+    def is_of_bytes(self) -> bool:
+        return self.kind in (Kind.HELD, Kind.MOVED)
+
+    def is_off(self, step_s: float) -> bool:
+        """`step_s`: measured, of which a part's error is a share. Of bytes more is an error; less is room."""
+        over = self.measured - self.predicted
+        match self.kind:
+            case Kind.STEP | Kind.PART:
+                return abs(over) > TIME_TOLERANCE * step_s
+            case Kind.HELD | Kind.MOVED:
+                return over > max(BYTES_TOLERANCE * self.predicted, self.slack_bytes)
+        return False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of the steps from `first_step` to `last_step`, all made by one process with the plan of `plan_sha256`."""
+
+    first_step: int
+    last_step: int
+    plan_sha256: str
+    terms: tuple[Term, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for terms that no run has."""
+        numbers = [number for term in self.terms for number in (term.predicted, term.measured)]
+        kinds = {term.kind for term in self.terms}
+        worked = all(term.measured > 0 for term in self.terms if term.kind in (Kind.STEP, Kind.WORK))
+        if not (worked and kinds >= {Kind.STEP, Kind.PART} and all(map(math.isfinite, numbers))):
+            raise ValueError("a comparison is of a step that took time and of its parts, all of them finite")
+
+    def term(self, name: str) -> Term | None:
+        """None where it was not measured."""
+        return next((term for term in self.terms if term.name == name), None)
+
+    @property
+    def step(self) -> Term:
+        return next(term for term in self.terms if term.kind is Kind.STEP)
+
+    @property
+    def worst_part(self) -> Term:
+        """The one that differs most."""
+        parts = (term for term in self.terms if term.kind is Kind.PART)
+        return max(parts, key=lambda term: abs(term.measured - term.predicted))
+
+    def off(self, prediction: Prediction) -> tuple[Term, ...]:
+        """Terms that are further from the prediction than one may be. Seconds only where it was made of rates that were
+        measured, and of steps long enough to be predicted."""
+        step_s = self.step.measured
+        timed = prediction.is_measured and step_s >= MIN_STEP_S
+        return tuple(term for term in self.terms if (timed or term.is_of_bytes) and term.is_off(step_s))
+
+    def __str__(self) -> str:
+        step, part = self.step, self.worst_part
+        return (
+            f"predicted {step.predicted:.3g} s a step, measured {step.measured:.3g} ({step.error:+.0%}); most of it in "
+            f"{part.name.replace('_', ' ')}: {part.predicted:.3g} s predicted, {part.measured:.3g} measured"
+        )
+
+
+def compare(
+    plan: Plan, rows: Sequence[Mapping[str, Any]], work: StepWork | None = None, host_bytes: int | None = None
+) -> Comparison | None:
+    """`rows`: of the metrics of one process, from its first step on. `work`, `host_bytes` (of all its processes): None
+    where they are not known. None where there are too few rows, and for a plan without a prediction."""
+    usual, prediction = rows[1:], plan.prediction
+    if len(usual) < MIN_STEPS or prediction is None:
+        return None
+    of_memory = _memory(plan, usual, host_bytes)
+    of_work, of_disk = (_work(prediction, work), _disk(plan, work)) if work else ((), ())
+    terms = (*_times(prediction, usual), *of_work, *of_memory, *of_disk)
+    return Comparison(rows[0]["step"], rows[-1]["step"], plan.sha256, terms)
+
+
+def _times(prediction: Prediction, usual: Sequence[Mapping[str, Any]]) -> Iterator[Term]:
+    step_s = statistics.median(row["step_s"] for row in usual)
+    yield Term("step", Kind.STEP, prediction.step_s, step_s)
+    measured = {cause: statistics.median(row["exposed_s"][cause] for row in usual) for cause in WAITS}
+    expected = {cause: prediction.exposed_s.get(cause, 0.0) for cause in WAITS}
+    compute = prediction.step_s - sum(expected.values()), step_s - sum(measured.values())
+    yield Term("compute", Kind.PART, *compute)
+    yield from (Term(cause, Kind.PART, expected[cause], measured[cause]) for cause in WAITS)
+
+
+def _work(prediction: Prediction, work: StepWork) -> Iterator[Term]:
+    if work.update_s:
+        yield Term("updates", Kind.WORK, prediction.busy_s.get("optimizer", 0.0), work.update_s)
+    if work.disk_s:
+        yield Term("disk", Kind.WORK, prediction.disk_s, work.disk_s)
+
+
+def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | None) -> Iterator[Term]:
+    on_device = plan.total_bytes(Tier.HBM)
+    if plan.device == "cuda":  # what is not among its tensors is not in what is measured
+        tensors = on_device - plan.row_bytes(Tier.HBM, CONTEXT, EXCHANGE)
+        yield Term("HBM", Kind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
+    if host_bytes is not None:
+        planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)
+        slack = PROCESSES_TOLERANCE * plan.row_bytes(Tier.HOST, "processes")
+        yield Term("host", Kind.HELD, planned, host_bytes, slack)
+
+
+def _disk(plan: Plan, work: StepWork) -> Iterator[Term]:
+    """All that is there, and of its traffic what GPU workers move. The shards read what is saved, too, and what was
+    copied aside for that once more: as much again at most."""
+    on_disk = plan.total_bytes(Tier.NVME)
+    if not on_disk:
+        return
+    activations = plan.activation_files_bytes
+    of_saves = 2 * (on_disk - activations)
+    yield Term("disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, work.disk_bytes, of_saves)
+    if plan.weights_on_disk:
+        yield Term("weights read", Kind.MOVED, plan.weight_read_bytes, work.weight_bytes)
+    if activations:
+        yield Term("activation traffic", Kind.MOVED, 2 * plan.num_sweeps * activations, work.activation_bytes)
+    yield Term("on disk", Kind.HELD, on_disk, work.spill_bytes)
+
+
+def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder, run_dir: object) -> str | None:
+    """One line that names what is off, by how much and what to do about it; None where nothing is."""
+    off = found.off(prediction)
+    told = [_told_of_bytes(term) for term in off if term.is_of_bytes]
+    if any(not term.is_of_bytes for term in off):
+        profile = prediction.profile
+        cause = _cause(found, profile, update_order) if profile else ""
+        told.insert(0, f"{found}{cause}; {_advice(found, run_dir)}")
+    return "; ".join(told) or None
+
+
+def _cause(found: Comparison, profile: HardwareProfile, update_order: UpdateOrder) -> str:
+    """What is behind a wait for the optimizer, or for activations that are on disk, where those tell who move it."""
+    updates, disk = found.term("updates"), found.term("disk")
+    match found.worst_part.name:
+        case "h2d" | "d2h" if found.term("activation traffic"):
+            updates = None
+        case "optimizer":
+            pass
+        case _:
+            return ""
+    slower = [term for term in (disk, updates) if term and term.measured > term.predicted * (1 + TIME_TOLERANCE)]
+    if not slower:
+        return ""
+    latest = max(slower, key=lambda term: term.measured - term.predicted)
+    if latest is disk:
+        moved, planned = disk_rate(found) / 1e9, planned_disk_rate(found) / 1e9
+        return f": the disk moved {moved:.2g} GB/s where the plan counts on {planned:.2g}"
+    planned = update_rate(profile, update_order) / 1e9
+    return f": AdamW made {planned * (1 + latest.error):.3g} Gparam/s where the plan counts on {planned:.3g}"
+
+
+def update_rate(profile: HardwareProfile, order: UpdateOrder) -> float:
+    """Parameters a second that predictions take: updates under a forward have the host nearly to themselves."""
+    return profile.adamw_per_s if order is UpdateOrder.FORWARD else profile.adamw_busy_per_s
+
+
+def disk_rate(found: Comparison) -> float:
+    """Bytes a second, read and written, while the disk was at work; 0 where nothing spilled."""
+    disk, traffic = found.term("disk"), found.term("disk traffic")
+    return traffic.measured / disk.measured if disk and traffic and disk.measured else 0.0
+
+
+def planned_disk_rate(found: Comparison) -> float:
+    """The same of the prediction."""
+    disk, traffic = found.term("disk"), found.term("disk traffic")
+    return traffic.predicted / disk.predicted if disk and traffic and disk.predicted else 0.0
+
+
+_ELSEWHERE = {
+    "data": "batches come too late: data.packing, longer rows or fewer sources may help, or a tokenizer's cache",
+    "python": "that is Ray, the driver and what else uses its cores",
+}
+
+
+def _advice(found: Comparison, run_dir: object) -> str:
+    name = found.worst_part.name
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    return (
+        f"if the machine was busy while it was measured: megatrain doctor --measure; if it stays so, megatrain refit "
+        f"{run_dir} FILE makes rates of what this run measured"
+    )
+
+
+_OF_BYTES = {
+    "HBM": "device memory: lower hardware.hbm_limit by the difference if it runs out",
+    "host": "host memory: lower hardware.ram_limit by the difference if it runs out",
+    "on disk": "taken of the disk of spill.path",
+    "disk traffic": "read and written a step there",
+    "weights read": "of the disk of spill.path, for uploads of a step",
+    "activation traffic": "written to the disk of spill.path and read again in a step",
+}
+
+
+def _told_of_bytes(term: Term) -> str:
+    planned, measured = format_bytes(int(term.predicted)), format_bytes(int(term.measured))
+    return f"{term.name}: planned {planned}, measured {measured} ({term.error:+.0%}); {_OF_BYTES[term.name]}"

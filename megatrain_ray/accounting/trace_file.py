@@ -1,0 +1,124 @@
+"""A trace in a file: the JSON that Perfetto and chrome://tracing open.
+
+The format is Chrome's "Trace Event Format": complete events (ph X) with times in microseconds, on threads (tid) of
+processes (pid) that metadata events (ph M) name. Events of a thread must nest or lie apart, so spans of one row that do
+neither get rows of their own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatrain_ray.io.files.atomic_file import temporary_file
+from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.spans import RecordedSpans, Row, Span
+
+LARGE_SPANS = 50_000  # 10 MB of JSON; more are compressed, to a tenth
+LANES = 1000  # numbers of threads that a row may take
+
+Event = Mapping[str, Any]
+
+
+class TracedProcess(NamedTuple):
+    name: str
+    recorded: RecordedSpans
+
+
+def trace_path(run_dir: Path, first: int, last: int) -> Path:
+    return run_dir / f"trace_steps_{first}_{last}.json"
+
+
+def find_traces(run_dir: Path) -> list[Path]:
+    return sorted(path for path in run_dir.glob("trace_steps_*") if path.suffix in (".json", ".gz"))
+
+
+def write_trace(path: Path, processes: Sequence[TracedProcess], layer_names: Sequence[str]) -> Path:
+    """Returns the file, which is `path` or, for a large trace, that with .gz. It is the whole one or none.
+
+    `layer_names`: of layers that spans name by number. Raises MegatrainError.
+    """
+    num_spans = sum(len(process.recorded.spans) for process in processes)
+    target = path.with_name(path.name + ".gz") if num_spans > LARGE_SPANS else path
+    with explained("write", target), temporary_file(target) as temporary:
+        with _open(temporary, "wt", compressed=target.suffix == ".gz") as file:
+            file.writelines(_lines(events(processes, layer_names), processes))
+        temporary.replace(target)
+    return target
+
+
+def read_trace(path: Path) -> list[Event]:
+    """The events of a file that `write_trace` has written. Raises MegatrainError."""
+    with explained("read", path), _open(path, "rt", compressed=path.suffix == ".gz") as file:
+        found: list[Event] = json.load(file)["traceEvents"]
+    return found
+
+
+def _open(path: Path, mode: str, *, compressed: bool) -> Any:
+    return gzip.open(path, mode, 1, encoding="utf-8") if compressed else path.open(mode, encoding="utf-8")
+
+
+def _lines(found: Iterable[Event], processes: Sequence[TracedProcess]) -> Iterator[str]:
+    """An event a line."""
+    dropped = {process.name: process.recorded.num_dropped for process in processes if process.recorded.num_dropped}
+    yield f'{{"displayTimeUnit": "ms", "otherData": {{"spans_dropped": {json.dumps(dropped)}}}, "traceEvents": [\n'
+    for number, event in enumerate(found):
+        yield (",\n" if number else "") + json.dumps(event)
+    yield "\n]}\n"
+
+
+def events(processes: Sequence[TracedProcess], layer_names: Sequence[str]) -> Iterator[Event]:
+    """Time 0 is the first step's begin; what was over by then is left out, what was under way begins there. A thread's
+    events come in order of their begin."""
+    everything = [span for process in processes for span in process.recorded.spans]
+    origin_ns = min((span.start_ns for span in everything if span.row is Row.STEPS), default=0)
+    for order, (name, recorded) in enumerate(processes):
+        yield _name("process", recorded.pid, 0, name)
+        yield {"ph": "M", "name": "process_sort_index", "pid": recorded.pid, "tid": 0, "args": {"sort_index": order}}
+        for number, row in enumerate(Row):
+            of_row = [span for span in recorded.spans if span.row is row and span.end_ns > origin_ns]
+            for lane, spans in enumerate(lanes(of_row)):
+                tid = LANES * number + lane
+                yield _name("thread", recorded.pid, tid, row.value if lane == 0 else f"{row.value} {lane + 1}")
+                sort = {"sort_index": tid}
+                yield {"ph": "M", "name": "thread_sort_index", "pid": recorded.pid, "tid": tid, "args": sort}
+                for span in spans:
+                    yield {"pid": recorded.pid, "tid": tid, **_event(span, origin_ns, layer_names)}
+
+
+def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """The same spans in as few lists as it takes for those of each to nest or lie apart; each in order of begin."""
+    placed: list[list[Span]] = []
+    stacks: list[list[int]] = []  # ends of what is open in each lane, the innermost last
+    for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        for stack in stacks:
+            while stack and stack[-1] <= span.start_ns:
+                stack.pop()
+        lane = next((i for i, stack in enumerate(stacks) if not stack or span.end_ns <= stack[-1]), len(stacks))
+        if lane == len(stacks):
+            placed.append([])
+            stacks.append([])
+        placed[lane].append(span)
+        stacks[lane].append(span.end_ns)
+    return placed
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _event(span: Span, origin_ns: int, layer_names: Sequence[str]) -> Event:
+    start_ns = max(span.start_ns, origin_ns)
+    args: dict[str, Any] = {}
+    if span.layer != -1:
+        args["layer"] = layer_names[span.layer] if isinstance(span.layer, int) else span.layer
+    if span.micro_batch >= 0:
+        args["micro_batch"] = span.micro_batch
+    if span.num_bytes:
+        args |= {"bytes": span.num_bytes, "GB/s": round(span.num_bytes / max(1, span.end_ns - span.start_ns), 3)}
+    kind = "wait" if span.waits else "work"
+    times = {"ts": (start_ns - origin_ns) / 1000, "dur": (span.end_ns - start_ns) / 1000}
+    return {"ph": "X", "name": span.name, "cat": kind, **times, "args": args}

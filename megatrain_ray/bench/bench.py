@@ -1,0 +1,132 @@
+"""`megatrain bench`: a configuration's speed, beside what the same layers do when nothing has to move, and beside the
+same steps without Ray."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.accounting.busy_share import busy_share
+from megatrain_ray.accounting.measured_file import read_comparisons
+from megatrain_ray.accounting.prediction_check import Comparison
+from megatrain_ray.accounting.shard_work import ShardWork
+from megatrain_ray.accounting.trace_file import find_traces, read_trace
+from megatrain_ray.bench.aliased_memory import NOTE, HostMemory, with_aliases
+from megatrain_ray.bench.bench_config import BenchOptions
+from megatrain_ray.bench.in_process import run_in_process
+from megatrain_ray.bench.resident_ceiling import Ceiling, measure_ceiling
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.logs import say
+from megatrain_ray.console.startup import Startup
+from megatrain_ray.crew.actor_role import answer
+from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.driver.interrupts import Interrupts
+from megatrain_ray.driver.session import Job
+from megatrain_ray.engine.planner.request import Machine
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.machine.process_memory import DeviceMemory, device_memory, pss_of_run
+from megatrain_ray.machine.subprocess_call import in_own_process
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.trainer import Trainer, TrainSummary
+from megatrain_ray.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was looked up in the run's processes after its last step."""
+
+    prepared: Prepared
+    tokens: tuple[Path, ...]
+    kernel_names: tuple[str, ...]
+    shard_work: tuple[ShardWork, ...]
+    pss_bytes: Mapping[str, Mapping[str, int]]
+    device_memory: DeviceMemory
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`rows`, `in_process`: of all steps, warm-up first and the traced one last; the latter, like `ceiling`, None where
+    it was not asked for. `busy_share`: of the compute stage, from the trace; None without one. `comparison`: of the
+    plan with its run; None where there were too few steps."""
+
+    config: TrainConfig
+    observed: Observed
+    rows: Sequence[Mapping[str, Any]]
+    busy_share: float | None
+    comparison: Comparison | None
+    ceiling: Ceiling | None
+    in_process: Sequence[Mapping[str, Any]] | None
+
+
+def measure(config: TrainConfig, options: BenchOptions) -> Measured:
+    """Trains, then, where asked for, takes the ceiling and trains in one process; standard output stays empty.
+
+    Raises what a training does.
+    """
+    with redirect_stdout(sys.stderr), Interrupts():
+        observed, summary = _train(config, options.alias_bytes)
+        _check_updates(summary)
+        busy = next((busy_share(read_trace(trace)) for trace in find_traces(summary.run_dir)), None)
+        compared = read_comparisons(summary.run_dir)
+        startup = Startup()
+        ceiling = in_process = None
+        if options.with_ceiling:
+            with startup.phase("measuring the resident ceiling"):
+                ceiling = in_own_process("the process of the resident ceiling", measure_ceiling, observed.prepared)
+        if options.compare_in_process:
+            with startup.phase("making the same steps in one process"):
+                arguments = observed.prepared, observed.tokens
+                in_process = in_own_process("the process without Ray", run_in_process, *arguments)
+    comparison = compared[-1] if compared else None
+    return Measured(observed.prepared.config, observed, summary.rows, busy, comparison, ceiling, in_process)
+
+
+class _AliasingTrainer(Trainer):
+    """Of runs whose layers share host memory."""
+
+    def __init__(self, config: TrainConfig, num_bytes: int) -> None:
+        super().__init__(config)
+        self._num_bytes = num_bytes
+
+    def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> Prepared:
+        prepared = with_aliases(super()._prepare(config, machine, source), self._num_bytes)
+        memory = HostMemory.of(prepared)
+        held, planned = format_bytes(memory.held_bytes), format_bytes(memory.planned_bytes)
+        say(f"{NOTE}; host memory takes {held} where the plan has {planned}")
+        return prepared
+
+
+def _train(config: TrainConfig, alias_bytes: int | None) -> tuple[Observed, TrainSummary]:
+    seen: list[Observed] = []
+    trainer = Trainer(config) if alias_bytes is None else _AliasingTrainer(config, alias_bytes)
+    summary = trainer.fit(lambda job, crew: seen.append(_observe(job, crew)))
+    return seen[-1], summary
+
+
+def _check_updates(summary: TrainSummary) -> None:
+    """Raises MegatrainError where updates were skipped: such steps are faster than any that trains."""
+    if skipped := [row["step"] for row in summary.rows if row["skipped"]]:
+        raise MegatrainError(
+            f"the updates of steps {skipped} were skipped, since gradients were not finite: their speed would be that "
+            "of steps without updates; lower train.lr, or start from other weights"
+        )
+
+
+def _observe(job: Job, crew: Crew) -> Observed:
+    plan = job.prepared.plan
+    calls = crew.work().shards
+    shard_work = tuple(answer("the run's processes did not say what they did", call, crew.check) for call in calls)
+    on_gpu = plan.device == "cuda"
+    return Observed(
+        prepared=job.prepared,
+        tokens=job.tokens,
+        kernel_names=tuple(crew.kernel_names),
+        shard_work=shard_work,
+        pss_bytes=pss_of_run(crew.pids),
+        device_memory=device_memory(crew.pids["GPU worker"]) if on_gpu else DeviceMemory(None, "the device is the CPU"),
+    )

@@ -1,0 +1,74 @@
+"""What a benchmark runs: a configuration with its length and nothing but steps. Imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.errors import ConfigError
+
+# Nothing is saved, evaluated or sent anywhere. The learning rate does not change what a step costs.
+SETTINGS = (
+    "train.warmup_steps=0",
+    "train.schedule=constant",
+    "save_every=null",
+    "eval_every=0",
+    "resume=false",
+)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """`warmup`: steps before the measured ones; after these one more is traced where `with_trace`. `commit`: of the
+    code, where it is not run from a checkout. `alias_bytes`: host memory that layers take in turn (aliased_memory.py);
+    None: each has its own."""
+
+    warmup: int
+    steps: int
+    compare_in_process: bool = False
+    with_ceiling: bool = True
+    with_trace: bool = True
+    commit: str | None = None
+    alias_bytes: int | None = None
+
+    @property
+    def measured(self) -> slice:
+        """The rows that count."""
+        return slice(self.warmup, self.warmup + self.steps)
+
+    @property
+    def num_steps(self) -> int:
+        """All of them; the last one is traced, if any is."""
+        return self.warmup + self.steps + self.with_trace
+
+
+def bench_config(path: Path, overrides: Sequence[str], options: BenchOptions, run_dir: Path) -> TrainConfig:
+    """The configuration with what a benchmark sets itself. `run_dir`: used unless an override names another; that of
+    the file may hold a run.
+
+    Raises ConfigError, also for lengths that measure nothing and for an override of what a benchmark sets.
+    """
+    if options.warmup < 0 or options.steps < 1:
+        raise ConfigError(f"--warmup {options.warmup} --steps {options.steps}: expected 0 or more, and at least 1")
+    last = options.num_steps
+    trace = f"[{last}, {last}]" if options.with_trace else "null"
+    own = (*SETTINGS, f"train.steps={last}", f"log={{tensorboard: false, trace: {trace}}}")
+    keys = {_key(setting) for setting in own}
+    for key in map(_key, overrides):
+        if key in keys or key.startswith("log."):
+            raise ConfigError(f"{key}: a benchmark sets it itself; leave it out (--warmup and --steps say how long)")
+    config = load_config(path, [f"run_dir={json.dumps(str(run_dir))}", *overrides, *own])
+    if options.compare_in_process and config.hardware.num_gpus > 1:
+        raise ConfigError(
+            f"hardware.num_gpus: {config.hardware.num_gpus}, and one process works on one GPU; leave "
+            "--compare-in-process out"
+        )
+    return config
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]

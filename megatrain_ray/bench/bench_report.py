@@ -1,0 +1,268 @@
+"""What `megatrain bench` says: everything as JSON (docs/bench.md), the rest of it as a table."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatrain_ray.accounting.measured_file import comparison_tree
+from megatrain_ray.bench.aliased_memory import NOTE, HostMemory
+from megatrain_ray.bench.bench import Measured
+from megatrain_ray.bench.bench_config import BenchOptions
+from megatrain_ray.config.yaml_file import config_to_dict
+from megatrain_ray.console.run_summary import waits
+from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.measure.plan_traffic import moved_bytes, state_share
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_shards import shard_layout
+from megatrain_ray.machine.environment import commit, hardware, versions
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.units import format_bytes, format_count, format_ranges
+
+VERSION = 1
+ABOVE_CEILING = 1.02  # a run's share of its ceiling that no noise of a quiet machine explains
+
+
+def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
+    """Plain data for JSON."""
+    prepared = measured.observed.prepared
+    rows = measured.rows[options.measured]
+    step_s = _distribution(row["step_s"] for row in rows)
+    tflops = _median(rows, "model_tflops")
+    plan = _plan(prepared.plan)
+    return {
+        "version": VERSION,
+        "warmup": options.warmup,
+        "steps": options.steps,
+        "step_s": step_s,
+        "tokens_per_s": _median(rows, "tokens_per_s"),
+        "model_tflops": tflops,
+        "exposed_s": {
+            cause: statistics.median(row["exposed_s"][cause] for row in rows) for cause in rows[0]["exposed_s"]
+        },
+        "busy_share": measured.busy_share,
+        "prediction": plan.pop("prediction", None),
+        "plan_sha256": prepared.plan.sha256,
+        "comparison": measured.comparison and comparison_tree(measured.comparison),
+        "ceiling": _ceiling(measured, tflops),
+        "in_process": _in_process(measured, options, step_s["median"]),
+        "memory": _memory(measured),
+        "aliased": _aliased(prepared),
+        "state_share": state_share(prepared.plan),
+        "optimizer": _optimizer(measured),
+        "bytes_per_parameter": _moved(measured),
+        "plan": plan,
+        "losses": _losses(measured.rows),
+        "all_step_s": [row["step_s"] for row in measured.rows],
+        "hardware": hardware(prepared.plan.device),
+        "versions": versions(),
+        "commit": options.commit or commit(),
+        "config": config_to_dict(measured.config),
+    }
+
+
+def to_json(report: Mapping[str, Any]) -> str:
+    return json.dumps(report, indent=1, allow_nan=False)
+
+
+def _distribution(values: Iterable[float]) -> dict[str, float]:
+    """`spread`: from the least to the most, in shares of the median."""
+    ordered = sorted(values)
+    median = statistics.median(ordered)
+    least, most = ordered[0], ordered[-1]
+    return {"median": median, "min": least, "max": most, "spread": (most - least) / median}
+
+
+def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(statistics.median(row[key] for row in rows))
+
+
+def _losses(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """None: not finite, as in metrics.jsonl."""
+    return [loss if (loss := row["loss"]) is not None and math.isfinite(loss) else None for row in rows]
+
+
+def _ceiling(measured: Measured, tflops: float) -> dict[str, Any] | None:
+    ceiling = measured.ceiling
+    if ceiling is None:
+        return None
+    best = ceiling.best.model_tflops if ceiling.best else None
+    own = tflops / measured.config.hardware.num_gpus  # the ceiling is one GPU's
+    return {
+        "model_tflops": best,
+        "micro_batch_size": ceiling.best.micro_batch_size if ceiling.best else None,
+        "ratio": own / best if best else None,
+        "hbm_peak_bytes": ceiling.hbm_peak_bytes,
+        "trials": [asdict(trial) for trial in ceiling.trials],
+    }
+
+
+def _in_process(measured: Measured, options: BenchOptions, median_s: float) -> dict[str, Any] | None:
+    if measured.in_process is None:
+        return None
+    step_s = _distribution(row["step_s"] for row in measured.in_process[options.measured])
+    return {
+        "step_s": step_s,
+        "run_is_slower_by_percent": 100 * (median_s / step_s["median"] - 1),
+        "same_losses": _losses(measured.rows) == _losses(measured.in_process),
+    }
+
+
+def _memory(measured: Measured) -> dict[str, Any]:
+    observed, last = measured.observed, measured.rows[-1]
+    return {
+        "hbm_bytes": observed.device_memory.num_bytes,
+        "hbm_reason": observed.device_memory.reason,
+        "hbm_peak_bytes": max(row["hbm_peak_bytes"] for row in measured.rows),
+        "arena_bytes": last["host_bytes"],
+        "pss_bytes": sum(sum(kinds.values()) for kinds in observed.pss_bytes.values()),
+        "pss_bytes_by_process": observed.pss_bytes,
+    }
+
+
+def _aliased(prepared: Prepared) -> dict[str, Any] | None:
+    """None where each layer has host memory of its own."""
+    return {"note": NOTE, **asdict(HostMemory.of(prepared))} if prepared.is_aliased else None
+
+
+def _optimizer(measured: Measured) -> dict[str, Any]:
+    plan = measured.observed.prepared.plan
+    return {
+        "kernels": list(measured.observed.kernel_names),
+        "num_shards": plan.num_shards,
+        "num_shard_threads": plan.num_shard_threads,
+        "clip": measured.config.train.clip,
+        "shards": list(_shards(measured)),
+    }
+
+
+def _shards(measured: Measured) -> Iterator[dict[str, Any]]:
+    """What each of the first host has updated in a second in which its kernel worked; None where it has no updates."""
+    prepared = measured.observed.prepared
+    plan = prepared.plan
+    layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.num_hosts)
+    for k, work in enumerate(measured.observed.shard_work):
+        part = shard_layout(plan, layout, k)
+        count = sum(layout.layers[i].logical(part.spans[i]).size for i in plan.layer_order)
+        home = plan.shard_homes[k] if plan.shard_homes else None
+        yield {
+            "nodes": list(home.nodes) if home else None,
+            "cpus": home.cpus if home else None,
+            "num_parameters": count,
+            "parameters_per_s": count * work.update / work.update_s if work.update_s else None,
+        }
+
+
+def _moved(measured: Measured) -> dict[str, float]:
+    prepared = measured.observed.prepared
+    moved = moved_bytes(prepared.plan, prepared.structure)
+    return {direction: num_bytes / prepared.plan.num_parameters for direction, num_bytes in moved.items()}
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    """The plan with sums instead of the list of layers. Activation budgets: how many compiled layers have each."""
+    tree = json.loads(plan.to_json())
+    layers = tree.pop("layers")
+    sizes = {"num_layers": len(layers), "num_parameters": plan.num_parameters, "num_trained": plan.num_trained}
+    return {
+        **sizes,
+        "hbm_layers": len(plan.hbm_layers),
+        "spilled_layers": len(plan.spilled_layers),
+        "weights_on_disk": len(plan.weights_on_disk),
+        "stored_layers": len(plan.stored_layers),
+        "activations_on_disk": len(plan.disk_activations),
+        "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
+        "kept_on_host": sum(layer.kept is Tier.HOST for layer in plan.layers),
+        "boundaries_computed_again": len(plan.replayed_layers),
+        "activations": dict(Counter(layer["activations"] for layer in layers)),
+        "activation_budgets": dict(Counter(str(layer.activation_budget) for layer in plan.layers if layer.compiled)),
+        **tree,
+    }
+
+
+def print_table(report: Mapping[str, Any]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, text in _lines(report):
+        table.add_row(name, Text(text))
+    Console().print(table)
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    step_s = report["step_s"]
+    if aliased := report["aliased"]:
+        held, planned = format_bytes(aliased["held_bytes"]), format_bytes(aliased["planned_bytes"])
+        yield "NOTE", f"{aliased['note']}; host memory takes {held} where the plan has {planned}"
+    yield (
+        "step",
+        f"{step_s['median']:.4g} s median of {report['steps']}, {step_s['min']:.4g} to {step_s['max']:.4g} "
+        f"(spread {step_s['spread']:.1%})",
+    )
+    yield "speed", f"{format_count(report['tokens_per_s'])} tokens/s, {report['model_tflops']:.4g} model TFLOPS"
+    if predicted := report["prediction"]:
+        error = predicted["step_s"] / step_s["median"] - 1
+        yield "predicted", f"{predicted['step_s']:.4g} s a step by the plan ({error:+.1%})"
+    if ceiling := report["ceiling"]:
+        yield "ceiling", _ceiling_line(ceiling)
+    if compared := report["in_process"]:
+        difference = compared["run_is_slower_by_percent"]
+        same = "the same losses" if compared["same_losses"] else "other losses"
+        yield "one process", f"{compared['step_s']['median']:.4g} s; with Ray {difference:+.1f} %; {same}"
+    yield "waited", waits(report["exposed_s"], step_s["median"])
+    yield "memory", _memory_line(report["memory"])
+    shares = ", ".join(f"{share:.0%} {tier}" for tier, share in report["state_share"].items() if share)
+    optimizer, moved = report["optimizer"], report["bytes_per_parameter"]
+    of_disk = f", {moved['disk']:.3g} from and to the disk" if moved["disk"] else ""
+    yield (
+        "state",
+        f"{shares}; a step moves {moved['h2d']:.3g} bytes per parameter in and {moved['d2h']:.3g} out{of_disk}",
+    )
+    threads = f"{optimizer['num_shards']} × {optimizer['num_shard_threads']} threads"
+    yield "AdamW", f"{', '.join(optimizer['kernels'])}, {threads}"
+    yield "of each", "; ".join(map(_shard_line, range(optimizer["num_shards"]), optimizer["shards"]))
+    if report["config"]["train"]["moments"] == "bf16":
+        yield "moments", NARROW_MOMENTS
+    yield "plan", _plan_line(report["plan"])
+
+
+def _shard_line(index: int, shard: Mapping[str, Any]) -> str:
+    place = f" (node {format_ranges(shard['nodes'])})" if shard["nodes"] else ""
+    rate = shard["parameters_per_s"]
+    speed = f"{format_count(rate)} parameters/s" if rate else "no updates"
+    return f"shard {index}{place} {speed} of {format_count(shard['num_parameters'])}"
+
+
+def _ceiling_line(ceiling: Mapping[str, Any]) -> str:
+    if ceiling["model_tflops"] is None:
+        return "none: the weights and one sequence do not fit the device"
+    line = (
+        f"{ceiling['model_tflops']:.4g} model TFLOPS with resident weights and micro-batches of "
+        f"{ceiling['micro_batch_size']}; the run has {ceiling['ratio']:.3g} of it"
+    )
+    if ceiling["ratio"] > ABOVE_CEILING:
+        line += ": more than there is, so something else used the machine meanwhile; measure again"
+    return line
+
+
+def _memory_line(memory: Mapping[str, Any]) -> str:
+    of_device = memory["hbm_bytes"] or memory["hbm_peak_bytes"]
+    host = f"{format_bytes(memory['arena_bytes'])} of arenas, {format_bytes(memory['pss_bytes'])} of all processes"
+    return f"{format_bytes(of_device)} of the device; host: {host}"
+
+
+def _plan_line(plan: Mapping[str, Any]) -> str:
+    activations = ", ".join(f"{number} × {policy}" for policy, number in plan["activations"].items())
+    return (
+        f"{format_count(plan['num_parameters'])} parameters in {plan['num_layers']} layers; "
+        f"{plan['num_micro_batches']} × {plan['micro_batch_size']} × {plan['seq_len']} tokens, {plan['order']}; "
+        f"activations: {activations}"
+    )

@@ -1,0 +1,78 @@
+"""A run's steps without Ray: GPU worker, optimizer shards and data in this process, each the class that an actor wraps,
+over the same kind of shared memory. What a run is slower by is the price of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.data.data_worker import DataWorker
+from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT
+from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.workers.arenas import arena_sizes, spill_files
+from megatrain_ray.workers.gpu_worker import FetchBatch, GpuWorker, Progress
+from megatrain_ray.workers.shard_worker import ShardWorker
+
+
+def run_in_process(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
+    """Rows of all `train.steps`, from the model's first values. `tokens`: folders of the data's sources."""
+    return asyncio.run(_run(prepared, tokens))
+
+
+async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
+    plan = prepared.plan
+    layout = prepared.structure.layout(plan.num_fragments)
+    files = spill_files(plan, layout, prepared.config.spill.path)
+    owner = ArenaHolder.create(arena_sizes(plan, layout), files)
+    shards = [_shard(prepared, k, owner.handles) for k in range(plan.num_shards)]
+    with ThreadPoolExecutor(plan.num_shards, thread_name_prefix="optimizer") as threads:
+        worker = GpuWorker(prepared, [owner.handles], _batches(prepared, tokens), _nothing_held_out)
+        serving: list[Future[None]] = []
+        try:
+            await worker.fill(None, None)
+            await worker.build()
+            await worker.start(Progress(0, 0))
+            serving += [threads.submit(shard.run, NO_ATTEMPT) for shard in shards]
+            steps = range(1, prepared.config.train.steps + 1)
+            rows = [(await worker.step(step, save=False)).row for step in steps]
+            await worker.close()
+        except BaseException:
+            await worker.abandon()
+            raise
+        finally:
+            for shard in shards:
+                shard.stop()
+            await asyncio.to_thread(wait, serving)
+            for shard in shards:
+                shard.close()
+            owner.close()
+        for served in serving:
+            served.result()
+    return rows
+
+
+def _shard(prepared: Prepared, index: int, handles: Handles) -> ShardWorker:
+    """One after the other: Transformers imports its parts when they are first used, which threads cannot do at once."""
+    shard = ShardWorker(prepared, index, [handles])
+    shard.initialize()
+    return shard
+
+
+def _batches(prepared: Prepared, tokens: Sequence[Path]) -> FetchBatch:
+    """Drawn in a thread, as they are in another process while a step runs."""
+    plan, vocab_size = prepared.plan, prepared.structure.vocab_size
+    data = DataWorker(prepared.config.data, tokens, vocab_size, plan.batch_size, 0, None)
+
+    async def fetch(step: int) -> Batch:
+        return await asyncio.to_thread(data.batch, step)
+
+    return fetch
+
+
+async def _nothing_held_out(index: int) -> Batch:
+    raise ValueError(f"held-out batch {index} was asked for, and nothing is evaluated")

@@ -1,0 +1,124 @@
+"""The resident ceiling: how fast the model's layers, head and loss run with all weights on the device, no optimizer and
+nothing that moves. A training can come near it and never pass it."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatrain_ray.engine.measure.resident_model import ResidentModel
+from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.model.micro_batch import MicroBatch
+from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.model.flop_count import FlopCount
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.workers.open_device import make_device
+
+WARMUP_STEPS = 2
+MEASURED_STEPS = 5
+GAIN = 1.01  # of a doubling, or larger ones are not tried
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`model_tflops`: of the median step; None: out of memory."""
+
+    micro_batch_size: int
+    model_tflops: float | None
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """`best`: None where not even one sequence fits. `trials`: in the order they were made."""
+
+    best: Trial | None
+    trials: tuple[Trial, ...]
+    hbm_peak_bytes: int
+
+
+def measure_ceiling(prepared: Prepared) -> Ceiling:
+    """At the best micro-batch. On the CPU none is larger than the batch of a step: nothing else bounds it there."""
+    plan = prepared.plan
+    whole = replace(plan, hbm_limit_bytes=None)  # a ceiling for any limit
+    device = make_device(whole, deterministic=prepared.config.train.deterministic)
+    limit = plan.micro_batch_size * plan.num_micro_batches if plan.device == "cpu" else None
+    try:
+        with device.activate():
+            model = ResidentModel(prepared.source.factory, prepared.structure, plan, device)
+            rate = _Rate(prepared, model, FlopCount.of(prepared.structure, prepared.source))
+            trials = search(rate.of, plan.micro_batch_size, limit)
+        peak_bytes = device.memory().peak_bytes
+    except torch.OutOfMemoryError:  # the weights alone
+        return Ceiling(None, (), device.memory().peak_bytes)
+    finally:
+        device.close()
+    fitting = [trial for trial in trials if trial.model_tflops is not None]
+    return Ceiling(max(fitting, key=lambda trial: trial.model_tflops or 0.0, default=None), trials, peak_bytes)
+
+
+def search(rate: Callable[[int], float], first: int, limit: int | None) -> tuple[Trial, ...]:
+    """From micro-batches of `first` sequences: halved until they fit; or doubled, up to `limit`, until they do not or
+    until that gains nothing. Not from 1: every size has to be compiled.
+
+    `rate`: model TFLOPS of a size; raises torch.OutOfMemoryError.
+    """
+    trials = [_attempt(rate, first)]
+    while trials[-1].model_tflops is None and trials[-1].micro_batch_size > 1:
+        trials.append(_attempt(rate, trials[-1].micro_batch_size // 2))
+    if len(trials) > 1:
+        return tuple(trials)
+    while (before := trials[-1].model_tflops) is not None:
+        size = 2 * trials[-1].micro_batch_size
+        if limit is not None and size > limit:
+            break
+        trials.append(_attempt(rate, size))
+        if (trials[-1].model_tflops or 0.0) < GAIN * before:
+            break
+    return tuple(trials)
+
+
+def _attempt(rate: Callable[[int], float], size: int) -> Trial:
+    try:
+        return Trial(size, rate(size))
+    except torch.OutOfMemoryError:
+        pass  # outside of the handler nothing refers to the tensors of the step
+    gc.collect()
+    return Trial(size, None)
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """Model TFLOPS of whole rows, each one document."""
+
+    prepared: Prepared
+    model: ResidentModel
+    flops: FlopCount
+
+    def of(self, micro_batch_size: int) -> float:
+        seq_len = self.prepared.plan.seq_len
+        num_tokens = micro_batch_size * seq_len
+        step = self._step(micro_batch_size)
+        runner = self.model.with_micro_batch(micro_batch_size, step.objective)
+        seconds = []
+        for _ in range(WARMUP_STEPS + MEASURED_STEPS):
+            start_s = time.perf_counter()
+            self.model.run(runner, step)
+            self.model.device.timeline.clear()
+            seconds.append(time.perf_counter() - start_s)
+        step_s = statistics.median(seconds[WARMUP_STEPS:])
+        return self.flops.per_step(num_tokens, num_tokens * seq_len) / step_s / 1e12
+
+    def _step(self, micro_batch_size: int) -> StepInput:
+        """Random ids."""
+        seq_len, train = self.prepared.plan.seq_len, self.prepared.config.train
+        generator = torch.Generator().manual_seed(0)
+        shape = (micro_batch_size, seq_len + 1)
+        ids = torch.randint(self.prepared.structure.vocab_size, shape, generator=generator)
+        micro_batch = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        world = World(micro_batch_size * seq_len)
+        return StepInput(1, (micro_batch,), world, train.seed, Objective(train.z_loss, train.label_smoothing))

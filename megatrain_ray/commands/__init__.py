@@ -1,0 +1,1 @@
+"""Implements further commands of the command line."""

@@ -1,0 +1,101 @@
+"""What `megatrain doctor` says of NUMA: the nodes, whether the kernel takes memory from each, and where the pages of a
+run that is up are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from megatrain_ray.commands.finding import Finding, State
+from megatrain_ray.engine.device.cuda_device import pci_addresses
+from megatrain_ray.io.arenas.arena import HUGE_PAGE
+from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.arenas.numa_policy import address_of, nodes_of_pages, take_from
+from megatrain_ray.machine.numa_topology import NodeFacts, Topology, gpu_node, read_topology
+from megatrain_ray.report.page_placement import page_places
+from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_processes import living
+from megatrain_ray.units import format_bytes, format_ranges
+
+TOPIC = "NUMA"
+
+
+def examine_nodes(folder: Path, root: Path) -> Iterator[Finding]:
+    """`folder`: of runs, or one run's. `root`: of /proc and /sys. On one node that is all there is to say."""
+    topology = read_topology(root)
+    if len(topology.usable) < 2:
+        yield Finding(TOPIC, State.GOOD, f"one node to work on{_others(topology)}: nothing has to be put on any")
+    else:
+        yield Finding(TOPIC, State.GOOD, "; ".join(map(_described, topology.nodes)))
+        yield _takes_memory(sorted({node.memory for node in topology.usable}))
+        yield from _gpus(root)
+    yield from _pages(folder)
+
+
+def _described(node: NodeFacts) -> str:
+    cpus = f"CPUs {format_ranges(node.cpus)}" if node.has_cpus else "no CPUs to use"
+    of_it = f"{format_bytes(node.total_bytes)}, {format_bytes(node.free_bytes)} free"
+    memory = of_it if node.total_bytes else "no memory"
+    kept = ", which a cpuset keeps from this process" if node.total_bytes and not node.may_hold else ""
+    return f"node {node.number}: {cpus}, {memory}{kept}"
+
+
+def _others(topology: Topology) -> str:
+    others = [_described(node) for node in topology.nodes if not node.has_cpus]
+    return f" ({'; '.join(others)})" if others else ""
+
+
+def _gpus(root: Path) -> Iterator[Finding]:
+    """On which node each is; nothing without one."""
+    addresses = pci_addresses()
+    nodes = [gpu_node(address, root) for address in addresses]
+    if not nodes:
+        return
+    described = (
+        f"GPU {k} ({address or 'no address'}) on node {'?' if node is None else node}"
+        for k, (address, node) in enumerate(zip(addresses, nodes, strict=True))
+    )
+    if None in nodes:
+        advice = "name them as hardware.nodes.*.gpus (docs/numa.md); its worker runs anywhere else"
+        yield Finding("NUMA GPUs", State.NOTE, ", ".join(described), advice)
+    else:
+        yield Finding("NUMA GPUs", State.GOOD, ", ".join(described))
+
+
+def _takes_memory(nodes: Sequence[int]) -> Finding:
+    """A huge page from each node, asked for as a run does and read back."""
+    elsewhere = []
+    with closing(ArenaHolder.create({"doctor": HUGE_PAGE * len(nodes)})) as holder:
+        arena = holder.map("doctor")
+        try:
+            for k, node in enumerate(nodes):
+                page = arena.buffer[k * HUGE_PAGE : (k + 1) * HUGE_PAGE]
+                take_from(page, [node])
+                page[0] = 1
+                if nodes_of_pages([address_of(page)]) != [node]:
+                    elsewhere.append(node)
+        except OSError as error:
+            text = f"the kernel does not take memory from a node that is asked for ({os.strerror(error.errno or 0)})"
+            advice = "in a container allow mbind and move_pages (docker: --cap-add SYS_NICE)"
+            return Finding("NUMA memory", State.SLOW, text, advice)
+        finally:
+            arena.close()
+    if elsewhere:
+        text = f"what was asked for from node {format_ranges(elsewhere)} is on another: it may be full"
+        return Finding("NUMA memory", State.SLOW, text, "free some of its memory")
+    return Finding("NUMA memory", State.GOOD, f"pages are on the node that was asked for, of {format_ranges(nodes)}")
+
+
+def _pages(folder: Path) -> Iterator[Finding]:
+    """Of a run that is up; nothing where the folder holds none, or its plan puts nothing on nodes."""
+    files = RunFiles(folder.absolute())
+    plan, pids = files.read_plan(), living(files.path)
+    if plan is None or not plan.shard_homes or not pids:
+        return
+    try:
+        for places in page_places(plan, pids):
+            yield Finding("pages", State.GOOD if places.is_good else State.SLOW, str(places))
+    except OSError as error:
+        yield Finding("pages", State.NOTE, f"the kernel does not say where they are: {error.strerror}")

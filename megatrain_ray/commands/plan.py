@@ -1,0 +1,69 @@
+"""`megatrain plan`: what is shown of a plan, or of why there is none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megatrain_ray.config.schema import SpillConfig, TrainConfig
+from megatrain_ray.console.logs import show
+from megatrain_ray.console.startup import spinner
+from megatrain_ray.data.tokenize_data import missing_data
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.planner.report import describe
+from megatrain_ray.engine.planner.request import SpillSpace
+from megatrain_ray.errors import CapacityError
+from megatrain_ray.planning.prepare import Question, question_of
+from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
+
+
+def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_hour: float | None) -> None:
+    """On standard output; on standard error what of the configuration is not here. Where nothing fits what other
+    memory would change is shown all the same. Raises CapacityError then, and ConfigError."""
+    with spinner("planning"):
+        question = question_of(config)
+        plan, misfit = _answer(question)
+        found = list(alternatives(question, plan)) if what_if else []
+    if as_json and plan:
+        print(_as_json(config, plan, found, price_per_hour))
+    elif plan:
+        print("\n".join([describe(plan), *run_lines(config, plan, price_per_hour)]))
+    if found and not as_json:
+        print()
+        print_alternatives(found)
+    if misfit:
+        raise misfit
+    for problem in missing_data(config.data):
+        show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
+    for note in _missing_disk(config.spill, question.machine.spill):
+        show(f"note: {note}", sys.stderr)
+
+
+def _answer(question: Question) -> tuple[Plan | None, CapacityError | None]:
+    """The plan, or why there is none."""
+    try:
+        return question.plan(), None
+    except CapacityError as error:
+        return None, error
+
+
+def _as_json(config: TrainConfig, plan: Plan, found: Sequence[Alternative], price_per_hour: float | None) -> str:
+    """The plan as in plan.json; with a price or alternatives that beside what they come to."""
+    text = plan.to_json().rstrip("\n")
+    if price_per_hour is None and not found:
+        return text
+    run = run_of(config, plan, price_per_hour)
+    beside = {"what_if": [alternative.numbers for alternative in found]} if found else {}
+    return json.dumps({"plan": json.loads(text), "run": run and asdict(run), **beside}, indent=1)
+
+
+def _missing_disk(spill: SpillConfig, space: SpillSpace | None) -> Iterator[str]:
+    if spill.path is not None and space is not None and not Path(spill.path).is_dir():
+        room = "any room" if spill.limit is None else "room for spill.limit"
+        yield (
+            f"spill.path: {spill.path} is not here; planned as if it were, with {room} and "
+            f"{space.bytes_per_s / 1e9:.2g} GB/s, read and written at the same time"
+        )

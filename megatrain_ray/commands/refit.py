@@ -1,0 +1,209 @@
+"""`megatrain refit`: a hardware profile whose rates make the prediction of a run's plan what the run measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megatrain_ray.accounting.measured_file import MEASURED_NAME, read_comparisons
+from megatrain_ray.accounting.prediction_check import (
+    MIN_STEP_S,
+    MIN_STEPS,
+    Comparison,
+    disk_rate,
+    planned_disk_rate,
+    update_rate,
+)
+from megatrain_ray.engine.device.hardware_profile import HardwareProfile, RateCurve, RatePoint
+from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.prediction import Prediction
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.planning.prepare import predictor
+from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_lock import hold_lock
+from megatrain_ray.virtual_clock import SUM_OVER_GPUS
+
+COPY_WAITS = ("h2d", "d2h", "host_accumulation")
+UNPREDICTED = ("data", "python")
+MIN_COPY_SHARE = 0.05  # of a step that copies held up, from which on their rate can be told from it
+HALVINGS = 24
+FURTHEST = 64.0  # that copies may be faster or slower than they were thought to be
+
+Predict = Callable[[HardwareProfile], Prediction]
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """`report`: what changed, by how much, and what that makes of the run's prediction."""
+
+    profile: HardwareProfile
+    report: tuple[str, ...]
+
+
+def refit(run_dir: Path, out: Path) -> Refitted:
+    """Of the newest start of a run that is over; writes the profile to `out`, which is new. Raises ConfigError."""
+    if out.exists():
+        raise ConfigError(f"{out} exists: nothing is overwritten; name another file")
+    files = RunFiles(run_dir.absolute())
+    config = files.read_config()
+    with hold_lock(files.path):
+        found, plan = _compared(files)
+    prediction = plan.prediction
+    assert prediction is not None and prediction.profile is not None
+    predict = predictor(config, plan)
+    done = refitted(prediction, found, plan.update_order, predict, gathered=plan.gathers_slots)
+    write_atomically(out, done.profile.to_json())
+    return done
+
+
+def _compared(files: RunFiles) -> tuple[Comparison, Plan]:
+    """The newest start's, with its plan, as it was before the first step."""
+    compared = read_comparisons(files.path)
+    if not compared and (files.path / MEASURED_NAME).exists():
+        raise ConfigError(
+            f"{files.path}: {MEASURED_NAME} is damaged or of another version; the next start that makes "
+            f"{MIN_STEPS + 1} steps writes it anew"
+        )
+    if not compared:
+        raise ConfigError(f"{files.path}: nothing was measured: a start must make {MIN_STEPS + 1} steps at least")
+    found = compared[-1]
+    plan = files.read_plan(found.plan_sha256)
+    if plan is None:
+        raise ConfigError(
+            f"{files.path}: no plan has the SHA-256 {found.plan_sha256}, which that of steps {found.first_step} to "
+            f"{found.last_step} had before them; put plan.json back as it was written"
+        )
+    if plan.prediction is None or plan.prediction.profile is None:
+        raise ConfigError(f"{files.path}: the plan is one of an earlier version and does not hold its rates")
+    if found.step.measured < MIN_STEP_S:
+        raise ConfigError(
+            f"{files.path}: its steps take {1000 * found.step.measured:.3g} ms, which is mostly Ray and Python and no "
+            f"rate of the machine; train steps of {1000 * MIN_STEP_S:.0f} ms at least"
+        )
+    return found, plan
+
+
+def refitted(
+    prediction: Prediction, found: Comparison, order: UpdateOrder, predict: Predict, *, gathered: bool = False
+) -> Refitted:
+    """`prediction`: of the run's plan, with its profile; `predict`: that of the same plan by other rates. Only what the
+    run timed is changed. `gathered`: whether uploads were completed by all-gathers."""
+    before = prediction.profile
+    assert before is not None
+    profile, report = before, []
+    fit_compute = partial(_fit_compute, sums_s=prediction.compute_s.get(SUM_OVER_GPUS, 0.0))
+    for change in (fit_compute, _fit_updates, _fit_disk):
+        profile, told = change(profile, found, order)
+        report += told
+    if gathered:
+        told = ["copies        not timed: uploads and all-gathers are waited for together"]
+    else:
+        profile, told = _fit_copies(profile, found, predict)
+    step_s, now_s = _predictable_s(found), predict(profile).step_s
+    report += told
+    report.append(
+        f"predicted     {now_s:.3g} s a step with these rates, {prediction.step_s:.3g} before; measured "
+        f"{found.step.measured:.3g}, of which {found.step.measured - step_s:.2g} are no machine's: data, Ray, Python"
+    )
+    return Refitted(profile, tuple(report))
+
+
+def _predictable_s(found: Comparison) -> float:
+    return found.step.measured - sum(term.measured for term in found.terms if term.name in UNPREDICTED)
+
+
+def _fit_compute(
+    profile: HardwareProfile, found: Comparison, _: UpdateOrder, *, sums_s: float
+) -> tuple[HardwareProfile, list[str]]:
+    """All at once: which of them it was nobody timed. `sums_s`: predicted of sums over GPUs, which are among what was
+    measured and are as long as the link makes them, whose rate is left as it is."""
+    term = found.term("compute")
+    if term is None or term.predicted <= sums_s:
+        return profile, []
+    if term.measured <= sums_s:
+        return profile, [
+            "compute       not timed: waits, and what sums over GPUs are predicted to take, leave it nothing"
+        ]
+    factor = (term.predicted - sums_s) / (term.measured - sums_s)
+    faster = replace(
+        profile,
+        matmul={precision: _scaled(curve, factor) for precision, curve in profile.matmul.items()},
+        attention=_scaled(profile.attention, factor),
+        device_bytes_per_s=profile.device_bytes_per_s * factor,
+        launch_s=profile.launch_s / factor,
+    )
+    return faster, [f"compute       × {factor:.3g}: products, attention, device memory, launches"]
+
+
+def _scaled(curve: RateCurve, factor: float) -> RateCurve:
+    return tuple(RatePoint(point.size, point.per_s * factor) for point in curve)
+
+
+def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
+    """The rate that the plan's predictions take."""
+    term = found.term("updates")
+    if term is None or not term.predicted:
+        return profile, ["AdamW         not timed: no optimizer shard updated anything, or one was replaced"]
+    before = update_rate(profile, order)
+    rate = before * term.predicted / term.measured
+    forward = order is UpdateOrder.FORWARD
+    changed = replace(profile, adamw_per_s=rate) if forward else replace(profile, adamw_busy_per_s=rate)
+    where = "under a forward" if forward else "beside copies"
+    return changed, [f"AdamW         {before / 1e9:.3g} → {rate / 1e9:.3g} Gparam/s {where}"]
+
+
+def _fit_disk(profile: HardwareProfile, found: Comparison, _: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
+    """All of its rates by one factor, where there are several: which of them it was nobody timed."""
+    measured, planned = disk_rate(found), planned_disk_rate(found)
+    before, plain, direct = (
+        profile.disk_bytes_per_s, profile.disk_plain_bytes_per_s, profile.disk_direct_bytes_per_s
+    )  # fmt: skip
+    if not measured:
+        return profile, []
+    factor = measured / planned if planned else 1.0
+    rate = before * factor if before and (plain or direct) else measured
+    was = f"{before / 1e9:.3g} → " if before else ""
+    faster = replace(
+        profile,
+        disk_bytes_per_s=rate,
+        disk_plain_bytes_per_s=plain and plain * factor,
+        disk_direct_bytes_per_s=direct and direct * factor,
+    )
+    return faster, [f"disk          {was}{rate / 1e9:.3g} GB/s, read and written"]
+
+
+def _fit_copies(profile: HardwareProfile, found: Comparison, predict: Predict) -> tuple[HardwareProfile, list[str]]:
+    """From the waits that they caused: the rates with which the step is predicted to take what it took."""
+    waited_s = sum(term.measured for term in found.terms if term.name in COPY_WAITS)
+    if waited_s < MIN_COPY_SHARE * found.step.measured:
+        return profile, ["copies        not timed: computing hid them"]
+
+    def takes_too_long(log_factor: float) -> bool:
+        return predict(_with_copies(profile, math.exp(log_factor))).step_s > _predictable_s(found)
+
+    low, high = math.log(1 / FURTHEST), math.log(FURTHEST)  # too slow, too fast
+    if takes_too_long(high) or not takes_too_long(low):
+        return profile, ["copies        not timed: with no rate of theirs is the step predicted to take this long"]
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if takes_too_long(middle) else (low, middle)
+    factor = math.exp(high)
+    return _with_copies(profile, factor), [f"copies        × {factor:.3g}, by what was waited for them"]
+
+
+def _with_copies(profile: HardwareProfile, factor: float) -> HardwareProfile:
+    return replace(
+        profile,
+        h2d_bytes_per_s=profile.h2d_bytes_per_s * factor,
+        d2h_bytes_per_s=profile.d2h_bytes_per_s * factor,
+        both_bytes_per_s=profile.both_bytes_per_s * factor,
+    )
+
+
+def describe_refit(done: Refitted, out: Path) -> Iterator[str]:
+    yield from done.report
+    yield f"wrote {out}; hardware.profile={out} plans with it"

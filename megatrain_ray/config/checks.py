@@ -1,0 +1,270 @@
+"""What is wrong with a configuration, in one line a problem: the key, what was expected, what came, what to set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megatrain_ray.units import format_ranges, parse_ranges
+
+if TYPE_CHECKING:
+    from megatrain_ray.config.schema import DataConfig, HardwareConfig, NodeConfig, OptimizationConfig, TrainConfig
+
+OTHER_NAMES = {  # of Transformers' TrainingArguments, and what they are here
+    "learning_rate": "train.lr",
+    "max_steps": "train.steps",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.accumulate",
+    "max_grad_norm": "train.clip",
+    "lr_scheduler_type": "train.schedule",
+    "max_length": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "output_dir": "run_dir",
+}
+# Keys of data that mean nothing for other kinds.
+KINDS_OF_KEY = {
+    "text_field": ("pretrain",),
+    "dataset": ("sft",),
+    "eval_dataset": ("sft",),
+    "chat_format": ("sft",),
+    "chat_template": ("sft",),
+    "chat_template_args": ("sft",),
+    "truncation": ("sft", "tokens"),
+}
+
+EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "invalid_key": "a key of text",
+    "model_type": "a mapping",
+    "string_too_short": "a text that is not empty",
+    "string_type": "text (in quotes where it looks like something else)",
+    "tuple_type": "a list",
+}
+
+
+def describe_problems(error: ValidationError, root: type[BaseModel]) -> str:
+    """All problems of a configuration that `root` refused, a line each."""
+    problems = error.errors(include_url=False)
+    return "\n".join(dict.fromkeys(line for problem in problems for line in _lines(problem, root)))
+
+
+def disagreements(config: TrainConfig) -> Iterator[str]:
+    """Settings that are right alone and wrong together; each line says what to set instead."""
+    model, train = config.model, config.train
+    if model.path is not None and model.config is not None:
+        yield "model.path and model.config are both set: keep path to start from its weights, config for random ones"
+    if model.path is None and model.config is None:
+        yield "model.path or model.config is required: a folder with weights, or a shape to fill with random ones"
+    if model.config is not None and model.path is None and config.data.tokenizer is None:
+        yield "data.tokenizer is required with model.config: a folder with a tokenizer.json, or bytes"
+    if train.min_lr > train.lr:
+        yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
+    if train.warmup_steps > train.steps:
+        remedy = f"set train.warmup_steps to {train.steps} or fewer, or train.steps to {train.warmup_steps} or more"
+        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; {remedy}"
+    if (trace := config.log.trace) and not trace[0] <= trace[1] <= train.steps:
+        yield f"log.trace: {list(trace)}: expected two steps with 1 ≤ first ≤ last ≤ train.steps: {train.steps}"
+    for number, group in enumerate(train.groups):
+        if group.lr is None and group.weight_decay is None and group.optimizer is None:
+            yield f"train.groups.{number}: no lr, weight_decay or optimizer; set one of them, or leave the group out"
+    yield from _node_disagreements(config.hardware.nodes)
+    yield from _several_hosts_disagreements(config)
+    yield from _several_gpus_disagreements(config)
+    yield from _upload_disagreements(config.hardware)
+    yield from _missing_paths(config)
+    yield from _muon_disagreements(train)
+    yield from _kind_disagreements(config.data)
+    yield from _batch_disagreements(config)
+
+
+def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
+    for k, node in enumerate(nodes):
+        for earlier in range(k):
+            if shared := set(parse_ranges(node.cpus)) & set(parse_ranges(nodes[earlier].cpus)):
+                also = f"hardware.nodes.{earlier} too; give each CPU to one"
+                yield f"hardware.nodes.{k}.cpus: {format_ranges(shared)} is of {also}"
+            if node.gpu and nodes[earlier].gpu:
+                yield (
+                    f"hardware.nodes.{k}.gpu: hardware.nodes.{earlier} has it too, and it is all GPUs; name those of "
+                    "each node as gpus"
+                )
+            if shared := set(parse_ranges(node.gpus or "")) & set(parse_ranges(nodes[earlier].gpus or "")):
+                also = f"hardware.nodes.{earlier} too; each is attached to one"
+                yield f"hardware.nodes.{k}.gpus: {format_ranges(shared)} is of {also}"
+    if any(node.gpu for node in nodes) and any(node.gpus for node in nodes):
+        yield "hardware.nodes: gpu: true is all GPUs, and gpus some of them; give one of the two keys alone"
+
+
+def _upload_disagreements(hardware: HardwareConfig) -> Iterator[str]:
+    """Who has whole layers to upload."""
+    if hardware.all_gather is True and hardware.num_gpus == 1:
+        yield "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
+    if hardware.all_gather is False and hardware.num_hosts > 1:
+        yield (
+            f"hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: "
+            f"{hardware.num_hosts} has a part; leave it out"
+        )
+
+
+def _several_hosts_disagreements(config: TrainConfig) -> Iterator[str]:
+    """What does not go with several hosts."""
+    num_gpus, num_hosts = config.hardware.num_gpus, config.hardware.num_hosts
+    if num_gpus % num_hosts:
+        yield (
+            f"hardware.num_gpus: {num_gpus}, of all hosts together, cannot be divided among hardware.num_hosts: "
+            f"{num_hosts}; set a multiple of {num_hosts}"
+        )
+    if num_hosts == 1:
+        return
+    if config.log.trace is not None:
+        yield (
+            f"log.trace goes with one host so far, since clocks of several are not one, and hardware.num_hosts is "
+            f"{num_hosts}; leave one of the two out"
+        )
+    if config.train.optimizer == "muon":
+        yield (
+            f"train.optimizer: muon goes with one host so far, since a matrix would be divided among several, and "
+            f"hardware.num_hosts is {num_hosts}; leave one of the two out"
+        )
+    for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
+        if path is not None and not Path(path).is_absolute():
+            yield f"{key}: {path} is relative, and other hosts have other working directories; give an absolute path"
+
+
+def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
+    """What does not go with several GPUs."""
+    train, num_gpus = config.train, config.hardware.num_gpus
+    if num_gpus == 1:
+        return
+    if train.split_is_free and (train.batch_size or num_gpus) % num_gpus:
+        yield (
+            f"train.batch_size: {train.batch_size} sequences cannot be divided among hardware.num_gpus: {num_gpus}; "
+            f"set a multiple of {num_gpus}"
+        )
+    if config.hardware.cuda_graphs is True:
+        yield (
+            f"hardware.cuda_graphs: true goes with one GPU so far, and hardware.num_gpus is {num_gpus}; leave one of "
+            "the two out"
+        )
+
+
+def _missing_paths(config: TrainConfig) -> Iterator[str]:
+    if config.eval_every and config.data.eval_path is None:
+        yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
+    if config.spill.limit is not None and config.spill.path is None:
+        yield f"spill.path is required with spill.limit: {config.spill.limit}: a folder on the disk that it is of"
+
+
+def _muon_disagreements(train: OptimizationConfig) -> Iterator[str]:
+    if train.optimizer == "muon":
+        if train.moments != "fp32":
+            yield f"train.moments: {train.moments} goes with AdamW alone, and train.optimizer is muon; set fp32"
+        return
+    for number, group in enumerate(train.groups):
+        if group.optimizer == "muon":
+            yield f"train.groups.{number}.optimizer: muon goes with train.optimizer: muon; set that, or leave it out"
+    for key, field in type(train.muon).model_fields.items():
+        if getattr(train.muon, key) != field.default:
+            yield f"train.muon.{key}: goes with train.optimizer: muon; set that, or leave the key out"
+
+
+def _kind_disagreements(data: DataConfig) -> Iterator[str]:
+    for key, kinds in KINDS_OF_KEY.items():
+        if data.kind not in kinds and getattr(data, key) != type(data).model_fields[key].default:
+            expected = " or ".join(kinds)
+            yield f"data.{key}: goes with data.kind: {expected}, and data.kind is {data.kind}; leave the key out"
+
+
+def _batch_disagreements(config: TrainConfig) -> Iterator[str]:
+    train, num_gpus = config.train, config.hardware.num_gpus
+    if train.batch_size is None or train.split_is_free:
+        return
+    micro_batch_size, accumulate = config.split()
+    product = micro_batch_size * accumulate * num_gpus
+    if product == train.batch_size:
+        return
+    factor, rest = divmod(train.batch_size, product)
+    remedy = f"train.batch_size: {product}"
+    if rest == 0 and train.accumulate is None:
+        remedy = f"train.accumulate: {factor}"
+    elif rest == 0 and train.micro_batch_size is None:
+        remedy = f"train.micro_batch_size: {factor}"
+    yield (
+        f"train.batch_size: {train.batch_size} disagrees with micro_batch_size × accumulate × num_gpus = "
+        f"{micro_batch_size} × {accumulate} × {num_gpus} = {product} (each 1 when unset); set {remedy}"
+    )
+
+
+def known_keys(root: type[BaseModel]) -> frozenset[str]:
+    """Every dotted key that a configuration may have."""
+    return frozenset(_fields(root))
+
+
+def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
+    location = problem["loc"]
+    key = ".".join(str(part) for part in location)
+    match problem["type"]:
+        case "extra_forbidden":
+            yield _unknown(key, root)
+        case "missing":
+            field = _fields(root).get(_without_numbers(key))
+            sentence = " ".join(((field and field.description) or "").split()).partition(". ")[0]
+            yield f"{key}: required. {sentence}".rstrip()
+        case "value_error":
+            yield f"{key}: {problem['ctx']['error']}"
+        case kind if kind in EXPECTED:
+            yield f"{key or 'configuration'}: expected {EXPECTED[kind]}, got {_shown(problem['input'])}"
+        case _:
+            expected = problem["msg"].removeprefix("Input should be ")
+            yield f"{key}: expected {expected}, got {_shown(problem['input'])}"
+
+
+def _unknown(key: str, root: type[BaseModel]) -> str:
+    group, _, name = _without_numbers(key).rpartition(".")
+    keys = list(_fields(root))
+    siblings = [other for other in keys if other.rpartition(".")[0] == group]
+    elsewhere = next((other for other in keys if other.rpartition(".")[2] == name), None)
+    near = elsewhere or OTHER_NAMES.get(name) or _nearest(name, siblings) or _nearest(name, keys)
+    hint = f"did you mean {near}?" if near else f"expected one of {', '.join(siblings)}"
+    return f"{key}: unknown key; {hint}"
+
+
+def _nearest(name: str, keys: list[str]) -> str | None:
+    """The key whose last part is most like `name`."""
+    by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    close = get_close_matches(name, by_name, n=1)
+    return by_name[close[0]] if close else None
+
+
+def _fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Every dotted key, groups included, in the order of the classes."""
+    fields = {}
+    for name, field in root.model_fields.items():
+        fields[name] = field
+        for group in (field.annotation, *get_args(field.annotation)):  # itself, or those of a list
+            if isinstance(group, type) and issubclass(group, BaseModel):
+                fields |= {f"{name}.{inner}": inner_field for inner, inner_field in _fields(group).items()}
+    return fields
+
+
+def _without_numbers(key: str) -> str:
+    """A key inside of a list's entries without their numbers."""
+    *groups, name = key.split(".")
+    return ".".join([*(part for part in groups if not part.isdigit()), name])
+
+
+def _shown(value: Any) -> str:
+    """A value as it would stand in YAML, shortened."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,173 @@
+"""Configuration files: YAML and overrides in, a TrainConfig out, and back; what a resume may not change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatrain_ray.config.config_origins import with_origins
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.errors import ConfigError
+
+SAVE_KEYS = ("save_every", "save_keep", "save_compress")
+EVAL_KEYS = ("eval_every", "data.eval_path", "data.eval_dataset")
+GROUPS = ("hardware", "spill", "log")
+LIMIT_KEYS = ("max_failures", "max_skipped")
+FREE_ON_RESUME = ("train.steps", "train.moments", "run_dir", "resume", *SAVE_KEYS, *EVAL_KEYS, *LIMIT_KEYS, *GROUPS)
+
+SPLIT_KEYS = ("train.micro_batch_size", "train.accumulate")
+
+MERGE_TAG = "tag:yaml.org,2002:merge"
+FLOAT_TAG = "tag:yaml.org,2002:float"
+# YAML 1.2: 1e-4 and 1E5 are numbers. PyYAML speaks 1.1, which wants a dot and a signed exponent.
+EXPONENT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$")
+NUMBER_STARTS = list("-+.0123456789")
+
+
+class Loader(yaml.SafeLoader):
+    """Safe YAML with the numbers of YAML 1.2; a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE_TAG:
+                continue
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what Loader reads: a text that looks like a number of YAML 1.2 is quoted."""
+
+
+for _end in (Loader, Dumper):
+    _end.add_implicit_resolver(FLOAT_TAG, EXPONENT, NUMBER_STARTS)
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The configuration in a YAML file, changed by overrides (`train.lr=1e-4`; values are YAML; `null` unsets).
+
+    Raises ConfigError: no such file, broken YAML (with line and column), an override without `=`, unknown keys, wrong
+    types and values, settings that disagree; all wrong settings in one message, a line each, under the file or the
+    override that made them.
+    """
+    tree = read_settings(Path(path))
+    of_file = _problems(tree) if overrides else []
+    for text in overrides:
+        override(tree, text)
+    try:
+        return TrainConfig.model_validate(tree)
+    except ConfigError as error:
+        by_key = {text.partition("=")[0]: text for text in overrides}
+        raise ConfigError(with_origins(str(error).splitlines(), of_file, str(path), by_key)) from None
+
+
+def _problems(tree: Mapping[str, Any]) -> list[str]:
+    try:
+        TrainConfig.model_validate(tree)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds, unchecked. Raises ConfigError: no such file, broken YAML, no mapping."""
+    tree = _parse(_read(path), str(path))
+    if not isinstance(tree, dict):
+        kind = "nothing" if tree is None else f"a {type(tree).__name__}"
+        raise ConfigError(f"{path}: expected a mapping of settings, got {kind}; see examples/ for a configuration")
+    return tree
+
+
+def dump_config(config: TrainConfig) -> str:
+    """YAML that `load_config` turns back into an equal configuration."""
+    return dump_settings(config.model_dump())
+
+
+def dump_settings(tree: Mapping[str, Any]) -> str:
+    """YAML that `read_settings` turns back into an equal mapping."""
+    return yaml.dump(dict(tree), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def config_to_dict(config: TrainConfig) -> dict[str, Any]:
+    """As plain data for JSON."""
+    return config.model_dump(mode="json")
+
+
+def resume_diff(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """Keys that differ and may not on a resume: `train.lr: 0.001 -> 0.002`. A split that `new` leaves to the plan is
+    no difference, nor is another one of the same batch on another number of GPUs."""
+    before, after = dict(leaves(old.resolve().model_dump())), dict(leaves(new.resolve(old).model_dump()))
+    others = old.hardware.num_gpus != new.hardware.num_gpus
+    if others or new.train.split_is_free:
+        after |= {key: before.get(key) for key in SPLIT_KEYS if others or after[key] is None}
+    return [
+        f"{key}: {_shown(before.get(key))} -> {_shown(after.get(key))}"
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key) and not _is_free(key)
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror} (relative paths start at {Path.cwd()})"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}; expected YAML text") from None
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, error.problem or error.context
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{where}{position}: broken YAML: {problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+        raise ConfigError(f"{where}: broken YAML: {error}") from None
+
+
+def override(tree: dict[str, Any], setting: str) -> None:
+    """Sets `key.sub=value` in nested mappings, making those that are missing. Raises ConfigError."""
+    key, equals, text = setting.partition("=")
+    *groups, name = key.split(".")
+    if not equals or not all([*groups, name]):
+        raise ConfigError(f"override {setting!r}: expected key=value, as in train.lr=1e-4")
+    for depth, group in enumerate(groups):
+        tree = _group(tree, group, ".".join(groups[: depth + 1]), setting)
+    tree[name] = _parse(text, f"override {setting!r}")
+
+
+def _group(tree: dict[str, Any], name: str, key: str, setting: str) -> dict[str, Any]:
+    if tree.get(name) is None:
+        tree[name] = {}
+    group = tree[name]
+    if not isinstance(group, dict):
+        raise ConfigError(f"override {setting!r}: {key} is {_shown(group)}, expected a mapping to set a key in")
+    return group
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What nested mappings hold, by dotted keys."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_free(key: str) -> bool:
+    return key in FREE_ON_RESUME or key.partition(".")[0] in FREE_ON_RESUME
+
+
+def _shown(value: Any) -> str:
+    return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=1 << 20).removesuffix("...\n").strip()

@@ -1,0 +1,1 @@
+"""Prints what a person reads while a run goes on."""

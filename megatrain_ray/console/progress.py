@@ -1,0 +1,125 @@
+"""What a person sees of a running training: a bar on a terminal, lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+from megatrain_ray.console.logs import show
+from megatrain_ray.console.step_split import describe_split
+from megatrain_ray.units import format_count, format_duration
+
+MAX_LINES = 50  # of a run, where it is not a terminal
+RECENT_STEPS = 20  # whose mean is the speed that time left is reckoned with
+
+
+class ProgressView(Protocol):
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Shows a row of metrics; rows come in the order of steps."""
+
+    def evaluating(self, done: int, total: int) -> None:
+        """So many batches of held-out data are done."""
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Shows a row of evaluations."""
+
+
+@contextmanager
+def make_progress(steps: int, completed: int, stream: TextIO | None = None) -> Iterator[ProgressView]:
+    """The view for `stream` (standard output unless given) of a run that goes from `completed` to `steps` updates."""
+    stream = stream or sys.stdout
+    if stream.isatty():
+        with _bar(stream) as bar:
+            yield BarView(bar, steps, completed)
+    else:
+        yield LineView(stream, steps, completed)
+
+
+class BarView:
+    """A bar that is redrawn in place."""
+
+    def __init__(self, bar: RichProgress, steps: int, completed: int) -> None:
+        self._bar = bar
+        self._left = TimeLeft(steps)
+        self._task = bar.add_task("train", total=steps, completed=completed, status="starting")
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self._bar.update(self._task, completed=row["step"], status=f"{_summary(row)}  {self._left.after(row)} left")
+
+    def evaluating(self, done: int, total: int) -> None:
+        self._bar.update(self._task, status=f"evaluating {done}/{total}")
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        self._bar.console.print(describe_evaluation(row), highlight=False)
+
+
+class LineView:
+    """A line for every step of a short run; of a longer one every n-th, the first and the last."""
+
+    def __init__(self, stream: TextIO, steps: int, completed: int) -> None:
+        self._stream = stream
+        self._steps = steps
+        self._first = completed + 1
+        self._every = max(1, math.ceil((steps - completed) / MAX_LINES))
+        self._left = TimeLeft(steps)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        step = row["step"]
+        left = self._left.after(row)
+        if step % self._every == 0 or step in (self._first, self._steps):
+            show(f"step {step}/{self._steps}  {_summary(row)}  {left} left  {describe_split([row])}", self._stream)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Nothing: the row comes soon enough."""
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        show(describe_evaluation(row), self._stream)
+
+
+class TimeLeft:
+    """Remaining steps times the mean of recent ones; the first step of a process does not count, it compiles."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._num_rows = 0
+
+    def after(self, row: Mapping[str, Any]) -> str:
+        if self._num_rows == 1:
+            self._recent.clear()
+        self._num_rows += 1
+        self._recent.append(row["step_s"])
+        return format_duration((self._steps - row["step"]) * sum(self._recent) / len(self._recent))
+
+
+def describe_evaluation(row: Mapping[str, Any]) -> str:
+    """A row of evaluations in a line. A number that is not finite may have become null."""
+    loss, perplexity = (math.nan if row[key] is None else row[key] for key in ("eval_loss", "perplexity"))
+    return (
+        f"after step {row['step']}  eval_loss {loss:.4f}  perplexity {perplexity:.5g}  "
+        f"{format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
+    )
+
+
+def _summary(row: Mapping[str, Any]) -> str:
+    skipped = f"  skipped: the gradient of {row['bad_parameter']} is not finite" if row["skipped"] else ""
+    loss = "no loss: host memory is aliased" if row.get("aliased") else f"loss {row['loss']:.4f}"
+    return f"{loss}  {format_count(row['tokens_per_s'])} tokens/s{skipped}"
+
+
+def _bar(stream: TextIO) -> RichProgress:
+    columns = (
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+    return RichProgress(*columns, console=Console(file=stream))

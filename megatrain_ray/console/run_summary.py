@@ -1,0 +1,78 @@
+"""What is said when a training has ended: how long it took, how fast it was, what it waited for."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.accounting.measured_file import read_comparisons
+from megatrain_ray.accounting.prediction_check import disk_rate
+from megatrain_ray.console.progress import describe_evaluation
+from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
+from megatrain_ray.units import format_bytes, format_count, format_duration
+
+SHOWN_WAITS = 3
+
+
+def summarize(
+    rows: Sequence[Mapping[str, Any]],
+    run_dir: Path,
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    moments: str = "fp32",
+) -> Iterator[str]:
+    """Lines about these rows of metrics and of evaluations, those of one process: the first one's step compiles and is
+    in no median. `moments`: as train.moments names them."""
+    if rows:
+        yield from _of_steps(rows)
+        yield from _of_disk(rows, run_dir)
+    if rows and moments == "bf16":
+        yield f"moments   {NARROW_MOMENTS}"
+    if evaluations:
+        yield from _of_evaluations(evaluations)
+    if rows or evaluations:
+        yield f"next      megatrain inspect {run_dir}, megatrain export {run_dir} OUT_DIR"
+
+
+def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    usual = rows[1:] or rows
+    steps_s = [row["step_s"] for row in usual]
+    total_s = sum(row["step_s"] for row in rows)
+    yield (
+        f"time      {format_duration(total_s)} in {len(rows)} steps, median {statistics.median(steps_s):.3g} s, "
+        f"slowest {max(steps_s):.3g} s"
+    )
+    speed = statistics.median(row["tokens_per_s"] for row in usual)
+    tflops = statistics.median(row["model_tflops"] for row in usual)
+    yield f"speed     {format_count(speed)} tokens/s, {tflops:.3g} model TFLOPS"
+    exposed_s = {cause: sum(row["exposed_s"][cause] for row in usual) for cause in usual[0]["exposed_s"]}
+    yield f"waited    {waits(exposed_s, sum(steps_s))}"
+    hbm, host = (max(row[key] for row in rows) for key in ("hbm_peak_bytes", "host_bytes"))
+    yield f"memory    {format_bytes(hbm)} of the device at most, {format_bytes(host)} of shared host memory"
+    if skipped := sum(row["skipped"] for row in rows):
+        yield f"skipped   {skipped} updates whose gradient was not finite"
+
+
+def _of_disk(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Iterator[str]:
+    """What these steps moved there, where it was compared with the plan."""
+    found = next((found for found in read_comparisons(run_dir) if found.first_step == rows[0]["step"]), None)
+    if found and (moved := found.term("disk traffic")):
+        measured, planned = (format_bytes(int(num_bytes)) for num_bytes in (moved.measured, moved.predicted))
+        rate = f", {disk_rate(found) / 1e9:.3g} GB/s while it was at work" if disk_rate(found) else ""
+        yield f"disk      {measured} read and written a step, {planned} planned{rate}"
+
+
+def _of_evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    finite = [row for row in rows if row["eval_loss"] is not None]
+    best = min(finite, key=lambda row: row["eval_loss"], default=None)
+    yield f"held out  {describe_evaluation(rows[-1])}"
+    if best is not None and best is not rows[-1]:
+        yield f"          best: eval_loss {best['eval_loss']:.4f} after step {best['step']}"
+
+
+def waits(exposed_s: Mapping[str, float], total_s: float) -> str:
+    """Exposed time by cause as shares of the whole, the largest first."""
+    largest = sorted(exposed_s.items(), key=lambda item: -item[1])[:SHOWN_WAITS]
+    shares = [f"{cause} {share:.1%}" for cause, waited_s in largest if (share := waited_s / total_s) >= 0.001]
+    return f"{', '.join(shares)} of the time" if shares else "for nothing"

@@ -1,0 +1,1 @@
+"""Translates configurations of other tools."""

@@ -1,0 +1,1 @@
+"""Starts, places, watches and replaces the processes of a run by Ray."""

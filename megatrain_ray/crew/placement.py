@@ -1,0 +1,205 @@
+"""Where the actors of a run are placed: their resources, and the Ray nodes that have these."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatrain_ray.console.logs import say
+from megatrain_ray.crew.actor_role import CHECK_S, Check
+from megatrain_ray.crew.actors import GpuActor, waiting
+from megatrain_ray.crew.ray_resources import check_hosts, check_node, lacking, lacking_hosts, place_here, this_node
+from megatrain_ray.data.data_worker import DataWorker
+from megatrain_ray.engine.device.deadlines import DEADLINE_S
+from megatrain_ray.engine.device.rank_group import LOOPBACK
+from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.run.process_names import DATA, GPU, OWNER, gpu_name, owner_name, shard_name
+from megatrain_ray.workers.arena_owner import ArenaOwner
+from megatrain_ray.workers.early_imports import COMPILER, TRANSFORMERS
+from megatrain_ray.workers.shard_worker import ShardWorker
+
+# Actors change state: a call that failed must not be repeated by Ray.
+ONCE: Mapping[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
+SOON_S = 10.0  # in which Ray places what it has room for
+
+
+@dataclass(frozen=True)
+class CrewSpec:
+    """What actors a run has, as far as that is known before its plan: what they are placed by, and what they import.
+    `num_shards`: of each host. `num_workers`: GPU workers, of all hosts. `draws`: shards draw the model's first
+    values, with Transformers. `compiles`: GPU workers compile layers."""
+
+    num_shards: int
+    device: str
+    num_workers: int = 1
+    num_hosts: int = 1
+    draws: bool = False
+    compiles: bool = False
+
+    @property
+    def num_processes(self) -> int:
+        """Shards, GPU workers, arena owners and data."""
+        return self.num_hosts * (self.num_shards + 1) + self.num_workers + 1
+
+    @property
+    def host_workers(self) -> int:
+        return self.num_workers // self.num_hosts
+
+    @property
+    def host_gpus(self) -> int:
+        return self.num_gpus // self.num_hosts
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_workers if self.device == "cuda" else 0
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What Ray is asked for: on one host for GPU workers, arena owner and data together, and for each shard; of
+        several for each host. Ray's CPUs are a promise of room; threads are the plan's. Fractions, so that small
+        machines can run all."""
+        gpus = {"GPU": float(self.host_gpus)} if self.num_gpus else {}
+        if self.num_hosts == 1:
+            return [{"CPU": 0.1 * self.num_workers, **gpus}, *({"CPU": 0.1} for _ in range(self.num_shards))]
+        num_cpus = round(0.1 * (self.host_workers + self.num_shards), 4)
+        return [{"CPU": num_cpus, **gpus} for _ in range(self.num_hosts)]
+
+    @property
+    def bundle_of(self) -> Mapping[str, int]:
+        """Of each process, by name."""
+        hosts = range(self.num_hosts)
+        of_gpus = {gpu_name(rank): rank // self.host_workers for rank in range(self.num_workers)}
+        numbers = {shard_name(k): k // self.num_shards for k in range(self.num_hosts * self.num_shards)}
+        of_shards = numbers if self.num_hosts > 1 else {name: 1 + k for k, name in enumerate(numbers)}
+        return {owner_name(host): host for host in hosts} | of_shards | of_gpus | {DATA: 0}
+
+
+def crew_spec(prepared: Prepared) -> CrewSpec:
+    """The processes of a plan."""
+    plan = prepared.plan
+    return CrewSpec(
+        plan.num_shards,
+        plan.device,
+        plan.num_gpus,
+        plan.num_hosts,
+        draws=prepared.source.folder is None,
+        compiles=plan.compiled_loss,
+    )
+
+
+class Placement:
+    """Where a run's actors are placed, and who they are. The first ones begin with it, while the driver still plans:
+    each imports what it needs, which takes longer than anything else of a start, and waits for `take_up`.
+
+    What a host has is on one Ray node, the first one's on the driver's; other hosts are other nodes.
+    """
+
+    def __init__(self, spec: CrewSpec, *, awaits_nodes: bool = False) -> None:
+        """`awaits_nodes`: other nodes than this one may still come. Raises CapacityError naming the resource that this
+        machine's Ray node lacks, or how many nodes are missing."""
+        self._spec = spec
+        node, bundles = this_node(), spec.bundles
+        several = spec.num_hosts > 1
+        check_node(bundles[:1] if several else bundles, ray.nodes(), node)
+        if several and not awaits_nodes:
+            check_hosts(bundles, ray.nodes())
+        self._bundles = place_here(bundles, node)
+        self._group = placement_group(self._bundles, "STRICT_SPREAD" if several else "STRICT_PACK")
+        self._bundle_of = spec.bundle_of
+        self._waiting = {name: self._begin(name) for name in self._bundle_of}
+        self._nodes: list[str] = []  # of each host, by Ray's id
+
+    def wait(self, soon_s: float = SOON_S, timeout_s: float = DEADLINE_S, check: Check = lambda: None) -> None:
+        """Until there is room for them, for others may use it. Says so after `soon_s`; raises DeadlineError, and what
+        `check` raises, as `answer`."""
+        if not self._has_room(soon_s, check):
+            say(f"waiting for room in the Ray cluster: {self._lacking}")
+            if not self._has_room(timeout_s, check):
+                raise DeadlineError(
+                    f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; {self._remedy}"
+                )
+        by_bundle = placement_group_table(self._group)["bundles_to_node_id"]
+        self._nodes = [by_bundle[bundle] for bundle in range(self._spec.num_hosts)]
+
+    def _has_room(self, timeout_s: float, check: Check) -> bool:
+        """Whether there is within `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._group.wait(max(0.0, min(CHECK_S, deadline_s - time.monotonic()))):
+            check()
+            if time.monotonic() >= deadline_s:
+                return False
+        return True
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of each host, for the others, after `wait`; of a run on one host that by which nobody else reaches it."""
+        if self._spec.num_hosts == 1:
+            return [LOOPBACK]
+        known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return [known[node] for node in self._nodes]
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether `wait` has returned."""
+        return bool(self._nodes)
+
+    def node_of(self, host: int) -> str:
+        """By Ray's id, after `wait`."""
+        return self._nodes[host]
+
+    def check_hosts(self) -> None:
+        """Raises LostProcessError where the Ray node of a host is gone, with the state that it had; and MegatrainError
+        where that is the driver's own, without which the driver starts nothing."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        gone = [str(host) for host, node in enumerate(self._nodes) if node not in alive]
+        if gone and self._nodes[0] not in alive:
+            raise MegatrainError("Ray's node on this machine died; the same command resumes once Ray is up again")
+        if gone:
+            raise LostProcessError(f"the Ray node of host {', '.join(gone)} of {self._spec.num_hosts} is gone")
+
+    @property
+    def _lacking(self) -> str:
+        if self._spec.num_hosts > 1:
+            return lacking_hosts(self._spec.bundles, ray.nodes()) or "others use what it asks for"
+        return lacking(self._bundles, ray.available_resources()) or "another machine than this one has it"
+
+    @property
+    def _remedy(self) -> str:
+        return "end what uses it" if self._spec.num_hosts == 1 else "start Ray on another machine, or end what uses it"
+
+    def take(self, name: str) -> Any:
+        """An actor that waits for `take_up`: the first one of that name, then others."""
+        waiting = self._waiting.pop(name, None)
+        return self._begin(name) if waiting is None else waiting
+
+    def clear(self) -> None:
+        """Ends those whom nobody took, and gives the room back, after the others have ended. Idempotent."""
+        while self._waiting:
+            ray.kill(self._waiting.popitem()[1])
+        remove_placement_group(self._group)
+
+    def _begin(self, name: str) -> Any:
+        spec = self._spec
+        if name == DATA:
+            return ray.remote(waiting(DataWorker)).options(**self._place(name, num_cpus=0)).remote()
+        if name.startswith(OWNER):  # run, handles and stop; it maps nothing, so whom it follows does not matter
+            return ray.remote(waiting(ArenaOwner)).options(**self._place(name, num_cpus=0, max_concurrency=3)).remote()
+        if name.startswith(GPU):
+            modules = (*TRANSFORMERS, *(COMPILER if spec.compiles else ()))
+            num_gpus = spec.num_gpus // spec.num_workers
+            return ray.remote(GpuActor).options(**self._place(name, num_gpus=num_gpus)).remote(modules)
+        # run, write_part, spans, and what must be answered meanwhile
+        options = self._place(name, max_concurrency=5)
+        return ray.remote(waiting(ShardWorker)).options(**options).remote(TRANSFORMERS if spec.draws else ())
+
+    def _place(self, name: str, **options: Any) -> dict[str, Any]:
+        bundle = self._bundle_of[name]
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {**ONCE, "num_cpus": 0.1, "scheduling_strategy": strategy, **options}

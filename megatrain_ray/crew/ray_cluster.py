@@ -1,0 +1,330 @@
+"""The Ray cluster of a run: an existing one when there is one, else one of our own that leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import ray
+
+from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
+from megatrain_ray.engine.device.deadlines import DEADLINE_S
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, has_mark, remove_owned
+
+# Batches and metrics only; Ray would claim 30 % of RAM, which the arenas need.
+OBJECT_STORE_BYTES = 128 << 20
+STOP_TIMEOUT_S = 20.0
+
+JOB_MARKER = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the driver it starts
+
+# Read by the processes that ray.init starts. The memory monitor counts arenas as used and kills actors for it. At Ray's
+# own niceness of 15 any other process starves a worker: 25 steps of examples/tiny_llama.yaml beside one busy process
+# took 48 s, at 0 34 s. (OMP_WAIT_POLICY=PASSIVE makes that 16 s and costs 18 % on an idle machine: the user's choice.)
+EMBEDDED_ENVIRONMENT = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    # How long Ray's processes go on without their head, 60 s unless set: those of a killed driver outlive it by that.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
+}
+
+SESSIONS = Path("/tmp")  # a socket's path must stay under 107 bytes, so not the run directory
+SESSION_PREFIX = "megatrain-"
+DAEMONS = ("gcs_server", "raylet")
+# Agents, which the raylet starts and with which it ends (agent_manager.cc), by a word of their command line: before and
+# after they have named themselves. Without log monitor, autoscaler and dashboard a run goes on.
+AGENTS = {
+    "dashboard/agent.py": "dashboard agent",
+    "ray::DashboardAgent": "dashboard agent",
+    "runtime_env/agent/main.py": "runtime env agent",
+    "ray::RuntimeEnvAgent": "runtime env agent",
+}
+
+
+@dataclass(frozen=True)
+class Daemons:
+    """Ray's own processes of an embedded cluster, without which nothing goes on; of another cluster none are known.
+    `names`: by pid."""
+
+    processes: tuple[psutil.Process, ...] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    @staticmethod
+    def among(started: Iterable[psutil.Process]) -> Daemons:
+        """Those of the processes that `ray.init` started."""
+        named = {process: name for process in started if (name := _daemon_name(process))}
+        return Daemons(tuple(named), {process.pid: name for process, name in named.items()})
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead
+
+    def check(self) -> None:
+        """Raises MegatrainError naming those that died. Ray itself notices late, and then ends this process or lets it
+        wait."""
+        if dead := self._dead:
+            raise MegatrainError(f"a process of the run died (Ray's {', '.join(dead)}); the same command resumes")
+
+    @property
+    def _dead(self) -> list[str]:
+        return [self.names.get(process.pid, "own") for process in self.processes if not _lives(process)]
+
+
+def in_ray_job() -> bool:
+    """Whether this process is the entrypoint of `ray job submit`."""
+    return JOB_MARKER in os.environ
+
+
+def joins_cluster() -> bool:
+    """Whether `cluster` finds one that is there already."""
+    return ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS")) or in_ray_job()
+
+
+@contextmanager
+def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
+    """Connects this process to Ray for the block. `num_cpus`: of an embedded cluster, which begins with as many
+    processes for actors.
+
+    In order: a connection that exists already stays as it is; inside `ray job submit`, or with RAY_ADDRESS set, that
+    cluster; else an embedded one, whose processes, session folder and shared memory are gone afterwards.
+    """
+    if ray.is_initialized():
+        yield Daemons()
+    elif os.environ.get("RAY_ADDRESS") or in_ray_job():
+        _connect(os.environ.get("RAY_ADDRESS", ""))
+        try:
+            yield Daemons()
+        finally:
+            ray.shutdown()
+    else:
+        with _embedded(num_cpus, num_gpus) as daemons:
+            yield daemons
+
+
+def _connect(address: str) -> None:
+    """Raises MegatrainError where no cluster answers. Asked before Ray is, which tries for minutes."""
+    problem = f"cannot connect to the Ray cluster {address or 'of this job'}"
+    advice = "start it, correct RAY_ADDRESS, or unset it for a cluster of the run's own"
+    host, _, port = address.rpartition(":")
+    network: AbstractContextManager[None] = nullcontext()
+    if host and port.isdigit() and "//" not in host:
+        try:
+            if is_on_loopback(host, int(port)):
+                network = on_loopback()
+        except OSError as error:
+            raise MegatrainError(f"{problem}: {error.strerror or error}; {advice}") from None
+    with network:
+        _init(problem, advice, log_to_driver=True, logging_level=logging.WARNING)
+
+
+@functools.cache
+def _token() -> str:
+    """One a process: Ray reads it once and keeps it, so a second cluster of this process needs the same. With one of
+    our own Ray writes none into the home directory."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
+    remove_left_sessions()
+    session = OwnedFolder.make(SESSIONS / f"{SESSION_PREFIX}{os.getpid()}-{secrets.token_hex(4)}", FolderKind.SESSION)
+    # Ray opens its own folder to every user, who could put links there for it to write through: so it lies in one that
+    # only this user can enter.
+    folder = session.path / "ray"
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    daemons, roots = Daemons(), None
+    try:
+        with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}), on_loopback():
+            logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
+            _init(
+                f"Ray did not start in {folder}",
+                "/tmp must be writable and have room",
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=True,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
+            roots = _started(before)
+            daemons = Daemons.among(roots)
+            yield daemons
+    finally:
+        # Another child of this process may be a tracker's, which outlives the cluster.
+        started = _started(before) if roots is None else _with_children(roots)
+        if ray.is_initialized() and daemons.alive:
+            _end(_helpers(started), 0)  # ray.shutdown waits a second for each to obey a SIGTERM, which it never gets
+            _shutdown(started)
+            _end(started, STOP_TIMEOUT_S)
+        else:  # nobody tells them to stop, and without its head Ray waits for it in ray.shutdown
+            _end(started, 0)
+            _shutdown(started)
+        session.remove()
+        remove_left_sessions()
+
+
+def remove_left_sessions() -> None:
+    """Delete the session folders of this user's drivers that were killed, once Ray's processes of them have ended too.
+
+    Only folders with the mark of a session are looked at (files/owned_folder.py), whatever they are called.
+    """
+    for path in session_folders():
+        if has_mark(path, FolderKind.SESSION) and not _is_used(path):
+            with suppress(NotOwnedError, OSError):
+                remove_owned(path, FolderKind.SESSION)
+
+
+def session_folders() -> list[Path]:
+    """Return what has the name of a session folder; the mark says whether it is one."""
+    return sorted(SESSIONS.glob(f"{SESSION_PREFIX}*"))
+
+
+def _is_used(folder: Path) -> bool:
+    """Return whether a process of this user was started with the folder or has a file in it open.
+
+    Ray's processes of a killed driver do, and would make the folder again: its agents live on for up to 70 s.
+    """
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if any(str(folder) in argument for argument in process.cmdline()):
+                return True
+            for file in Path(f"/proc/{process.pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # closed meanwhile
+                    if file.readlink().is_relative_to(folder):
+                        return True
+    return False
+
+
+def _init(problem: str, advice: str, **options: Any) -> None:
+    """ray.init; a SIGTERM meanwhile is heard by its handler afterwards, as a first Ctrl-C is. Raises MegatrainError.
+
+    What Ray starts inherits a blocked SIGTERM (Ray blocks SIGINT itself): where the signal goes to the whole process
+    group, as schedulers send it, the run needs its processes for its last save.
+    """
+    handler, before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    others = {process.pid for process in psutil.Process().children(recursive=True)}
+    try:
+        with _interrupted_afterwards(), _killing_late(lambda: _started(others), DEADLINE_S):
+            ray.init(**options)
+    except Exception as error:  # Ray has many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise MegatrainError(f"{problem}: {reason}; {advice}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)  # Ray's own prints a stack and aborts
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _shutdown(started: list[psutil.Process]) -> None:
+    with _killing_late(lambda: started, STOP_TIMEOUT_S):
+        ray.shutdown()
+
+
+@contextmanager
+def _killing_late(find: Callable[[], list[psutil.Process]], timeout_s: float) -> Iterator[None]:
+    """Bounds calls of Ray that have no timeout: kills Ray's processes where the block takes longer than `timeout_s`.
+    What asks them then fails, or Ray ends this process with exit code 1 once it has missed its head for as long as
+    EMBEDDED_ENVIRONMENT says."""
+    timer = threading.Timer(timeout_s, lambda: _end(find(), 0))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """The first SIGINT in the block is heard at its end. Ray makes its core in one long call: where that one is broken
+    off nobody holds the core to end it, and the process dies of it as it exits, by signal 11."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[int] = []
+
+    def put_off(number: int, frame: FrameType | None) -> None:
+        if came:
+            handler(number, frame)
+        came.append(number)
+
+    signal.signal(signal.SIGINT, put_off)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _daemon_name(process: psutil.Process) -> str | None:
+    """Which of DAEMONS or AGENTS a process is; None where it is none of them, or dead."""
+    with suppress(psutil.NoSuchProcess):
+        program, *words = process.cmdline() or [""]
+        if Path(program).name in DAEMONS:  # the raylet's command line has those of its agents in it
+            return Path(program).name
+        return next((name for mark, name in AGENTS.items() if any(mark in word for word in (program, *words))), None)
+    return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two questions
+        return False
+
+
+def _helpers(started: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """What ray.init starts beside its daemons, for clusters that scale and are looked at."""
+    with suppress(psutil.NoSuchProcess):
+        return [process for process in started if process.ppid() == os.getpid() and not _daemon_name(process)]
+    return []
+
+
+def _started(before: set[int]) -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+
+
+def _with_children(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    found: dict[int, psutil.Process] = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+    return list(found.values())
+
+
+def _end(processes: list[psutil.Process], timeout_s: float) -> None:
+    """Waits for processes that were told to stop, then kills by pid what is still there."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for what is started in the block; values the user has set win. Ray sets RAY_AUTH_MODE itself."""
+    before = {name: os.environ.get(name) for name in (*values, "RAY_AUTH_MODE")}
+    os.environ.update({name: value for name, value in values.items() if before[name] is None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)

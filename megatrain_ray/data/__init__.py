@@ -1,0 +1,1 @@
+"""Prepares the data of a run and serves its batches."""

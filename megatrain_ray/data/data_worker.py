@@ -1,0 +1,165 @@
+"""The process that draws batches from tokenised data, with the position after each of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.config.values import WeightedPath
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, Stream
+from megatrain_ray.io.batching.held_out import HeldOut
+from megatrain_ray.io.batching.mixture import MixedStream
+from megatrain_ray.io.batching.windows import Windows, cut
+from megatrain_ray.io.tokens.corpus import open_corpus
+from megatrain_ray.spans import RecordedSpans, Row, SpanLog
+
+REMEMBERED_STEPS = 64  # positions kept: more than a worker has asked for that did not live to compute them
+
+
+def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tuple[str, ...]]:
+    """What data.path holds for each source, by the name it has in messages; one source where there are no weights.
+
+    `key`: what data.path is called in the configuration.
+    """
+    weighted = [source for source in data.path if isinstance(source, WeightedPath)]
+    if weighted:
+        return {f"{key}[{index}], {source.path}": source.path for index, source in enumerate(weighted)}
+    plain = data.path if isinstance(data.path, str) else tuple(map(str, data.path))
+    return {plain if isinstance(plain, str) else ", ".join(plain): plain}
+
+
+def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int) -> Stream:
+    """Batches of data.path, from the folders of tokens of its sources. Raises ConfigError where these are wrong."""
+    sources = _windows(data, tokens, vocab_size, whole=False)
+    weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]
+    if weights:
+        return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+    return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+
+
+def count_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> int:
+    """Sequences of an epoch of all sources. Raises ConfigError as open_stream."""
+    return sum(source.num_windows for source in _windows(data, tokens, vocab_size, whole=False))
+
+
+@dataclass(frozen=True)
+class HeldOutData:
+    """What is evaluated, before it is opened. `data`: DataConfig.held_out. `tokens`: folders of its sources.
+    `micro_batch_size`: of all GPUs together, since each computes as many rows."""
+
+    data: DataConfig
+    tokens: tuple[Path, ...]
+    vocab_size: int
+    batch_size: int
+    micro_batch_size: int
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of each source in the mean over sources; of one source 1."""
+        return tuple(source.weight for source in self.data.path if isinstance(source, WeightedPath)) or (1.0,)
+
+    def open(self) -> HeldOut:
+        """Raises ConfigError where the tokens are wrong."""
+        with naming_eval_path():
+            sources = _windows(self.data, self.tokens, self.vocab_size, whole=True)
+        return HeldOut(sources, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
+
+
+@contextmanager
+def naming_eval_path() -> Iterator[None]:
+    """What is wrong with held-out data is said of the keys that name them; readers know of data.path alone."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"\bdata\.(path|dataset)\b", r"data.eval_\1", str(error))) from None
+
+
+def _windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int, *, whole: bool) -> list[Windows]:
+    """Of each source; `whole` as for cut."""
+    return [
+        cut(
+            open_corpus(name, folder, vocab_size),
+            seq_len=data.seq_len,
+            packing=data.packing,
+            vocab_size=vocab_size,
+            whole=whole,
+        )
+        for name, folder in zip(sources_of(data), tokens, strict=True)
+    ]
+
+
+class DataWorker:
+    """Plain class behind the data actor: batches in the order of steps, and held-out ones by number."""
+
+    def __init__(
+        self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
+        position: Mapping[str, Any] | None, held_out: HeldOutData | None = None, traced: range = range(0),
+        num_readers: int = 1,
+    ) -> None:  # fmt: skip
+        """Continues after `step` updates at `position`; None: from the start. `tokens`: as for open_stream.
+        `traced`: steps of which spans are recorded. `num_readers`: who ask for every batch, each at its own time."""
+        self._stream = open_stream(data, tokens, vocab_size, batch_size)
+        self._held_out = held_out.open() if held_out else None
+        if position is not None:
+            self._stream.seek(position)
+        self._step = step
+        self._positions = {step: self._stream.position}
+        self._traced = traced
+        self._spans = SpanLog()
+        self._newest: dict[int, Batch] = {}  # where there are several readers: they are about a step apart
+        self._num_kept = 2 if num_readers > 1 else 0
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step, with the position behind it. The next one as a rule; one of before for a GPU worker that
+        makes a step once more, and one further on for those that asked a data process before this one."""
+        if step in self._newest:
+            return self._newest[step]
+        if step != self._step + 1:
+            self._go_to(step - 1)
+        self._spans.on = step in self._traced or step - 1 in self._traced  # it is made in the step before
+        with self._spans.span(Row.BATCHES, f"batch {step}"):
+            batch = replace(self._draw(), position=self._positions[step])
+        if self._num_kept:
+            self._newest[step] = batch
+            self._newest.pop(step - self._num_kept, None)
+        return batch
+
+    def _draw(self) -> Batch:
+        batch = self._stream.next_batch()
+        self._step += 1
+        self._positions[self._step] = self._stream.position
+        self._positions.pop(self._step - REMEMBERED_STEPS, None)
+        return batch
+
+    def _go_to(self, step: int) -> None:
+        """To where that step ended. Raises ValueError where it is too far away."""
+        if step in self._positions:
+            self._stream.seek(self._positions[step])
+            self._step = step
+        elif not self._step < step <= self._step + REMEMBERED_STEPS:
+            raise ValueError(
+                f"step {step + 1} asked for, the next is {self._step + 1}; those from {min(self._positions) + 1} to "
+                f"{self._step + REMEMBERED_STEPS + 1} can be"
+            )
+        while self._step < step:
+            self._draw()
+
+    def held_out_batch(self, index: int) -> Batch:
+        """Any of what is evaluated."""
+        assert self._held_out is not None  # nobody asks where nothing is evaluated
+        with self._spans.span(Row.BATCHES, f"held-out batch {index}"):
+            return self._held_out.batch(index)
+
+    def spans(self) -> RecordedSpans:
+        """Those of the traced steps."""
+        return self._spans.take()

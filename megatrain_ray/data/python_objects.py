@@ -1,0 +1,233 @@
+"""A model and data that a Python program holds: written into the run directory once, from where a run reads them as any
+other files. So a run on objects is a run on files."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME
+from megatrain_ray.io.chat.pretokenized import ATTENDED, IDS, LABELS, OTHER_MASKS
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, remove_owned
+from megatrain_ray.io.files.partial_folder import complete_or_absent
+from megatrain_ray.run.run_dir import RunDir
+
+INPUTS_NAME = "inputs"
+TOKEN_KEYS = (IDS, LABELS, ATTENDED, *OTHER_MASKS)
+# What each object stands for among the settings, and where it is written.
+PLACES = {
+    "model": ("model", "path", "model"),
+    "train_dataset": ("data", "path", "train.jsonl"),
+    "eval_dataset": ("data", "eval_path", "eval.jsonl"),
+    "tokenizer": ("data", "tokenizer", "tokenizer"),
+}
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What stands in the place of files; None: nothing. A text is the name that the setting takes.
+
+    `model`: a PreTrainedModel. `train_dataset`, `eval_dataset`: records (mappings) in a list, a datasets.Dataset, a
+    torch Dataset, or anything else that can be gone over more than once. `tokenizer`: of Transformers.
+    """
+
+    model: Any = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    tokenizer: Any = None
+
+    def fill(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a configuration with the paths of these objects, and data.kind by the first record.
+
+        Raises ConfigError for a setting that an object stands for as well, and for an object of another kind.
+        """
+        tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
+        inputs = Path(str(tree.get("run_dir"))).absolute() / INPUTS_NAME
+        for name, value in self._given():
+            group, key, file = PLACES[name]
+            node = tree.setdefault(group, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{group}: expected a mapping, got {node!r:.60}")
+            if key in node or (name == "model" and "config" in node):
+                raise ConfigError(f"{name} stands for {group}.{key}: give one of them")
+            _CHECKS[name](name, value)
+            node[key] = value if isinstance(value, str) else str(inputs / file)
+        data = tree.get("data", {})
+        if self.train_dataset is not None and not isinstance(self.train_dataset, (str, Path)):
+            data.setdefault("kind", _kind(self.train_dataset, data.get("text_field", "text")))
+        is_object = not isinstance(self.model, (str, Path, type(None)))
+        if is_object and "tokenizer" not in data and data.get("kind") != "tokens":
+            raise ConfigError("tokenizer: a model object comes without one; give the object, or data.tokenizer")
+        if is_object:
+            _freeze_likewise(tree.setdefault("train", {}), self.model)
+        return tree
+
+    @contextmanager
+    def written(self, run: RunDir) -> Iterator[None]:
+        """For the block, and for good once the block has begun a run, the objects are files of `run`.
+
+        A run that goes on keeps the model that it has; held-out records may be others. Raises ConfigError where its
+        data or tokenizer were others, and for records that JSON cannot hold; MegatrainError where the disk fails.
+        """
+        folder, is_new = run.path / INPUTS_NAME, not run.has_begun
+        given = [(name, value) for name, value in self._given() if not isinstance(value, str)]
+        try:
+            if is_new and given:
+                if folder.exists():  # of a start that made no step
+                    remove_owned(folder, FolderKind.RUN_PART)
+                OwnedFolder.make(folder, FolderKind.RUN_PART).release()
+            for name, value in given:
+                folder.mkdir(exist_ok=True)
+                file = folder / PLACES[name][2]
+                if name in ("model", "tokenizer"):
+                    _write_pretrained(name, value, file)
+                else:
+                    _write_records(name, value, file, run.config.data)
+            yield
+        finally:
+            if is_new and given and not run.holds_run:
+                with suppress(NotOwnedError, OSError):
+                    remove_owned(folder, FolderKind.RUN_PART)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._given())
+
+    @property
+    def num_records(self) -> int | None:
+        """Of the training; None where the data are files, or do not say."""
+        there = not isinstance(self.train_dataset, (str, Path)) and hasattr(self.train_dataset, "__len__")
+        return len(self.train_dataset) if there else None
+
+    def _given(self) -> Iterator[tuple[str, Any]]:
+        for name in PLACES:
+            if (value := getattr(self, name)) is not None:
+                yield name, str(value) if isinstance(value, Path) else value
+
+
+def _freeze_likewise(train: Any, model: Any) -> None:
+    """What the object has frozen is frozen in the run too, beside what the settings freeze."""
+    frozen = [f"^{re.escape(name)}$" for name, p in model.named_parameters() if not p.requires_grad]
+    given = train.get("freeze", ()) if isinstance(train, dict) else None
+    if frozen and isinstance(given, (str, list, tuple)):  # else the settings are refused as they are
+        train["freeze"] = [*((given,) if isinstance(given, str) else given), *frozen]
+
+
+def _check_pretrained(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        return
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    expected = PreTrainedModel if name == "model" else PreTrainedTokenizerBase
+    if not isinstance(value, expected):
+        raise ConfigError(f"{name}: expected a {expected.__name__} or a path, got a {type(value).__name__}")
+
+
+def _check_records(name: str, value: Any) -> None:
+    if isinstance(value, Iterator):
+        raise ConfigError(
+            f"{name}: a {type(value).__name__} can be gone over once only, and a resume must go over it again; give a "
+            "list, or an object whose __iter__ begins anew"
+        )
+    if not isinstance(value, (str, Iterable)) and not hasattr(value, "__getitem__"):
+        raise ConfigError(f"{name}: expected records or a path, got a {type(value).__name__}")
+
+
+_CHECKS = {
+    "model": _check_pretrained,
+    "tokenizer": _check_pretrained,
+    "train_dataset": _check_records,
+    "eval_dataset": _check_records,
+}
+
+
+def _records(name: str, dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """In order. A torch Dataset has a length and items, and need not stop on its own."""
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Iterable)
+    for number, record in enumerate((dataset[at] for at in range(len(dataset))) if has_items else dataset, 1):
+        if not isinstance(record, Mapping):
+            raise ConfigError(f"{name}: record {number}: expected a mapping, got a {type(record).__name__}")
+        yield record
+
+
+def _kind(dataset: Any, text_field: str) -> str:
+    first = next(_records("train_dataset", dataset), None)
+    if first is None:
+        raise ConfigError("train_dataset: holds no record")
+    if IDS in first:
+        return "tokens"
+    return "pretrain" if isinstance(first.get(text_field), str) else "sft"
+
+
+def _write_pretrained(name: str, value: Any, folder: Path) -> None:
+    if folder.exists():
+        if name == "tokenizer":
+            _check_tokenizer(value, folder)
+        return
+    with complete_or_absent(folder) as partial:
+        value.save_pretrained(partial)
+
+
+def _check_tokenizer(value: Any, folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as now:
+        value.save_pretrained(now)
+        same = _meaning(Path(now)) == _meaning(folder)
+    if not same:
+        raise ConfigError(f"tokenizer: is another than the run began with ({folder}); give that, or another run_dir")
+
+
+def _meaning(folder: Path) -> list[Any]:
+    """What of a tokenizer's files decides ids: cutting and padding are left as the last call set them."""
+    file, template = folder / "tokenizer.json", folder / TEMPLATE_NAME
+    tree = json.loads(file.read_bytes()) if file.exists() else {}
+    return [tree | {"truncation": None, "padding": None}, template.exists() and template.read_bytes()]
+
+
+def _write_records(name: str, dataset: Any, file: Path, data: Any) -> None:
+    """A file that holds the same already stays, with its time of change, by which its tokens are found again."""
+    if file.exists():
+        number = _first_difference(file, _lines(name, dataset, data.kind, data.text_field))
+        if number is None:
+            return
+        if name == "train_dataset":
+            raise ConfigError(
+                f"{name}: record {number} is not that which the run began with ({file}); give the same records in the "
+                "same order, or another run_dir"
+            )
+    write_atomically(file, _lines(name, dataset, data.kind, data.text_field))
+
+
+def _first_difference(file: Path, lines: Iterator[str]) -> int | None:
+    """The number of the first line that is another."""
+    with file.open(encoding="utf-8") as before:
+        pairs = enumerate(zip_longest(before, lines), 1)
+        return next((number for number, (there, here) in pairs if there != here), None)
+
+
+def _lines(name: str, dataset: Any, kind: str, text_field: str) -> Iterator[str]:
+    """JSON of what is read of each record."""
+    keys = {"pretrain": (text_field,), "tokens": TOKEN_KEYS}.get(kind)
+    for number, record in enumerate(_records(name, dataset), 1):
+        kept = dict(record) if keys is None else {key: record[key] for key in keys if key in record}
+        try:
+            yield json.dumps(kept, default=_as_json) + "\n"
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}: record {number} cannot be written as JSON: {error}") from None
+
+
+def _as_json(value: Any) -> Any:
+    """Arrays and tensors as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"it holds a {type(value).__name__}")

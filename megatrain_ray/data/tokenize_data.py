@@ -1,0 +1,170 @@
+"""The driver's part of the data: every source tokenised, before anything is started, where a later run finds it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from megatrain_ray.config.schema import DataConfig, TrainConfig
+from megatrain_ray.console.logs import say
+from megatrain_ray.console.startup import spinner
+from megatrain_ray.data.data_worker import naming_eval_path, sources_of
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.chat_recipe import ChatRecipe
+from megatrain_ray.io.chat.chat_template import load_chat_template
+from megatrain_ray.io.chat.find_chats import find_chats
+from megatrain_ray.io.chat.pretokenized import TokenRecordsRecipe
+from megatrain_ray.io.files.cache_folder import cache_folder
+from megatrain_ray.io.records.find_files import find_documents
+from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
+from megatrain_ray.io.tokens.token_cache import Recipe, TokenMeta, TokenRecipe, find_tokens, make_tokens
+from megatrain_ray.units import format_bytes, format_count
+
+MOST_PROCESSES = 12  # reading records and writing what comes of them is one process's, about a tenth of the work
+
+
+def tokenize(
+    data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path, key: str = "data.path"
+) -> tuple[Path, ...]:
+    """The folder of tokens of each source, made where it is missing: in the user's cache, or else in `run_dir`.
+    `key`: what data.path is called in the configuration.
+
+    Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError where the disk fails.
+    """
+    recipes = {name: _recipe(path, data, tokenizer) for name, path in sources_of(data, key).items()}
+    return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
+
+
+def missing_data(data: DataConfig) -> Iterator[str]:
+    """What is wrong with the places that data.path and data.eval_path name, a message each; reads no text."""
+    for part, naming in ((data, nullcontext()), (data.held_out, naming_eval_path())):
+        try:
+            with naming:
+                if part is not None:
+                    _find(part)
+        except (ConfigError, OSError) as error:
+            yield str(error)
+
+
+def check_there(config: TrainConfig) -> None:
+    """Raises ConfigError where data of a run are not there; reads no text."""
+    _find(config.data)
+    if config.eval_every and config.data.held_out is not None:
+        with naming_eval_path():
+            _find(config.data.held_out)
+
+
+def _find(data: DataConfig) -> None:
+    for path in sources_of(data).values():
+        if data.kind == "pretrain":
+            find_documents(path)
+        else:
+            find_chats(path, data.dataset, data.chat_format)
+
+
+def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
+    if data.kind == "pretrain":
+        return TokenRecipe(find_documents(path), tokenizer, data.text_field, data.bad_records)
+    if data.kind == "tokens":
+        files = tuple(source.file for source in find_chats(path))
+        return TokenRecordsRecipe(files, data.truncation, data.seq_len, data.bad_records)
+    return ChatRecipe(
+        find_chats(path, data.dataset, data.chat_format),
+        tokenizer,
+        load_chat_template(tokenizer, data.chat_template, data.chat_template_args),
+        data.truncation,
+        data.seq_len,
+        data.bad_records,
+        min(len(os.sched_getaffinity(0)), MOST_PROCESSES),
+    )
+
+
+def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Path:
+    with suppress(RuntimeError):  # no home
+        with spinner(f"checking the tokens of {name}"):
+            found = find_tokens(recipe, token_cache())  # in one that cannot be written to, perhaps
+        if found:
+            mark_used(found)
+            return found
+    with _root(run_dir) as root:
+        with _reports(name) as reports:
+            made = make_tokens(recipe, root, vocab_size, reports)
+        mark_used(made)
+        if freed_bytes := prune(root):
+            size = format_bytes(freed_bytes)
+            say(f"{root}: {size} of tokens deleted: their files have changed, or nothing used them for long")
+        return made
+
+
+def token_cache() -> Path:
+    """Where tokens are kept. Raises RuntimeError for a user without a home."""
+    return cache_folder() / "tokens"
+
+
+@contextmanager
+def _root(run_dir: Path) -> Iterator[Path]:
+    """The cache, or a folder in `run_dir` where that cannot be written to; an empty one goes again."""
+    try:
+        root = token_cache()
+        root.mkdir(0o700, parents=True, exist_ok=True)  # other users may not read them either
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except (OSError, RuntimeError) as error:
+        root = run_dir / "tokens"
+        say(f"tokens are kept in {root}: the user's cache cannot be written to ({error}); XDG_CACHE_HOME moves it")
+        root.mkdir(exist_ok=True)
+    try:
+        yield root
+    finally:
+        with suppress(OSError):
+            root.rmdir()
+
+
+class Reports:
+    """A bar on a terminal while files are read, a line at the end."""
+
+    def __init__(self, name: str, bar: Progress) -> None:
+        self._name = name
+        self._bar = bar
+        self._task = bar.add_task("tokenizing", start=False)
+
+    def wait(self, folder: Path) -> None:
+        say(f"waiting for another process that makes the tokens of {self._name} in {folder}")
+
+    def replace(self, folder: Path) -> None:
+        say(f"the tokens of {self._name} in {folder} are damaged: they are made again")
+
+    def advance(self, read_bytes: int, total_bytes: int) -> None:
+        self._bar.start_task(self._task)
+        self._bar.update(self._task, completed=read_bytes, total=total_bytes)
+
+    def end(self, meta: TokenMeta, seconds: float) -> None:
+        rate = format_count(meta.num_tokens / max(seconds, 1e-3))
+        say(
+            f"tokenized {self._name}: {meta.num_documents} {'sequences' if meta.report else 'documents'}, "
+            f"{meta.num_tokens} tokens in {seconds:.1f} s, {rate} tokens/s"
+        )
+        if meta.report:
+            say("\n".join(meta.report))
+            return
+        if meta.num_empty:
+            say(f"skipped {meta.num_empty} empty texts of {self._name}")
+        if meta.num_bad:
+            more = f"\n  and {meta.num_bad - len(meta.places)} more" if meta.num_bad > len(meta.places) else ""
+            places = "".join(f"\n  {place}" for place in meta.places)
+            say(f"skipped {meta.num_bad} records of {self._name} that hold no text:{places}{more}")
+
+
+@contextmanager
+def _reports(name: str) -> Iterator[Reports]:
+    columns = (TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield Reports(name, bar)

@@ -1,0 +1,1 @@
+"""Drives a run: its loop, its policy, its saves and evaluations."""

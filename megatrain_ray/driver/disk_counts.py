@@ -1,0 +1,71 @@
+"""What a run moves on the disk of what spills, of its first host, counted now and then from what its processes say of
+themselves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import ray
+
+from megatrain_ray.accounting.work_counters import RunWork
+from megatrain_ray.crew.actor_role import ANSWER_S
+from megatrain_ray.crew.failures import kind_of
+from megatrain_ray.crew.work_calls import WorkCalls
+from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.io.storage.measured_store import NOTHING, Moved
+from megatrain_ray.metrics.sink import Count
+from megatrain_ray.metrics.sinks import MetricSinks
+from megatrain_ray.run.process_names import gpu_name, shard_name
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 5.0  # as often as anybody scrapes; an answer is a call of Ray to each process
+
+
+class DiskCounts:
+    """Into the sinks of a run. Nothing waits for an answer: it is taken with the step after it came."""
+
+    def __init__(self, plan: Plan, sinks: MetricSinks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._uses_disk = plan.total_bytes(Tier.NVME) > 0
+        self._sinks = sinks
+        self._clock = clock
+        self._asked_s = -EVERY_S
+        self._calls: WorkCalls | None = None
+        self._before: dict[tuple[str, int], Moved] = {}  # by process and its pid: another one counts from 0
+
+    def ended(self, crew: Crew) -> None:
+        """A step has."""
+        if not self._uses_disk:
+            return
+        if self._calls and len(ray.wait(self._calls.all, num_returns=len(self._calls.all), timeout=0)[1]) == 0:
+            calls, self._calls = self._calls, None
+            self._take(calls)
+        if self._calls is None and self._clock() - self._asked_s >= EVERY_S:
+            self._asked_s, self._calls = self._clock(), crew.work()
+
+    def _take(self, calls: WorkCalls) -> None:
+        try:
+            work = calls.done(ANSWER_S)
+        except ray.exceptions.RayError as error:  # the crew replaces who died, or ends the run
+            log.info("what was moved on the disk is not counted this time: %s", error)
+            return
+        self.add(work)
+
+    def add(self, work: RunWork) -> None:
+        """What they have done since they were asked before."""
+        for k, shard in enumerate(work.shards):
+            self._count(shard_name(k), shard.pid, shard.moved)
+        for rank, gpu in enumerate(work.gpus):
+            self._count(gpu_name(rank), gpu.pid, gpu.weights.plus(gpu.activations))
+        of_gpus = sum(gpu.spill_bytes for gpu in work.gpus)
+        self._sinks.holds(Tier.NVME, of_gpus + sum(shard.spill_bytes for shard in work.shards))
+
+    def _count(self, process: str, pid: int, moved: Moved) -> None:
+        more = moved.since(self._before.get((process, pid), NOTHING))
+        self._before[process, pid] = moved
+        self._sinks.count(Count.DISK_READ, more.read, kind_of(process))
+        self._sinks.count(Count.DISK_WRITTEN, more.written, kind_of(process))

@@ -1,0 +1,19 @@
+"""What the user should read when an actor has failed."""
+
+from __future__ import annotations
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.errors import MegatrainError, ShardFailedError
+
+
+def understood(error: RayError, crew: Crew) -> MegatrainError:
+    """Our own message where an actor raised one; a shard's own before what followed."""
+    for failure in (*crew.failures(), error):
+        cause = failure.cause if isinstance(failure, RayTaskError) else failure
+        if isinstance(cause, MegatrainError) and not isinstance(cause, ShardFailedError):
+            return cause
+        if isinstance(cause, RayActorError):
+            return crew.explain(cause)
+    return MegatrainError(f"an actor failed: {type(error).__name__}: {error}")

@@ -1,0 +1,90 @@
+"""The run's policy: what to do next, decided one tick at a time from what has happened. Does nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from megatrain_ray.config.schema import TrainConfig
+
+# The GPU worker gets the next step before it has answered the last: a round trip through Ray takes longer than the
+# time between two small steps.
+STEPS_AHEAD = 2
+
+
+class Action(Enum):
+    STEP = "start the next step"
+    EVALUATE = "begin an evaluation of the last step; none is under way, and no step"
+    SAVE = "begin a save of the last step; none is under way"
+    WAIT = "wait for a step, an evaluation or the save to end"
+    STOP = "the run is over"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """`submitted` and `completed` count updates of the whole run, `saved` is the newest save (-1: none).
+
+    `changed`: a step since then was not skipped. `saving`: one is being written. `missed`: the last one that was begun
+    did not come about. `evaluated`: the last update after which the held-out data were evaluated (0: before the first,
+    -1: never). `evaluating`: they are now.
+    """
+
+    submitted: int
+    completed: int
+    saved: int
+    interrupted: bool
+    changed: bool = True
+    saving: bool = False
+    missed: bool = False
+    evaluated: int = -1
+    evaluating: bool = False
+
+
+@dataclass(frozen=True)
+class RunPolicy:
+    """`save_every`: None never, 0 at the end and when interrupted, N after every N updates as well. `eval_every`: 0
+    never, N before the first update, after every N and after the last."""
+
+    steps: int
+    save_every: int | None
+    eval_every: int = 0
+
+    @staticmethod
+    def of(config: TrainConfig) -> RunPolicy:
+        return RunPolicy(config.train.steps, config.save_every, config.eval_every)
+
+    def tick(self, seen: Observation) -> Action:
+        under_way = seen.submitted - seen.completed
+        if seen.evaluating:
+            return Action.WAIT
+        if not seen.interrupted and self._owes_evaluation(seen):
+            return Action.WAIT if under_way else Action.EVALUATE
+        if seen.submitted >= self.steps or seen.interrupted:
+            if under_way or seen.saving:
+                return Action.WAIT
+            return Action.SAVE if self._unsaved(seen) else Action.STOP
+        if under_way >= STEPS_AHEAD or (seen.saving and self.saves_next(seen)):
+            return Action.WAIT
+        return Action.STEP
+
+    def saves_next(self, seen: Observation) -> bool:
+        """Whether the next step is one whose state is saved, while training goes on."""
+        step = seen.submitted + 1
+        if self.save_every is None:
+            return False
+        return seen.missed or step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
+
+    def is_done(self, seen: Observation) -> bool:
+        """Whether nothing but a save is left to do."""
+        return seen.completed >= self.steps and not self._owes_evaluation(seen)
+
+    def _owes_evaluation(self, seen: Observation) -> bool:
+        """Whether the last step is one to evaluate after, and was not yet. A run that is interrupted owes it on."""
+        step = seen.submitted
+        if not self.eval_every or step > self.steps or seen.evaluated >= step:
+            return False
+        return step % self.eval_every == 0 or step == self.steps
+
+    def _unsaved(self, seen: Observation) -> bool:
+        """Whether a save would hold other weights than the newest one, or than the run began with."""
+        return self.save_every is not None and max(0, seen.saved) < seen.completed and seen.changed

@@ -1,0 +1,212 @@
+"""A save of a running training: every shard writes its part while training goes on, then one rename makes it exist."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.yaml_file import config_to_dict
+from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.driver.policy import STEPS_AHEAD
+from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s
+from megatrain_ray.engine.layout.flat_layout import FlatLayout
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.shards.save_part import WrittenPart
+from megatrain_ray.errors import DeadlineError
+from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.io.files.free_space import check_room
+from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
+from megatrain_ray.io.files.partial_folder import remove_abandoned
+from megatrain_ray.io.saves.manifest import (
+    FORMAT_VERSION,
+    LayerEntry,
+    Manifest,
+    ParameterEntry,
+    PartManifest,
+    SaveTiming,
+)
+from megatrain_ray.io.saves.save_folder import (
+    Piece,
+    abandon_save,
+    commit_save,
+    list_saves,
+    prepare_save,
+    prune,
+    save_room,
+    write_part,
+)
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.workers.gpu_worker import Progress
+
+PROBE_VALUES = 4 << 20  # 16 MiB
+PROBE_BUFFERS = 16
+ADVICE = "free some, lower save_keep, choose another run_dir, or set save_every: null to train without saves"
+ABANDON_S = 60.0  # after which an abandoned writer is not waited for
+
+
+def check_save_room(prepared: Prepared, saves: Path, step: int) -> None:
+    """Before the first step after `step`: raises CapacityError unless the saves that will be there together fit."""
+    config = prepared.config
+    every = config.save_every or config.train.steps
+    to_come = 1 + (config.train.steps - 1) // every - step // every
+    # One more than is kept, since the newest is written before the oldest goes.
+    together = min(to_come, max(1, config.save_keep + 1 - len(list_saves(saves))))
+    what = "the save" if together == 1 else f"{together} saves"
+    check_room(saves, together * room_of_one(prepared.plan), what, ADVICE)
+
+
+def room_of_one(plan: Plan) -> int:
+    """Bytes that a save takes on disk at most."""
+    return save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
+
+
+def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:
+    """Return how many bytes of state a second can be saved in the folder `saves`, by writing at most 256 MiB there."""
+    count = max(1, min(num_bytes // 4, PROBE_VALUES))
+    values = np.random.default_rng(0).standard_normal(count, np.float32)  # shrink as little as state does
+    buffers = [values.data.cast("B")] * min(PROBE_BUFFERS, max(1, num_bytes // values.nbytes))
+    piece = Piece("probe", "probe", 0, len(buffers) * count, buffers)
+    saves.mkdir(exist_ok=True)
+    remove_abandoned(saves)
+    with explained("write to", saves):
+        probe = OwnedFolder.make(saves / ".probe.partial", FolderKind.PARTIAL)
+    start_s = time.monotonic()
+    try:
+        asyncio.run(write_part(probe.path, 0, [piece], compression=compression))
+        return len(buffers) * values.nbytes / (time.monotonic() - start_s)
+    finally:
+        probe.remove()
+
+
+class RunningSave:
+    """The save of one step, from its begin to its commit. Raises what a shard raised; then `abandon` it."""
+
+    def __init__(
+        self, prepared: Prepared, crew: Crew, saves: Path, run: str, step: int, predicted_stall_s: float
+    ) -> None:
+        """`run`: the token of the run. Raises CapacityError, with nothing written, when there is no room for it."""
+        check_room(saves, room_of_one(prepared.plan), f"the save of step {step}", ADVICE)
+        self.step = step
+        self._prepared = prepared
+        self._crew = crew
+        self._saves = saves
+        self._predicted_stall_s = predicted_stall_s
+        self._start_s = time.monotonic()
+        self._waited_since_s: float | None = None
+        self._parts: list[WrittenPart] = []
+        self._at: tuple[Progress, Mapping[str, Any]] | None = None
+        self._run = run
+        self.calls = crew.write_parts(prepare_save(saves, step, run), step, prepared.config.save_compress)
+
+    def reached(self, progress: Progress, position: Mapping[str, Any]) -> None:
+        """The step has ended. Training and data may be many steps further when the last part is written."""
+        self._at = (progress, position)
+
+    def hold_up(self) -> None:
+        """From now on training waits for the end of this save: the next one is due."""
+        if self._waited_since_s is None:
+            self._waited_since_s = time.monotonic()
+
+    @property
+    def held_up_s(self) -> float:
+        """How long training has waited for its end."""
+        return 0.0 if self._waited_since_s is None else time.monotonic() - self._waited_since_s
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many of the run's steps up to the saved one changed the weights. Only once it is `complete`."""
+        assert self._at is not None
+        return self._at[0].adam_step
+
+    @property
+    def complete(self) -> bool:
+        return self._at is not None and not self.calls
+
+    def take(self, call: Any) -> None:
+        """One of `calls` has ended."""
+        self.calls.remove(call)
+        self._parts.append(self._crew.result(call))
+
+    def check_deadline(self) -> None:
+        """Raises DeadlineError when it takes longer than the steps before it and the slowest disk would."""
+        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._prepared.plan.save_bytes)
+        if time.monotonic() - self._start_s > limit_s:
+            raise DeadlineError(
+                f"the save of step {self.step} was not written within {limit_s:.0f} s: is the disk stuck?"
+            )
+
+    def commit(self) -> SaveTiming:
+        """Makes the save exist, once it is complete, and deletes saves beyond `save_keep`."""
+        assert self._at is not None
+        parts = tuple(sorted((written.part for written in self._parts), key=lambda part: part.part))
+        timing = SaveTiming(
+            predicted_stall_s=self._predicted_stall_s,
+            stall_s=max(written.stall_s for written in self._parts),
+            write_s=max(written.write_s for written in self._parts),
+            nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
+        )
+        checksums = self._crew.base_checksums
+        manifest = _manifest(self._prepared, *self._at, parts, timing, checksums)
+        commit_save(self._saves, self.step, replace(manifest, run=self._run))
+        prune(self._saves, self._prepared.config.save_keep, self._run)
+        return timing
+
+    def abandon(self) -> None:
+        """Leaves nothing of it; updates do not wait for it any more."""
+        self._crew.abandon_save()
+        if self.calls:
+            ray.wait(self.calls, num_returns=len(self.calls), timeout=ABANDON_S)
+        abandon_save(self._saves, self.step)
+
+
+def _manifest(
+    prepared: Prepared,
+    progress: Progress,
+    position: Mapping[str, Any],
+    parts: tuple[PartManifest, ...],
+    timing: SaveTiming,
+    checksums: Sequence[int | None],
+) -> Manifest:
+    """`checksums`: of each layer's frozen part, where the save leaves it out; else none."""
+    precision = prepared.plan.precision
+    working = "working" if precision.is_split else "master"
+    layout = prepared.structure.layout(prepared.plan.num_fragments)
+    return Manifest(
+        version=FORMAT_VERSION,
+        step=progress.step,
+        optimizer_step=progress.adam_step,
+        num_skipped=progress.num_skipped,
+        precision=precision.compute,
+        itemsize={
+            working: precision.working_dtype.itemsize,
+            **{kind: dtype.itemsize for kind, dtype in precision.state_kinds},
+        },
+        layers=tuple(map(_layer, layout.layers, checksums or [None] * len(layout.layers))),
+        data=dict(position),
+        model=dict(prepared.source.config),
+        config=config_to_dict(prepared.config),
+        parts=parts,
+        generation_config=dict(generation) if (generation := prepared.source.generation_config) else None,
+        timing=timing,
+        moments=precision.moments,
+    )
+
+
+def _layer(flat: FlatLayout, base_crc32: int | None) -> LayerEntry:
+    num_frozen = flat.logical_size - flat.num_trained
+    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), num_frozen, flat.num_muon, base_crc32)
+
+
+def _parameters(flat: FlatLayout) -> Iterator[ParameterEntry]:
+    position = 0
+    for segment in flat.segments:
+        yield ParameterEntry(segment.name, segment.shape, position, segment.tied_to)
+        position += segment.numel

@@ -1,0 +1,88 @@
+"""Tracing: the driver's side of a timeline. It asks all processes for their spans and writes the file, beside the
+training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatrain_ray.accounting.trace_file import TracedProcess, trace_path, write_trace
+from megatrain_ray.console.logs import say
+from megatrain_ray.crew.actor_role import CLOSE_S, await_thread
+from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.spans import SpanLog, traced_steps
+
+log = logging.getLogger(__name__)
+
+
+class Tracing:
+    """Of one run. Nothing that goes wrong here ends it."""
+
+    def __init__(self, prepared: Prepared, run_dir: Path, completed: int) -> None:
+        """`completed`: updates before. Steps among them are traced no more."""
+        steps = traced_steps(prepared.config.log.trace)
+        self._steps = range(max(steps.start, completed + 1), steps.stop)
+        self._prepared = prepared
+        self._run_dir = run_dir
+        self._thread: threading.Thread | None = None
+        self.spans = SpanLog()
+        self._watch(completed)
+
+    def ended(self, crew: Crew, step: int) -> None:
+        """The driver has heard of the end of a step."""
+        if step in self._steps and step == self._steps[-1]:
+            self._collect(crew, step)
+        self._watch(step)
+
+    def finish(self, crew: Crew, completed: int) -> None:
+        """No step comes any more; the processes still are. Writes what there is of steps that were cut short."""
+        if self._thread is None and completed in self._steps:
+            self._collect(crew, completed)
+        if self._thread is not None:
+            await_thread(self._thread, crew.check, self._limit_s)
+
+    def close(self) -> None:
+        """No process answers any more. Idempotent."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    @property
+    def _limit_s(self) -> float:
+        """For an answer: a process answers when step and update are over."""
+        return STEP_DEADLINE_S + self._prepared.plan.update_deadline_s + DEADLINE_S
+
+    def _watch(self, completed: int) -> None:
+        self.spans.on = completed + 1 in self._steps
+
+    def _collect(self, crew: Crew, last: int) -> None:
+        calls = crew.spans(last)
+        # A daemon: a driver whose processes have died must still be able to exit.
+        self._thread = threading.Thread(target=self._write, args=(calls, last), name="trace", daemon=True)
+        self._thread.start()
+
+    def _write(self, calls: dict[str, Any], last: int) -> None:
+        try:
+            found = [self._answer(name, call) for name, call in calls.items()]
+            processes = [process for process in found if process is not None]
+            processes.append(TracedProcess("driver", self.spans.take()))
+            path = trace_path(self._run_dir, self._steps[0], last)
+            path = write_trace(path, processes, [layer.name for layer in self._prepared.plan.layers])
+        except Exception as error:
+            log.warning("no trace", exc_info=error)
+            say(f"warning: the trace was not written ({type(error).__name__}: {error}); the training goes on")
+            return
+        say(f"traced steps {self._steps[0]} to {last}: {path} (open it at https://ui.perfetto.dev)")
+
+    def _answer(self, name: str, call: Any) -> TracedProcess | None:
+        """None where the process has died."""
+        try:
+            return TracedProcess(name, ray.get(call, timeout=self._limit_s))
+        except ray.exceptions.RayError as error:
+            log.warning("the trace is without the spans of %s: %s", name, error)
+            return None

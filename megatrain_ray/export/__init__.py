@@ -1,0 +1,1 @@
+"""Exports a save as a model folder of Hugging Face."""

@@ -1,0 +1,181 @@
+"""`megatrain export`: the newest save of a run as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_ray.config.schema import ModelConfig, TrainConfig
+from megatrain_ray.console.logs import say
+from megatrain_ray.engine.layout.expert_names import whole_name
+from megatrain_ray.engine.model.structure import build_empty
+from megatrain_ray.engine.weights.export_save import export_save
+from megatrain_ray.engine.weights.saved_values import bytes_of
+from megatrain_ray.engine.weights.weight_source import WeightSource
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.export.export_lora import export_adapter, export_merged
+from megatrain_ray.io.checkpoints.safetensors_folder import BUFFER_DTYPES, WeightFolder
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, StoredDtype
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
+from megatrain_ray.model.architecture import Architecture, is_known
+from megatrain_ray.model.checkpoint_names import checkpoint_names, owned_parameters
+from megatrain_ray.model.model_source import ModelSource, open_model
+from megatrain_ray.run.run_dir import RunFiles
+
+MAX_TRIES = 5
+
+
+def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False) -> int:
+    """The step of the save that was taken. `dtype`: bf16, fp32, or None for the working copy's. The tokenizer's files
+    go with the weights. Of a run with `lora` the adapters alone, or with `merge` the model with these added in.
+
+    Raises ConfigError for a folder that holds no run or no save, for an OUT_DIR that is in use, and for a merge of what
+    has no adapters; MegatrainError for a damaged save. OUT_DIR appears whole or not at all.
+    """
+    files = RunFiles(run_dir.absolute())
+    config = files.read_config()
+    if merge and config.lora is None:
+        raise ConfigError(f"--merge: {run_dir} trained the model itself and has no adapters; leave --merge out")
+    chosen = ExportDtype(dtype) if dtype else None
+    for _ in range(MAX_TRIES):
+        saves = list_saves(files.saves)
+        if not saves:
+            raise ConfigError(f"{run_dir} holds no save yet: train until one is made (save_every), then export")
+        step = saves[-1]
+        try:
+            _export(files, step, out_dir, chosen, config, merge=merge)
+            return step
+        except MegatrainError:
+            if step in list_saves(files.saves):
+                raise
+            say(f"the save of step {step} was deleted by the run that goes on before it was read: taking the next one")
+    raise MegatrainError(
+        f"{MAX_TRIES} saves were deleted before they were read: set a larger save_keep or save_every, or export when "
+        "the run is over"
+    )
+
+
+def load_exported(folder: Path) -> Any:
+    """A PreTrainedModel. Raises ConfigError for one with code of its own, which is not run unasked."""
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not is_known(settings["model_type"]):
+        raise ConfigError(
+            f"a {settings['model_type']} model comes with code of its own: export it, and load the folder with "
+            "trust_remote_code=True"
+        )
+    return Architecture(settings).load(folder)
+
+
+def has_adapters(run_dir: Path) -> bool:
+    """Raises ConfigError where there is no run."""
+    return RunFiles(run_dir).read_config().lora is not None
+
+
+def _export(
+    files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, config: TrainConfig, *, merge: bool
+) -> None:
+    folder, manifest = save_folder(files.saves, step), load_manifest(files.saves, step)
+    files.check_save(step, manifest)
+    model, lora, tokenizer = config.model, config.lora, files.tokenizer_files()
+    if lora is not None and not merge:
+        empty = _empty(_with_own_code(model, manifest), manifest)
+        return export_adapter(folder, manifest, out_dir, dtype, lora, empty, model, tokenizer)
+    beside = beside_the_save(model, manifest)
+    # What serves models looks here for the class; a run that began with model.config alone was told none.
+    settings = {**manifest.model, "architectures": manifest.model.get("architectures") or [beside.model_class]}
+    whole = replace(manifest, model=settings)
+    copies = [*tokenizer, *beside.code]
+    if lora is None:
+        return export_save(folder, whole, out_dir, dtype, copies=copies, names=beside.names, rest=beside.rest)
+    source = open_model(model)
+    base, empty = source.weights(), build_empty(source.factory, torch.float32)
+    return export_merged(
+        folder, whole, out_dir, dtype, lora, empty, base, names=beside.names, rest=beside.rest, copies=copies
+    )
+
+
+def _with_own_code(model: ModelConfig, manifest: Manifest) -> ModelSource | None:
+    """Where a model comes from that Transformers does not have."""
+    return None if is_known(manifest.model.get("model_type")) else open_model(model)
+
+
+def _empty(source: ModelSource | None, manifest: Manifest) -> nn.Module:
+    """The model without weights: of its own code, or of Transformers'."""
+    return build_empty(source.factory if source else Architecture(dict(manifest.model)), torch.float32)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What an export needs that no save holds. `model_class`: its name in Transformers. `names`: what a checkpoint of
+    the model calls its tensors. `rest`: those that the run never trained, as they are. `code`: files of the model's own
+    code."""
+
+    model_class: str
+    names: WeightMap
+    rest: Sequence[ExportTensor] = ()
+    code: Sequence[Path] = ()
+
+
+def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
+    """The rest are parameters that a text does not reach and persistent buffers.
+
+    They come from where the run began: raises ConfigError when that folder is gone and something of it is needed.
+    """
+    source = _with_own_code(config, manifest)
+    empty = _empty(source, manifest)
+    names = checkpoint_names(empty)
+    held = {whole_name(p.name) for layer in manifest.layers for p in layer.parameters}
+    parameters = [name for name in owned_parameters(empty) if name not in held]
+    buffers = [name for name in empty.state_dict() if name in dict(empty.named_buffers())]
+    code = sorted(source.code.glob("*.py")) if source and source.code else ()
+    if not parameters and not buffers:
+        return Beside(type(empty).__name__, names, code=code)
+    source = source or open_model(config)
+    pieces = {t.name: (name, t) for name in parameters for t in _tensors(name, names, empty)}
+    stored = WeightFolder.open(source.folder) if source.folder else None
+    rest = [_as_stored(stored, name) for name in (*pieces, *buffers) if stored and name in stored.names]
+    left = {*pieces, *buffers} - {tensor.name for tensor in rest}
+    if left:
+        weights, made = source.weights(), build_empty(source.factory, torch.float32)
+        read = [
+            ExportTensor(name, t.shape, partial(_read, weights, parameter, t), ExportDtype.FP32)
+            for name, (parameter, t) in pieces.items()
+            if name in left
+        ]
+        rest += read + [_as_it_is(name, made.get_buffer(name)) for name in buffers if name in left]
+    return Beside(type(empty).__name__, names, rest, code)
+
+
+def _tensors(name: str, names: WeightMap, model: nn.Module) -> Sequence[CheckpointTensor]:
+    return names.get(name) or [CheckpointTensor.whole(name, tuple(model.get_parameter(name).shape))]
+
+
+def _as_stored(folder: WeightFolder, name: str) -> ExportTensor:
+    return ExportTensor(name, folder.shape(name), lambda: _bytes(folder.whole(name)), _type(folder.dtype(name)))
+
+
+def _as_it_is(name: str, values: torch.Tensor) -> ExportTensor:
+    return ExportTensor(name, tuple(values.shape), partial(_bytes, values), _type(values.dtype))
+
+
+def _type(dtype: torch.dtype) -> StoredDtype:
+    header_name = next(name for name, known in BUFFER_DTYPES.items() if known is dtype)
+    return StoredDtype(header_name, dtype.itemsize)
+
+
+def _read(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:
+    values = weights.read(name, tensor.offset, tensor.stop)
+    return _bytes(values.as_strided(tensor.shape, tensor.stride))
+
+
+def _bytes(values: torch.Tensor) -> list[memoryview]:
+    return [bytes_of(values.contiguous().view(-1))]

@@ -1,0 +1,1 @@
+"""Looks up what this machine has: memory, NUMA nodes, processes, versions."""

@@ -1,0 +1,67 @@
+"""What a measurement was made with: machine, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain_ray import __version__
+from megatrain_ray.engine.device.cuda_device import device_name, total_memory_bytes
+from megatrain_ray.machine.machine import ram_bytes
+from megatrain_ray.machine.numa_topology import read_topology
+from megatrain_ray.machine.process_memory import driver_version
+
+GIT_S = 10.0
+PACKAGES = ("torch", "transformers", "ray")
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """`device`: that of the plan."""
+    has_gpu = device == "cuda"
+    return {
+        "gpu": device_name() if has_gpu else None,
+        "gpu_memory_bytes": total_memory_bytes() if has_gpu else None,
+        "cpu": _cpu_model(Path("/proc/cpuinfo")),
+        "cores": len(os.sched_getaffinity(0)),
+        "numa_nodes": max(1, len(read_topology().usable)),
+        "ram_bytes": ram_bytes(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    return {
+        "megatrain-ray": __version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
+    }
+
+
+def commit() -> str | None:
+    """Of the checkout that the code runs from, `+` where files differ from it; None outside of one."""
+    folder = Path(__file__).parent
+    head = _git(folder, "rev-parse", "HEAD")
+    if head is None or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=GIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.strip()
+
+
+def _cpu_model(file: Path) -> str:
+    lines = file.read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

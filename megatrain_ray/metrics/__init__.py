@@ -1,0 +1,1 @@
+"""Writes the metrics of a run to its sinks."""

@@ -1,0 +1,118 @@
+"""Metrics of a run as series of Prometheus: Ray's agent on each node exports what its processes record, so whoever
+scrapes the cluster has them. docs/monitoring.md lists them.
+
+A number takes 1.6 µs on a 2-core machine, some twenty of them a step. A gauge that is not set again is forgotten after
+two reports of 10 s, which a step or an evaluation may well take: `keep` sets them again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.metrics.sink import Count, End
+
+EXPOSED = "exposed_s/"
+KEEP_S = 5.0  # how often gauges are set again
+STEP_BOUNDS_S = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0]
+
+# Gauge by the number of a row that it shows the newest of.
+GAUGES = {
+    "loss": ("megatrain_loss", "Loss of the newest step, nats"),
+    "eval_loss": ("megatrain_eval_loss", "Loss of the newest evaluation, nats"),
+    "grad_norm": ("megatrain_grad_norm", "Norm of all gradients of the newest step, before clipping"),
+    "lr": ("megatrain_learning_rate", "Learning rate of the newest step"),
+    "tokens_per_s": ("megatrain_tokens_per_second", "Tokens of the newest step by its seconds; 0 once the run ended"),
+    "model_tflops": ("megatrain_model_tflops", "Model TFLOPS of the newest step; 0 once the run ended"),
+}
+HELD = {"hbm_peak_bytes": Tier.HBM, "host_bytes": Tier.HOST}  # number of a row, and whose bytes it says
+SPEEDS = ("tokens_per_s", "model_tflops")
+COUNTED = {
+    Count.DEATHS: "Processes of the run that died, by kind",
+    Count.REPLACEMENTS: "Of these the ones that were replaced",
+    Count.DISK_READ: "Bytes read of what spills, by kind of process",
+    Count.DISK_WRITTEN: "Bytes written of what spills, by kind of process",
+}
+
+
+class RaySink:
+    """Series with the tag `run`. Counters begin at 0 with each start."""
+
+    def __init__(self, run: str, steps: int, plan: Plan | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`run`: its name. `steps`: that it is to make. `plan`: None where none can be read."""
+        self._tags = {"run": run}
+        self._clock = clock
+        self._kept_s = clock()
+        self._values: dict[tuple[Any, str | None], float] = {}  # of gauges, by tier where they have one
+        self._gauges = {key: self._make(Gauge, *described) for key, described in GAUGES.items()}
+        self._step = self._make(Gauge, "megatrain_step", "Updates made, those of earlier starts included")
+        self._set(self._make(Gauge, "megatrain_planned_steps", "Updates to make: train.steps"), steps)
+        self._steps = self._make(Counter, "megatrain_steps", "Updates made by this start")
+        self._skipped = self._make(Counter, "megatrain_skipped_steps", "Of these, skipped: a gradient was not finite")
+        self._seconds = self._make(Counter, "megatrain_training_seconds", "Seconds of steps")
+        self._duration = self._make(
+            Histogram, "megatrain_step_seconds", "Seconds a step; the sum is Ray's estimate", boundaries=STEP_BOUNDS_S
+        )
+        self._exposed = self._make(
+            Counter, "megatrain_exposed_seconds", "Seconds that the compute stage waited, by cause", "cause"
+        )
+        self._held = self._make(Gauge, "megatrain_tier_bytes", "Bytes held, by tier", "tier")
+        planned = self._make(Gauge, "megatrain_planned_tier_bytes", "Bytes that the plan counts on, by tier", "tier")
+        for tier in Tier:
+            self._set(planned, plan.total_bytes(tier) if plan else 0, tier.value)
+        self._counted = {
+            what: self._make(Counter, f"megatrain_{what.value}", text, "kind") for what, text in COUNTED.items()
+        }
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for key, gauge in self._gauges.items():
+            if key in numbers:
+                self._set(gauge, numbers[key])
+        for key, tier in HELD.items():
+            if key in numbers:
+                self.holds(tier, numbers[key])
+        if "step_s" in numbers:  # of an update, no evaluation
+            self._update(step, numbers)
+
+    def _update(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._set(self._step, step)
+        self._steps.inc(1)
+        self._seconds.inc(numbers["step_s"])
+        self._duration.observe(numbers["step_s"])
+        if numbers.get("skipped"):
+            self._skipped.inc(1)
+        for key, waited_s in numbers.items():
+            if key.startswith(EXPOSED) and waited_s > 0:  # Ray refuses to add nothing
+                self._exposed.inc(waited_s, {"cause": key.removeprefix(EXPOSED)})
+
+    def count(self, what: Count, amount: float, kind: str) -> None:
+        if amount > 0:
+            self._counted[what].inc(amount, {"kind": kind})
+
+    def holds(self, tier: Tier, num_bytes: float) -> None:
+        self._set(self._held, num_bytes, tier.value)
+
+    def keep(self) -> None:
+        if self._clock() - self._kept_s >= KEEP_S:
+            self._kept_s = self._clock()
+            for (gauge, tier), value in self._values.items():
+                self._set(gauge, value, tier)
+
+    def close(self, end: End) -> None:
+        """Nothing runs any more; the process may, and Ray shows for a while what it said last."""
+        for key in SPEEDS:
+            self._set(self._gauges[key], 0)
+
+    def _set(self, gauge: Any, value: float, tier: str | None = None) -> None:
+        self._values[gauge, tier] = value
+        gauge.set(value, {} if tier is None else {"tier": tier})
+
+    def _make(self, kind: Any, name: str, text: str, *more_tags: str, **options: Any) -> Any:
+        metric = kind(name, text, tag_keys=("run", *more_tags), **options)
+        metric.set_default_tags(self._tags)
+        return metric

@@ -1,0 +1,229 @@
+"""Where rows of metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, and Ray's own metrics
+(ray_sink.py)."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import config_to_dict
+from megatrain_ray.console.logs import say
+from megatrain_ray.engine.device.deadlines import DEADLINE_S
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.errors import ConfigError, InterruptedRunError
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.metrics.sink import Count, CountingSink, End, MetricSink
+from megatrain_ray.run.run_dir import RunFiles
+
+ID_NAME = "tracker_id"  # in the run directory
+MOST_PARAMS = 100  # that MLflow takes at once
+MOST_CHARS = 500  # of one
+# mlflow-skinny, which is enough for a server, has no database of its own.
+ADVICE = {"log.mlflow": "name a server in MLFLOW_TRACKING_URI, or pip install mlflow for a database here, or "}
+
+
+class TensorBoardSink:
+    """Event files in a folder."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """What the folder holds from `first_step` on is no longer shown: the run went back to before it."""
+        from torch.utils.tensorboard import SummaryWriter  # 1.5 s of imports
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+
+    def close(self, end: End) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases, the same one when the training is resumed."""
+
+    def __init__(self, project: str, run_dir: Path, config: TrainConfig) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=_identity(run_dir),
+            resume="allow",
+            dir=str(run_dir),
+            config=config_to_dict(config),
+        )
+        self._run.define_metric("*", step_metric="step")  # its own count never goes back, a resumed run may
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **numbers})
+
+    def close(self, end: End) -> None:
+        self._run.finish(exit_code=end.value)
+
+
+class MlflowSink:
+    """A run of MLflow, the same one when the training is resumed; its own environment variables name the server."""
+
+    def __init__(self, experiment: str, run_dir: Path, config: TrainConfig) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient()
+        self._sent: Any = None  # the last of what is under way, in order
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else self._client.create_experiment(experiment)
+        tag = _identity(run_dir)
+        earlier = self._client.search_runs([number], f"tags.megatrain_run = '{tag}'")
+        if earlier:
+            self._run = earlier[0].info.run_id
+            self._client.update_run(self._run, "RUNNING")
+            return
+        self._run = self._client.create_run(number, run_name=run_dir.name, tags={"megatrain_run": tag}).info.run_id
+        params = [Param(key, str(value)[:MOST_CHARS]) for key, value in _settings(config_to_dict(config))]
+        for at in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self._run, params=params[at : at + MOST_PARAMS])
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(name, number, now_ms, step) for name, number in numbers.items()]
+        self._sent = self._client.log_batch(self._run, metrics, synchronous=False)  # a server must not hold a step up
+
+    def close(self, end: End) -> None:
+        if self._sent:
+            self._sent.wait()
+        self._client.set_terminated(self._run, status=end.name)
+
+
+class MetricSinks:
+    """All sinks of a run. One that fails is given up with a warning."""
+
+    def __init__(self, sinks: Mapping[str, MetricSink]) -> None:
+        self._sinks = dict(sinks)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics.jsonl."""
+        numbers = dict(_numbers(row))
+        self._tell(lambda sink: sink.write(row["step"], numbers))
+
+    def count(self, what: Count, amount: float, kind: str) -> None:
+        """To those that count."""
+        self._tell(lambda sink: sink.count(what, amount, kind) if isinstance(sink, CountingSink) else None)
+
+    def holds(self, tier: Tier, num_bytes: float) -> None:
+        """To those that count."""
+        self._tell(lambda sink: sink.holds(tier, num_bytes) if isinstance(sink, CountingSink) else None)
+
+    def keep(self) -> None:
+        """To those that count: a moment has passed."""
+        self._tell(lambda sink: sink.keep() if isinstance(sink, CountingSink) else None)
+
+    def _tell(self, tell: Callable[[MetricSink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                tell(sink)
+            except Exception as error:  # a tracker's server is no reason to end a training
+                del self._sinks[name]
+                say(f"warning: {name} takes no more metrics ({type(error).__name__}: {error}); metrics.jsonl does")
+
+
+def check_packages(config: TrainConfig) -> None:
+    """Raises ConfigError where a tracker is named whose package is not installed; before anything is started."""
+    for key, package, wanted in (("log.wandb", "wandb", config.log.wandb), ("log.mlflow", "mlflow", config.log.mlflow)):
+        if wanted is not None and find_spec(package) is None:
+            raise ConfigError(f"{key}: the package {package} is not installed: pip install megatrain-ray[{package}]")
+
+
+@contextmanager
+def open_sinks(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[MetricSinks]:
+    """Those that the configuration names, for the block. `first_step`: of the rows to come.
+
+    Raises ConfigError where one cannot be opened.
+    """
+    opened: dict[str, MetricSink] = {}
+    end = End.FAILED
+    try:
+        for key, name, make in _wanted(config, run_dir, first_step):
+            opened[name] = _open(key, make)
+        yield MetricSinks(opened)
+        end = End.FINISHED
+    except (InterruptedRunError, KeyboardInterrupt):
+        end = End.KILLED
+        raise
+    finally:
+        for name, sink in opened.items():
+            thread = threading.Thread(target=_close, args=(name, sink, end), name=f"closing {name}", daemon=True)
+            thread.start()
+            thread.join(DEADLINE_S)  # a tracker whose server is away tries for ever
+            if thread.is_alive():
+                say(f"warning: {name} was not closed within {DEADLINE_S:.0f} s; metrics.jsonl is whole")
+
+
+def _close(name: str, sink: MetricSink, end: End) -> None:
+    try:
+        sink.close(end)
+    except Exception as error:
+        say(f"warning: {name} could not be closed ({type(error).__name__}: {error})")
+
+
+def _wanted(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[tuple[str, str, Callable[[], MetricSink]]]:
+    settings = config.log
+    if settings.tensorboard:
+        yield "log.tensorboard", "TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", first_step)
+    if (project := settings.wandb) is not None:
+        yield "log.wandb", "Weights & Biases", lambda: WandbSink(project, run_dir, config)
+    if (experiment := settings.mlflow) is not None:
+        yield "log.mlflow", "MLflow", lambda: MlflowSink(experiment, run_dir, config)
+    if settings.prometheus:
+        yield "log.prometheus", "Ray's metrics", lambda: _ray_sink(config, run_dir)
+
+
+def _ray_sink(config: TrainConfig, run_dir: Path) -> MetricSink:
+    from megatrain_ray.metrics.ray_sink import RaySink
+
+    return RaySink(run_dir.name, config.train.steps, RunFiles(run_dir).read_plan())
+
+
+def _open(key: str, make: Callable[[], MetricSink]) -> MetricSink:
+    try:
+        return make()
+    except Exception as error:  # whatever a tracker's library raises
+        raise ConfigError(
+            f"{key}: cannot be opened ({type(error).__name__}: {error}); {ADVICE.get(key, '')}leave the key out"
+        ) from error
+
+
+def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """What of a row can be drawn: finite numbers, groups with a slash."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
+            yield f"{prefix}{name}", float(value)
+
+
+def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Of a configuration, by dotted key."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _identity(run_dir: Path) -> str:
+    """Of the run, whatever its folder is called or moved to: made once, kept in the folder."""
+    file = run_dir / ID_NAME
+    if not file.exists():
+        write_atomically(file, f"{uuid.uuid4().hex}\n")
+    return file.read_text().strip()

@@ -1,0 +1,79 @@
+"""A row of metrics.jsonl for each step, and its clock."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatrain_ray.engine.optimizer.lr_schedule import learning_rate
+from megatrain_ray.engine.step.engine import StepReport
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.storage.measured_store import Time
+from megatrain_ray.model.flop_count import FlopCount
+from megatrain_ray.planning.prepare import Prepared
+
+EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python")
+
+
+class StepRows:
+    """Rows of one run. A step takes from `start_clock`, or from the row before, to its own row. `newest`: when the step
+    of the newest row was."""
+
+    newest: Time
+
+    def __init__(self, prepared: Prepared, host_bytes: int) -> None:
+        """`host_bytes`: of all arenas."""
+        self._train = prepared.config.train
+        self._is_aliased = prepared.is_aliased
+        self._flops = FlopCount.of(prepared.structure, prepared.source)
+        self._host_bytes = host_bytes
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """What happened before counts in no step."""
+        self._start_s = time.perf_counter()
+
+    def learning_rate(self, step: int) -> float:
+        train = self._train
+        if self._is_aliased:  # the updates of many layers meet in the same weights, which must not grow
+            return 0.0
+        return learning_rate(
+            step,
+            peak=train.lr,
+            min_lr=train.min_lr,
+            steps=train.steps,
+            warmup_steps=train.warmup_steps,
+            schedule=train.schedule,
+        )
+
+    def row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
+        """Of the step that ends now. `data_s`: that it waited for its batch."""
+        now_s = time.perf_counter()
+        self.newest = Time(self._start_s, now_s)
+        step_s, self._start_s = now_s - self._start_s, now_s
+        flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
+        terms = {} if report.cross_entropy is None else {"cross_entropy": report.cross_entropy}
+        named = {"bad_parameter": report.bad_parameter} if report.skipped else {}
+        return {
+            "step": report.step,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": self.learning_rate(report.step),
+            "tokens": batch.num_supervised,
+            "skipped": report.skipped,
+            "step_s": step_s,
+            "tokens_per_s": batch.num_tokens / step_s,
+            "model_tflops": flops / step_s / 1e12,
+            "exposed_s": _exposed_s(report, step_s, data_s),
+            "hbm_peak_bytes": report.memory.peak_bytes,
+            "host_bytes": self._host_bytes,
+            **terms,
+            **named,
+            **({"aliased": True} if self._is_aliased else {}),
+        }
+
+
+def _exposed_s(report: StepReport, step_s: float, data_s: float) -> dict[str, float]:
+    """By cause. What is neither the engine's step nor a wait for data is Python's."""
+    python_s = max(0.0, step_s - data_s - report.step_s)
+    return dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s, "python": python_s}

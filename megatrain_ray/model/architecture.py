@@ -1,0 +1,170 @@
+"""A model's class and configuration in Transformers, from its config.json as plain data. Picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatrain_ray.engine.model.structure import kept_in_fp32
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Builds the model with random weights: a ModelFactory. `settings`: its configuration. `code`: the folder of its
+    own code, which then runs; None: Transformers' own. `weights`: a folder for the values of persistent buffers, which
+    are no parameters and so are not trained (the biases of DeepSeek's routers)."""
+
+    settings: dict[str, Any]
+    code: Path | None = None
+    weights: Path | None = None
+
+    def __call__(self, dtype: torch.dtype) -> Any:
+        trust = self.code is not None
+        build = partial(
+            self._auto_class.from_config, self.config, **_attention_of(self.config), trust_remote_code=trust
+        )
+        model = _without_values(partial(build, dtype=dtype))
+        _keep_in_fp32(model)
+        if dtype is not torch.float32:
+            _compute_buffers(model, partial(build, dtype=torch.float32))
+        if self.weights is not None:
+            _load_buffers(model, self.weights)
+        return model
+
+    @cached_property
+    def config(self) -> Any:
+        """A transformers PretrainedConfig."""
+        from transformers import AutoConfig  # seconds of imports; errors come first
+
+        if self.code is not None:
+            return AutoConfig.from_pretrained(self.code, trust_remote_code=True)
+        values = {k: _decoded(v) for k, v in self.settings.items() if k != "model_type"}
+        return AutoConfig.for_model(self.settings["model_type"], **values)
+
+    def load(self, folder: Path) -> Any:
+        """The model with the weights of a Hugging Face folder, in their own type."""
+        return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True)
+
+    def refusal(self) -> str | None:
+        """Why no such model can be trained, from its configuration alone; None: nothing speaks against it."""
+        from transformers.models.auto import modeling_auto as auto
+
+        kind = self.settings["model_type"]
+        if getattr(self.config, "is_encoder_decoder", False):
+            return "it is an encoder-decoder, whose decoder reads a second sequence; only decoders are trained"
+        if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(self.config, "is_decoder", True):
+            return "it is an encoder, whose tokens see later ones (is_decoder is false); only decoders are trained"
+        if self.code is None and self._mapping is None:
+            return "Transformers has no causal language model of this type"
+        return None
+
+    @property
+    def _auto_class(self) -> Any:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        if self.code is not None or self._mapping == "causal":
+            return AutoModelForCausalLM
+        return AutoModelForImageTextToText
+
+    @property
+    def _mapping(self) -> str | None:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+        if type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return "causal"
+        return "image and text" if type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+
+
+def _attention_of(config: Any) -> dict[str, str]:
+    """Scores that are capped need eager attention: Transformers (5.17 does, 5.23 does not) takes SDPA for them, which
+    leaves the cap out without a word."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return {} if capped is None else {"attn_implementation": "eager"}
+
+
+def _without_values(build: Callable[[], Any]) -> Any:
+    """The model that `build` makes. Transformers 4 draws random weights also where there is no memory for them, which
+    some of its models cannot; nobody reads them there."""
+    from transformers import modeling_utils
+
+    skipping = getattr(modeling_utils, "no_init_weights", None)
+    if skipping is None:
+        return build()
+    with skipping():
+        model = build()
+    model.tie_weights()  # otherwise a part of drawing them
+    return model
+
+
+def is_known(model_type: object) -> bool:
+    """Whether Transformers has such a model without code from elsewhere."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def _decoded(value: Any) -> Any:
+    """Numbers that JSON lacks, as Transformers writes them: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(inner) for key, inner in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _keep_in_fp32(model: nn.Module) -> None:
+    """Buffers that a model wants in FP32 whatever its type: from_pretrained does so, from_config does not."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and kept_in_fp32(model, f"{path}.{name}"):
+                module._buffers[name] = buffer.float()
+
+
+def _compute_buffers(model: nn.Module, exact: Callable[[], Any]) -> None:
+    """Fills what a model computes and nobody stores from one in FP32 that `exact` builds: from_config computes it in
+    the model's type, from_pretrained of Transformers 5 does not. In bf16 angles of GPT-J and CodeGen, with 64 rotary
+    dimensions, would be up to 0.9 radians off at position 2047."""
+    computed = {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        if (buffer := module._buffers.get(name)) is not None and buffer.is_floating_point() and _is_loaded(buffer)
+    }
+    if not computed or find_spec("transformers.initialization") is None:  # Transformers 4, which has no such module
+        return
+    with init_empty_weights(include_buffers=False):
+        buffers = dict(_without_values(exact).named_buffers(remove_duplicate=False))
+    for name, buffer in computed.items():
+        buffer.copy_(buffers[name])
+
+
+def _load_buffers(model: nn.Module, weights: Path) -> None:
+    """Where there is nothing to load, no file is opened: a plan needs no weights."""
+    wanted = {
+        (f"{path}.{name}" if path else name): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set and _is_loaded(buffer)
+    }
+    folder = WeightFolder.open(weights) if wanted else None
+    for name, buffer in wanted.items():
+        if folder is None or name not in folder.names:
+            continue
+        if folder.shape(name) != buffer.shape:
+            raise ConfigError(f"{weights}: {name} has shape {folder.shape(name)}, the model's {tuple(buffer.shape)}")
+        buffer.copy_(folder.whole(name))
+
+
+def _is_loaded(buffer: torch.Tensor) -> bool:
+    return not buffer.is_meta and not isinstance(buffer, FakeTensor)

@@ -1,0 +1,253 @@
+"""Where a model comes from: a Hugging Face folder, of this machine or of the hub, or a configuration with random
+weights. Picklable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain_ray.config.schema import LoraConfig, ModelConfig
+from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
+from megatrain_ray.engine.layout.flat_layout import ParameterSpec
+from megatrain_ray.engine.model.expert_groups import GroupedFactory
+from megatrain_ray.engine.model.lora import AdaptedFactory, Lora, is_adapter
+from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure, build_empty
+from megatrain_ray.engine.weights.lora_source import LoraWeights
+from megatrain_ray.engine.weights.weight_source import RandomSource, WeightSource
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.hub import HubFolder, find_on_hub
+from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME, WEIGHTS_NAME, AdapterFolder
+from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, WeightFolder, weight_files
+from megatrain_ray.io.checkpoints.weight_map import MappedWeights, WeightMap
+from megatrain_ray.model.architecture import Architecture, is_known
+from megatrain_ray.model.checkpoint_names import checkpoint_names
+
+GENERATION_NAME = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random. `code`: the
+    folder of its own modeling code, where that may run and is needed. `generation_config`: the folder's, which saves
+    and exports carry on. `hub`: what `folder` is of; its weights are fetched when they are first asked for. `lora`:
+    the pairs beside its matrices; `adapter`: folder or hub id that they come from; None: new ones. `names`: of the
+    weights in `folder`, found once: a shard that reads them imports no Transformers, which takes 3 s. `expert_groups`:
+    modules that the experts of a block are at most."""
+
+    config: Mapping[str, Any]
+    folder: Path | None
+    seed: int
+    code: Path | None = None
+    generation_config: Mapping[str, Any] | None = None
+    hub: HubFolder | None = None
+    lora: Lora | None = None
+    adapter: str | None = None
+    names: WeightMap = field(default_factory=dict)
+    expert_groups: int = 1
+
+    @property
+    def factory(self) -> ModelFactory:
+        """Builds the model with a given parameter type; for meta or fake tensors."""
+        whole = AdaptedFactory(self._base, self.lora) if self.lora else self._base
+        return GroupedFactory(whole, self.expert_groups) if self.expert_groups > 1 else whole
+
+    @property
+    def _base(self) -> ModelFactory:
+        return Architecture(dict(self.config), self.code, self.folder)
+
+    def setting(self, name: str) -> Any:
+        """A setting of the language model by its name in Transformers, whatever the family calls it; None: has none."""
+        return getattr(Architecture(dict(self.config), self.code).config.get_text_config(), name, None)
+
+    @property
+    def max_positions(self) -> int | None:
+        positions: int | None = self.setting("max_position_embeddings")
+        return positions
+
+    @property
+    def written_positions(self) -> int | None:
+        """The same where the configuration says it by this name, which needs nothing of Transformers; else None."""
+        texts = self.config.get("text_config") or self.config
+        written = texts.get("max_position_embeddings") if isinstance(texts, Mapping) else None
+        return written if isinstance(written, int) else None
+
+    def check_weights(self, structure: ModelStructure) -> None:
+        """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape, and where
+        weights cannot be fetched."""
+        if self.folder is not None:
+            shapes = _whole_shapes(p for layer in structure.layers for p in layer.parameters)
+            self._mapped(self.folder).check({name: shape for name, shape in shapes.items() if not is_adapter(name)})
+
+    def check_adapter(self, structure: ModelStructure) -> None:
+        """Raises ConfigError when the adapter to go on from is not one of this structure."""
+        if adapter := self._stored_adapter():
+            trained = [p for layer in structure.layers for p in layer.parameters if p.group.trained]
+            shapes = _whole_shapes(trained)
+            tied = {p.name: p.tied_to for p in trained if p.tied_to is not None}
+            adapter.check(shapes, list(filter(is_adapter, shapes)), tied)
+
+    def weights(self) -> WeightSource:
+        """Initial FP32 values of every parameter."""
+        base = self.base_weights()
+        if self.lora is None:
+            return base
+        return LoraWeights(base, build_empty(self.factory, torch.float32), self.seed, self._stored_adapter())
+
+    def base_weights(self) -> WeightSource:
+        """The same of what is no pair, nor comes with an adapter: of all that is frozen."""
+        if self.folder is not None:
+            return self._mapped(self.folder)
+        return RandomSource(build_empty(self._base, torch.float32), self.seed)
+
+    def _stored_adapter(self) -> AdapterFolder | None:
+        """Raises ConfigError for one that cannot be read or has other pairs."""
+        if self.lora is None or self.adapter is None:
+            return None
+        stored = _open_adapter(self.adapter)
+        if (stored.rank, stored.alpha) != (self.lora.rank, self.lora.alpha):
+            raise ConfigError(
+                f"lora.path: {stored.path} has rank {stored.rank} and alpha {stored.alpha:g}, the settings say "
+                f"{self.lora.rank} and {self.lora.alpha:g}; set lora.rank and lora.alpha to the former"
+            )
+        return stored
+
+    def _mapped(self, folder: Path) -> MappedWeights:
+        if self.hub is not None:
+            self.hub.require(weight_files(folder))
+        return MappedWeights(WeightFolder.open(folder), self.names)
+
+    def with_lora(self, lora: LoraConfig | None) -> ModelSource:
+        """The same with pairs."""
+        if lora is None:
+            return self
+        return replace(self, lora=Lora(lora.match, lora.rank, lora.alpha, lora.dropout), adapter=lora.path)
+
+
+def open_model(model: ModelConfig) -> ModelSource:
+    """Reads and checks the configuration. Raises ConfigError for anything that cannot work."""
+    return checked(read_model(model))
+
+
+def checked(source: ModelSource) -> ModelSource:
+    """What `read_model` found, with the names of its weights. Raises ConfigError where it makes no model."""
+    _check(source)
+    if source.folder is None:
+        return source
+    return replace(source, names=checkpoint_names(build_empty(source.factory, torch.float32)))
+
+
+def read_model(model: ModelConfig) -> ModelSource:
+    """What is there, before anything of Transformers is imported for it, but for a model with code of its own. Raises
+    ConfigError for what cannot be found or read."""
+    folder, hub = None, None
+    if model.path is not None:
+        hub = find_on_hub(model.path, "model.path", "config.json", [GENERATION_NAME, INDEX_NAME])
+        folder = hub.path if hub else Path(model.path)
+        if not folder.is_dir():
+            raise ConfigError(f"model.path: {model.path} is no folder, nor can it be a hub id; expected one of these")
+        place, config = folder, _read_config(folder / "config.json", "model.path")
+    elif isinstance(model.config, Mapping):
+        place, config = None, dict(model.config)
+    else:
+        file = Path(str(model.config))
+        place, config = file if file.is_dir() else file.parent, _read_config(file, "model.config")
+    code = _code(config, place, trusted=model.trust_remote_code)
+    if hub and code:
+        hub.add_code()
+    return ModelSource(config, folder, model.seed, code, _generation_config(folder), hub)
+
+
+def _whole_shapes(parameters: Iterable[ParameterSpec]) -> dict[str, tuple[int, ...]]:
+    """Of those that a folder holds: ranges of experts together, tied ones left out."""
+    found: dict[str, tuple[int, ...]] = {}
+    for p in parameters:
+        name = whole_name(p.name)
+        if p.tied_to is None:
+            found[name] = joined_shape(found.get(name), p.shape)
+    return found
+
+
+def _open_adapter(name: str) -> AdapterFolder:
+    hub = find_on_hub(name, "lora.path", CONFIG_NAME, ())
+    if hub is not None:
+        hub.require([WEIGHTS_NAME])
+    folder = hub.path if hub else Path(name)
+    if not folder.is_dir():
+        raise ConfigError(f"lora.path: {name} is no folder, nor can it be a hub id; expected an adapter of peft's")
+    return AdapterFolder.open(folder)
+
+
+def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Path | None:
+    """The folder whose code makes the model: None for a model that Transformers has itself."""
+    if "auto_map" not in config or is_known(config.get("model_type")):
+        return None
+    if place is None:
+        raise ConfigError(
+            "model.config: a model with code of its own (auto_map) needs its folder: give its config.json"
+        )
+    if not trusted:
+        raise ConfigError(
+            f"{place} is a {config.get('model_type')} model, which Transformers does not have: it comes with code of "
+            "its own. Read that code, then set model.trust_remote_code: true to let it run"
+        )
+    return place
+
+
+def _generation_config(folder: Path | None) -> dict[str, Any] | None:
+    file = folder / GENERATION_NAME if folder else None
+    return _read_config(file, "model.path") if file and file.is_file() else None
+
+
+def _read_config(path: Path, key: str) -> dict[str, Any]:
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        expected = "expected a Hugging Face config.json"
+        if (path.parent / "saves").is_dir():
+            expected = f"{path.parent} is a run directory: megatrain export makes a model's folder of it"
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; {expected}") from None
+    except ValueError as error:
+        raise ConfigError(f"{key}: {path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{key}: {path} holds a {type(config).__name__}, expected a mapping of settings")
+    return config
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    """A name that Transformers does not know and that is close to one it knows is a typo, which it would ignore."""
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(config["model_type"])
+    known = {**default.to_dict(), **default.attribute_map}
+    for name in config.keys() - known.keys():
+        close = get_close_matches(name, known, n=1, cutoff=0.85)
+        if close and not name.startswith("_"):
+            raise ConfigError(f"the model's configuration has no {name}; did you mean {close[0]}?")
+
+
+def _check(source: ModelSource) -> None:
+    kind = source.config.get("model_type")
+    if source.code is None:
+        if not is_known(kind):
+            raise ConfigError(f"model_type: {kind!r} is none that this version of Transformers has")
+        _check_names(source.config)
+    architecture = Architecture(dict(source.config), source.code)
+    try:
+        refusal = architecture.refusal()
+        if refusal is None:
+            with torch.device("meta"):
+                architecture(torch.float32)
+    except Exception as error:
+        raise ConfigError(
+            f"the model's configuration builds no {kind} model: {type(error).__name__}: {error}"
+        ) from error
+    if refusal is not None:
+        raise ConfigError(f"a {kind} model cannot be trained: {refusal}")

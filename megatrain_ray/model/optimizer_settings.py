@@ -1,0 +1,43 @@
+"""What the engine's optimizers are told of a configuration: which parameters they train, and with what constants."""
+
+from __future__ import annotations
+
+from megatrain_ray.config.schema import OptimizationConfig, TrainConfig
+from megatrain_ray.engine.layout.parameter_group import ParameterGroup
+from megatrain_ray.engine.model.lora import LoraRules
+from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
+
+
+def rules_of(config: TrainConfig) -> ParameterRules:
+    """A group's own learning rate is its peak: it follows the schedule of the run in proportion."""
+    train = config.train
+    groups = (
+        GroupRule(
+            group.match,
+            ParameterGroup(
+                True,
+                (group.lr or train.lr) / train.lr,
+                group.weight_decay,
+                None if group.optimizer is None else group.optimizer == "muon",
+            ),
+        )
+        for group in train.groups
+    )
+    kind = ParameterRules if config.lora is None else LoraRules
+    return kind(train.trainable, train.freeze, tuple(groups), train.optimizer == "muon")
+
+
+def muon_of(train: OptimizationConfig) -> Muon | None:
+    """Muon's constants, where it trains anything."""
+    if train.optimizer != "muon":
+        return None
+    muon = train.muon
+    return Muon(muon.momentum, muon.nesterov, muon.ns_steps, LrAdjustment(muon.adjust_lr))
+
+
+def hyper_of(train: OptimizationConfig) -> Hyper:
+    """The constants of every updater of the run."""
+    seed = train.seed if train.moments == "bf16" else None
+    return Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train), seed)

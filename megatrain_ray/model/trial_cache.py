@@ -1,0 +1,94 @@
+"""What compiled layers keep, kept in the cache: to trace them and to import the compiler takes seconds of a start.
+
+A file is named by a hash of all that the trace is a function of: the model's configuration, shapes and rules, and the
+versions and sources of what traces. What may change without that, a model's code of its own, is not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch._functorch import config as functorch_config
+
+from megatrain_ray.engine.discovery.compile_trial import CompileTrial
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.cache_folder import cache_folder
+from megatrain_ray.model.model_source import ModelSource
+
+log = logging.getLogger(__name__)
+
+KEPT_FILES = 64  # of at most some 100 KB: the oldest go
+
+Trials = tuple[CompileTrial | None, ...]
+_TRIALS = TypeAdapter[Trials](Trials)
+
+
+class TrialCache:
+    """The trials of one model in one shape."""
+
+    def __init__(self, source: ModelSource, shape: Mapping[str, Any]) -> None:
+        """`shape`: everything else that `discover` was asked with, as something that `repr` tells whole."""
+        self._file: Path | None = None
+        if source.code is None:
+            model = dict(source.config), repr(source.lora)
+            key = json.dumps([*model, sorted(map(repr, shape.items())), _versions()], default=repr)
+            name = hashlib.sha256(key.encode()).hexdigest()[:24]
+            with suppress(RuntimeError):  # there is no home, so no cache
+                self._file = cache_folder() / "trials" / f"{name}.json"
+
+    def read(self) -> Trials | None:
+        """None where nothing is kept, or nothing that can be read."""
+        if self._file is None:
+            return None
+        try:
+            return _TRIALS.validate_json(self._file.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def write(self, trials: Trials) -> None:
+        """Of layers that can be compiled: a failure may be of the moment."""
+        if self._file is None or any(trial and trial.problem for trial in trials):
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file, _TRIALS.dump_json(trials).decode())
+            _prune(self._file.parent)
+        except (OSError, MegatrainError) as error:
+            log.info("what compiled layers keep is not kept: %s", error)
+
+
+def _prune(folder: Path) -> None:
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files[KEPT_FILES:]:
+        with suppress(OSError, ValidationError):  # what is no record of ours stays
+            _TRIALS.validate_json(file.read_bytes())
+            file.unlink()
+
+
+@cache
+def _versions() -> list[str]:
+    """Of all that traces; of this package every source, since a checkout changes without its version."""
+    import transformers
+
+    digest = hashlib.sha256()
+    for file in sources():
+        digest.update(file.read_bytes())
+    cpu = platform.machine(), torch.backends.cpu.get_cpu_capability()
+    return [torch.__version__, transformers.__version__, *cpu, functorch_config.get_hash().hex(), digest.hexdigest()]
+
+
+def sources() -> list[Path]:
+    """The files of this package."""
+    package = Path(__file__).parents[1]
+    return sorted([*package.glob("*.py"), *package.glob("*/**/*.py")])  # ** alone enters no linked folder

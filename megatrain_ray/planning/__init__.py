@@ -1,0 +1,1 @@
+"""Turns a configuration into a plan."""

@@ -1,0 +1,55 @@
+"""What of a plan is another than in the plan of the start before. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.io.storage.disk_io import DiskIo
+from megatrain_ray.units import format_bytes
+
+
+def is_same_placement(before: Plan, now: Plan) -> bool:
+    """Whether steps run in the same way, whatever the limits and rates that led there."""
+    return _placement(before) == _placement(now)
+
+
+def _placement(plan: Plan) -> Plan:
+    """On some machines the RAM that the kernel shows is another one every time, and what is left of it for copies."""
+    return replace(
+        plan, prediction=None, rows=(), hbm_limit_bytes=None, ram_limit_bytes=0, spill_limit_bytes=None,
+        disk_io=DiskIo.POSIX, disk_packed=False, windows=Tier.HOST, save_copy_bytes=0, device_copy_bytes=0,
+        gpu_homes=tuple(replace(of_gpu, address=None) for of_gpu in plan.gpu_homes),
+    )  # fmt: skip
+
+
+def changes(before: Plan, now: Plan) -> str:
+    """Facts that differ, before and now."""
+    pairs = zip(_facts(before), _facts(now), strict=True)
+    return "; ".join(f"{name} {was} → {is_now}" for (name, was), (_, is_now) in pairs if was != is_now)
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "device memory", _limit(plan.hbm_limit_bytes)
+    yield "host memory", _limit(plan.ram_limit_bytes)
+    yield "disk", _limit(plan.spill_limit_bytes)
+    yield "layers on the device", str(len(plan.hbm_layers))
+    yield "layers with gradients on disk", str(len(plan.stored_layers))
+    yield "layers with state on disk", str(len(plan.spilled_layers))
+    yield "layers with weights on disk", str(len(plan.weights_on_disk))
+    yield "activations on disk", str(len(plan.disk_activations))
+    yield "boundaries on the host", str(sum(layer.boundary is Tier.HOST for layer in plan.layers))
+    yield "kept on the host", str(sum(layer.kept is Tier.HOST for layer in plan.layers))
+    yield "steps", f"{plan.num_micro_batches} × {plan.micro_batch_size}, {plan.order.value.replace('_', ' ')}"
+    yield "slots", str(len(plan.slots))
+    yield "uploads", "parts" if plan.gathers_slots else "whole"
+    yield "sums", plan.sums.value
+    yield "shards", ", ".join(map(str, plan.shard_homes)) or str(plan.num_shards)
+    yield "GPU workers", ", ".join(str(of_gpu.home or "anywhere") for of_gpu in plan.gpu_homes) or "anywhere"
+    yield "predicted", f"{plan.prediction.step_s:.3g} s a step" if plan.prediction else "nothing"
+
+
+def _limit(num_bytes: int | None) -> str:
+    return "no limit" if num_bytes is None else format_bytes(num_bytes)

@@ -1,0 +1,280 @@
+"""From a TrainConfig to a Plan: what a run would do, without doing any of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.discovery.discover import Trials
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.prediction import Prediction
+from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.search.infeasible import lacks_device_memory
+from megatrain_ray.engine.planner.search.make_plan import predict_plan
+from megatrain_ray.engine.planner.search.packed_or_not import plan_packed_or_not
+from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.io.storage.disk_io import DiskWay
+from megatrain_ray.machine.machine import machine_of
+from megatrain_ray.model.discover_model import compiles, discover_with_attention
+from megatrain_ray.model.flop_count import active_experts, windows
+from megatrain_ray.model.model_source import ModelSource, checked, read_model
+from megatrain_ray.profiling.profiles import with_profile
+from megatrain_ray.profiling.spill_disk import with_spill
+
+log = logging.getLogger(__name__)
+
+BLOCK_PARTS = (2, 4, 8)  # that are tried where whole blocks do not fit
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before the first process starts. Picklable: actors get it whole. `config`: with the
+    split of the plan."""
+
+    config: TrainConfig
+    source: ModelSource
+    structure: ModelStructure
+    plan: Plan
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether layers share host memory, in a benchmark (bench/aliased_memory.py): what is computed means
+        nothing."""
+        return self.structure.aliased_size is not None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan answers. `source`: its model, as divided as the structure. `activations`: of a micro-batch as
+    requested."""
+
+    source: ModelSource
+    structure: ModelStructure
+    activations: ActivationBytes
+    machine: Machine
+    request: Request
+
+    def plan(self) -> Plan:
+        """Raises CapacityError and ConfigError as `make_plan`."""
+        if isinstance(self._answer, CapacityError):
+            raise self._answer
+        return self._answer
+
+    @cached_property
+    def _answer(self) -> Plan | CapacityError:
+        with _uncollected():
+            try:
+                return plan_packed_or_not(self.structure, self.activations, self.machine, self.request)
+            except CapacityError as error:
+                return error
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.structure.layers)
+
+    @property
+    def shortfall(self) -> float:
+        """How far what it asks for is from fitting (planner/limits.py); 0 where it does."""
+        return self._answer.shortfall if isinstance(self._answer, CapacityError) else 0.0
+
+    @property
+    def is_short_of_device_memory(self) -> bool:
+        """Whether that is the limit which the plan that takes least misses."""
+        return lacks_device_memory(self.structure, self.activations, self.machine, self.request)
+
+
+def question_of(config: TrainConfig) -> Question:
+    """What `megatrain plan` answers: from the model's configuration alone, without weights, data or a GPU.
+
+    Raises ConfigError as training would.
+    """
+    return _question_that_fits(config, _source_of(config), _machine(config, imagined=True))
+
+
+def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSource | None = None) -> Prepared:
+    """`machine`: with its rates and spill space; None: this one, as far as it was measured. `source`: what `read_model`
+    found; None: it is read now."""
+    source = _source_of(config, source)
+    question = _question_that_fits(config, source, machine or _machine(config, imagined=False))
+    plan = question.plan()
+    split = config.with_split(plan.micro_batch_size, plan.num_micro_batches)
+    return Prepared(split, question.source, question.structure, plan)
+
+
+def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Prediction]:
+    """What a run's plan is predicted to take by any rates, wherever the run was. `config`: the run's, resolved.
+
+    Raises ConfigError for a model that is not there any more.
+    """
+    machine = Machine(plan.device, plan.num_compute_threads, 1, plan.ram_limit_bytes, plan.hbm_limit_bytes)
+    question = _question_of_plan(config, plan, machine)
+
+    def predict(profile: HardwareProfile) -> Prediction:
+        disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
+        way = DiskWay(plan.disk_io, plan.disk_packed)
+        plain, direct = profile.disk_plain_bytes_per_s, profile.disk_direct_bytes_per_s
+        limit_bytes = plan.spill_limit_bytes
+        spill = None if limit_bytes is None else SpillSpace(limit_bytes, disk, way, plain, direct_bytes_per_s=direct)
+        by_profile = replace(machine, profile=profile, spill=spill)
+        return predict_plan(plan, question.structure, question.activations, by_profile, question.request)
+
+    return predict
+
+
+def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
+    hardware = config.hardware
+    host_gpus = hardware.num_gpus // hardware.num_hosts
+    machine = with_profile(machine_of(hardware, imagined=imagined), hardware.profile, host_gpus)
+    return with_spill(machine, config.spill, imagined=imagined)
+
+
+def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSource:
+    source = checked(found or read_model(config.model)).with_lora(config.lora)
+    check_length(config, source.max_positions)
+    return source
+
+
+def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machine) -> Question:
+    """With whole blocks, or where these do not fit the device with those parts that are predicted to be the fastest;
+    where nothing fits with what is the nearest to it."""
+    parts, trials = config.hardware.block_parts, dict[int, Trials]()
+    whole = _question_of_parts(config, source, machine, 1 if parts == "auto" else parts, trials)
+    if parts != "auto" or machine.device != "cuda":
+        return whole
+    try:
+        whole.plan()
+    except CapacityError:
+        if not whole.is_short_of_device_memory:
+            return whole
+    else:
+        return whole
+    different: dict[tuple[str, ...], Question] = {}
+    for parts in BLOCK_PARTS:
+        try:
+            question = _question_of_parts(config, source, machine, parts, trials)
+        except ConfigError as error:
+            log.info("%s", error)
+        else:
+            different.setdefault(question.layer_names, question)
+    best = min(different.values(), key=_predicted_s, default=whole)
+    if _predicted_s(best) < math.inf:
+        return best
+    return min((whole, *different.values()), key=lambda question: question.shortfall)
+
+
+def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Question:
+    """That the plan answers. It knows how many parts blocks have, and not how many were asked for."""
+    asked = config.hardware.block_parts
+    numbers = [1] if plan.block_parts == 1 else list(BLOCK_PARTS) if asked == "auto" else [asked]
+    source, names = _source_of(config), tuple(layer.name for layer in plan.layers)
+    questions = (_question_of_parts(config, source, machine, parts, {}) for parts in numbers)
+    for question in questions:
+        if question.layer_names == names:
+            return question
+    raise ConfigError(f"the model's blocks are not divided any more as the plan has them: {', '.join(names[:4])}, …")
+
+
+def _predicted_s(question: Question) -> float:
+    """Infinite where nothing fits."""
+    try:
+        prediction = question.plan().prediction
+    except CapacityError:
+        return math.inf
+    return prediction.step_s if prediction else math.inf
+
+
+def _question_of_parts(
+    config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int, trials: dict[int, Trials]
+) -> Question:
+    """Experts may end as many parts as there are. `trials`: by their groups, of which another number is another
+    model."""
+    groups = block_parts if active_experts(source) else 1
+    source = replace(source, expert_groups=groups)
+    return _question(config, source, machine, block_parts, trials.setdefault(groups, {}))
+
+
+def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int, trials: Trials) -> Question:
+    hardware = config.hardware
+    micro_batch_size, num_micro_batches = config.split()
+    precision = Precision.of(config.train.precision, config.train.moments)
+    compiled = compiles(config, machine.device)
+    discovery = discover_with_attention(
+        config, source, machine.device, compiled=compiled, block_parts=block_parts, trials=trials
+    )
+    structure, activations = discovery.structure, discovery.activations
+    _log_uncompiled(structure, activations)
+    request = Request(
+        precision=precision,
+        round_gradients=config.train.grad_dtype == "bf16",
+        clip=config.train.clip is not None,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        seq_len=config.data.seq_len,
+        num_shards=hardware.num_shards,
+        hbm_layers=hardware.hbm_layers,
+        saves=bool(config.save_every),
+        z_loss=config.train.z_loss > 0,
+        saves_frozen=config.lora is None,
+        attention=discovery.attention,
+        packed_attention=discovery.packed_attention,
+        free_split=config.train.split_is_free,
+        active_experts=active_experts(source),
+        windows=windows(source, len(structure.blocks)),
+        compiled=compiled,
+        captured=_captured(config),
+        num_gpus=hardware.num_gpus,
+        num_hosts=hardware.num_hosts,
+        gathers_slots=None if hardware.all_gather == "auto" else hardware.all_gather,
+    )
+    return Question(source, structure, activations, machine, request)
+
+
+def _captured(config: TrainConfig) -> bool | None:
+    """None where the plan decides. What GPUs exchange is not part of a captured step."""
+    hardware = config.hardware
+    if hardware.cuda_graphs == "auto":
+        return None if hardware.num_gpus == 1 else False
+    return hardware.cuda_graphs
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing looks for garbage in the block: to look through all that PyTorch and Transformers made when they were
+    imported took a quarter of the time of a plan of 180 layers, which leaves none."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def check_length(config: TrainConfig, positions: int | None) -> None:
+    """Raises ConfigError for rows that are longer than the model's positions; None: it has any number of them."""
+    if positions is not None and config.data.seq_len > positions:
+        raise ConfigError(
+            f"data.seq_len: {config.data.seq_len} is more than the model's {positions} positions "
+            "(max_position_embeddings); lower it"
+        )
+
+
+def _log_uncompiled(structure: ModelStructure, activations: ActivationBytes) -> None:
+    """One line for each reason why layers are not compiled."""
+    layers: dict[str, list[str]] = {}
+    trials = activations.compiled  # none where nothing is compiled
+    for layer, trial in zip(structure.layers, trials, strict=False):
+        if trial and trial.problem:
+            layers.setdefault(trial.problem, []).append(layer.name)
+    for problem, names in layers.items():
+        log.info("not compiled: %d layers, %s to %s: %s", len(names), names[0], names[-1], problem)

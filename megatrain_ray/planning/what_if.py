@@ -1,0 +1,179 @@
+"""What a plan means for a whole run, and what another machine or other settings would make of it: the end of what
+`megatrain plan` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, Request, SpillSpace
+from megatrain_ray.errors import CapacityError
+from megatrain_ray.planning.prepare import Question
+from megatrain_ray.planning.stop_deadline import VARIABLE, stop_wait_s
+from megatrain_ray.units import format_bytes, format_count, format_duration, format_seconds
+
+DAY_S = 24 * 60 * 60
+SAME = 0.005  # a share of the speed that is no difference
+ENDURANCE_BYTES = 10**15  # written, of the drive that a plan is set beside
+
+
+@dataclass(frozen=True)
+class Run:
+    """All steps of a plan: how long they take, what that costs, and what is written a day. `cost`: None without a
+    price. `saved_bytes_per_day`: None where nothing is saved on the way. `drive_days`: that a drive rated for
+    ENDURANCE_BYTES written lasts; None where nothing spills. `stop_wait_s`: that a signal leaves for the last save
+    (stop_deadline.py), on a typical disk; 0 where nothing is saved."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    price_per_hour: float | None
+    cost: float | None
+    saved_bytes_per_day: int | None
+    spilled_bytes_per_day: int
+    drive_days: float | None
+    stop_wait_s: int
+
+    @staticmethod
+    def of(config: TrainConfig, plan: Plan, step_s: float, price_per_hour: float | None) -> Run:
+        steps, spilled = config.train.steps, plan.written_bytes * DAY_S / step_s
+        return Run(
+            steps=steps,
+            tokens=steps * _tokens(plan),
+            seconds=steps * step_s,
+            price_per_hour=price_per_hour,
+            cost=None if price_per_hour is None else price_per_hour * steps * step_s / 3600,
+            saved_bytes_per_day=int(plan.save_bytes * DAY_S / (config.save_every * step_s))
+            if config.save_every
+            else None,
+            spilled_bytes_per_day=int(spilled),
+            drive_days=ENDURANCE_BYTES / spilled if spilled else None,
+            stop_wait_s=stop_wait_s(plan, config.save_every, TYPICAL_DISK_BYTES_PER_S, step_s),
+        )
+
+
+def run_of(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Run | None:
+    """None of a plan without a prediction."""
+    return Run.of(config, plan, plan.prediction.step_s, price_per_hour) if plan.prediction else None
+
+
+def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Iterator[str]:
+    """How long all steps take, what that costs, what saves write, how long a stop may take, and what spills."""
+    if (run := run_of(config, plan, price_per_hour)) is None:
+        return
+    price = "" if run.cost is None else f", {run.cost:.2f} at {run.price_per_hour:g} an hour"
+    yield f"run       {run.steps} steps, {format_count(run.tokens)} tokens in {format_duration(run.seconds)}{price}"
+    if run.saved_bytes_per_day is not None:
+        yield (
+            f"saves     one of {format_bytes(plan.save_bytes)} every {config.save_every} steps: "
+            f"{format_bytes(run.saved_bytes_per_day)} written a day"
+        )
+    if run.stop_wait_s:
+        yield (
+            f"stop      up to {run.stop_wait_s} s from a signal to the end of the last save, at "
+            f"{TYPICAL_DISK_BYTES_PER_S / 1e9:.2g} GB/s: {VARIABLE}={run.stop_wait_s}"
+        )
+    if run.drive_days is not None:
+        yield (
+            f"spilled   {format_bytes(plan.written_bytes)} every step: {format_bytes(run.spilled_bytes_per_day)} "
+            f"written a day; a drive rated for 1 PB written lasts {run.drive_days:.1f} days"
+        )
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """`plan`: None where nothing fits."""
+
+    change: str
+    plan: Plan | None
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """For JSON."""
+        prediction = self.plan.prediction if self.plan else None
+        if self.plan is None or prediction is None:
+            return {"change": self.change, "fits": self.plan is not None}
+        return {
+            "change": self.change,
+            "fits": True,
+            "step_s": prediction.step_s,
+            "tokens_per_s": _tokens(self.plan) / prediction.step_s,
+            "model_tflops": prediction.model_tflops,
+            "bottleneck": prediction.bottleneck,
+        }
+
+
+def alternatives(question: Question, plan: Plan | None) -> Iterator[Alternative]:
+    """The plan itself, None where nothing fits, then each change alone."""
+    yield Alternative("as it is", plan)
+    for change, machine, request in _changes(question.machine, question.request):
+        try:
+            yield Alternative(change, replace(question, machine=machine, request=request).plan())
+        except CapacityError:
+            yield Alternative(change, None)
+
+
+def _changes(machine: Machine, request: Request) -> Iterator[tuple[str, Machine, Request]]:
+    for factor, name in ((2, "twice"), (0.5, "half")):
+        ram = int(factor * machine.ram_bytes)
+        yield f"{name} the RAM, {format_bytes(ram)}", replace(machine, ram_bytes=ram), request
+        if machine.hbm_bytes is not None:
+            hbm = int(factor * machine.hbm_bytes)
+            yield f"{name} the GPU's memory, {format_bytes(hbm)}", replace(machine, hbm_bytes=hbm), request
+        count = int(factor * request.num_micro_batches)
+        if count == factor * request.num_micro_batches:  # an odd number has no half
+            tokens = count * request.micro_batch_size * request.num_gpus * request.seq_len
+            yield f"{name} the tokens a step, {tokens}", machine, replace(request, num_micro_batches=count)
+    disk = _faster_disk(machine.spill)
+    name = "a disk for spill.path" if machine.spill is None else "twice the disk's rate"
+    yield f"{name}, {disk.bytes_per_s / 1e9:.2g} GB/s", replace(machine, spill=disk), request
+    if not request.round_gradients:
+        yield "train.grad_dtype=bf16", machine, replace(request, round_gradients=True)
+
+
+def _faster_disk(spill: SpillSpace | None) -> SpillSpace:
+    """A typical one where there is none, with any room."""
+    if spill is None:
+        return SpillSpace(ANY_ROOM, TYPICAL_DISK_BYTES_PER_S)
+    plain, direct = (rate and 2 * rate for rate in (spill.plain_bytes_per_s, spill.direct_bytes_per_s))
+    return replace(spill, bytes_per_s=2 * spill.bytes_per_s, plain_bytes_per_s=plain, direct_bytes_per_s=direct)
+
+
+def print_alternatives(found: Sequence[Alternative]) -> None:
+    """A table; speeds beside that of the first one."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("what if", "s a step", "tokens/s", "model TFLOPS", "bound by", ""):
+        is_text = column in ("what if", "bound by", "")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text)
+    first = found[0].numbers
+    for alternative in found:
+        numbers = alternative.numbers
+        if "step_s" not in numbers:
+            table.add_row(alternative.change, "", "", "", "does not fit")
+            continue
+        gain = numbers["tokens_per_s"] / first.get("tokens_per_s", numbers["tokens_per_s"]) - 1
+        table.add_row(
+            alternative.change,
+            format_seconds(numbers["step_s"]),
+            format_count(numbers["tokens_per_s"]),
+            f"{numbers['model_tflops']:.3g}",
+            numbers["bottleneck"],
+            _beside(gain) if alternative is not found[0] and "step_s" in first else "",
+        )
+    Console().print(table)
+
+
+def _beside(gain: float) -> str:
+    return f"{gain:+.0%}" if abs(gain) > SAME else "the same"
+
+
+def _tokens(plan: Plan) -> int:
+    """Of a step."""
+    return plan.batch_size * plan.seq_len

@@ -1,0 +1,1 @@
+"""Measures and caches how fast this machine's GPU, links and disks are."""

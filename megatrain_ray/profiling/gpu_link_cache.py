@@ -1,0 +1,64 @@
+"""Measured links between GPUs, a file for each set of them: two of a machine may have a link of their own where two
+others have none."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatrain_ray.engine.device.hardware_profile import Rate
+from megatrain_ray.io.files.atomic_file import write_atomically
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeptLink:
+    """`gpus`: as `named` has them. `bytes_per_s`: None where they hung, and are not asked again."""
+
+    gpus: tuple[str, ...]
+    bytes_per_s: Rate | None
+
+
+_LINK: TypeAdapter[KeptLink] = TypeAdapter(KeptLink)
+
+
+def named(addresses: Sequence[str | None]) -> tuple[str, ...]:
+    """GPUs in the order in which a process sees them: their PCI addresses; of one without, its index."""
+    return tuple(address or str(index) for index, address in enumerate(addresses))
+
+
+def file_name_of(gpus: Sequence[str]) -> str:
+    return f"{hashlib.sha256(' '.join(gpus).encode()).hexdigest()[:12]}.json"
+
+
+def read_link(folder: Path, gpus: Sequence[str]) -> KeptLink | None:
+    """None where there is none, or a damaged one. `folder`: of the machine."""
+    return _read(folder / file_name_of(gpus))
+
+
+def _read(file: Path) -> KeptLink | None:
+    try:
+        return _LINK.validate_json(file.read_bytes()) if file.exists() else None
+    except (OSError, ValidationError) as error:
+        log.warning("the measured link between GPUs is left out: cannot read %s: %s", file, error)
+        return None
+
+
+def keep_link(folder: Path, link: KeptLink) -> None:
+    """Raises OSError and MegatrainError where it cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / file_name_of(link.gpus), _LINK.dump_json(link, indent=1).decode() + "\n")
+
+
+def forget_hung(folder: Path) -> None:
+    """Delete the records of GPUs that hung, so that they are measured again. Raises OSError."""
+    for file in folder.glob("*.json"):
+        link = _read(file)
+        if link is not None and link.bytes_per_s is None and not file.is_symlink():
+            file.unlink(missing_ok=True)

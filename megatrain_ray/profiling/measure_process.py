@@ -1,0 +1,45 @@
+"""The process that measures a machine, and prints what it found. Started by profiles.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from megatrain_ray.engine.device.cpu_device import CpuDevice
+from megatrain_ray.engine.device.cuda_device import CudaDevice, PeerCopies
+from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.measure.measure_profile import measure, measure_link
+from megatrain_ray.profiling.profiles import this_machine
+
+
+def main() -> None:
+    """Prints its profile as JSON. `sys.argv[1]`: cpu or cuda."""
+    machine = this_machine(sys.argv[1])
+    torch.set_num_threads(machine.num_cpus)
+
+    def make_device(precision: Precision) -> Device:
+        if machine.gpu:
+            return CudaDevice(tf32=precision is Precision.TF32)
+        return CpuDevice(num_threads=machine.num_cpus)
+
+    print(measure(machine, make_device, machine.num_cpus).to_json())
+
+
+def link() -> None:
+    """Prints what a GPU has from its neighbour while it sends as much, in bytes per second: of the pair that has least,
+    for which the others of a ring wait. `sys.argv[1]`: of how many GPUs, in torch's order."""
+    print(min(measure_link(partial(_exchange, one, other)) for one, other in neighbours(int(sys.argv[1]))))
+
+
+def neighbours(count: int) -> list[tuple[int, int]]:
+    """Of a ring of so many GPUs, two or more, each pair once."""
+    pairs = [(k, (k + 1) % count) for k in range(count)]
+    return pairs if count > 2 else pairs[:1]
+
+
+def _exchange(one: int, other: int, num_bytes: int) -> Callable[[int], None]:
+    return PeerCopies(num_bytes, one, other).run

@@ -1,0 +1,237 @@
+"""Where a run gets its hardware profile: a file of the user's, the cache, or a measurement that fills the cache.
+
+A measurement runs in a process of its own, which owns the device while it lasts: the driver never makes a context on
+the GPU. On the CPU device nothing is measured unless `megatrain doctor --measure` asks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from megatrain_ray.console.startup import Startup
+from megatrain_ray.engine.device.cuda_device import device_name, num_gpus, pci_addresses, total_memory_bytes
+from megatrain_ray.engine.device.hardware_profile import HardwareProfile, MachineName
+from megatrain_ray.engine.planner.request import Machine
+from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.cache_folder import cache_folder
+from megatrain_ray.machine.machine import allowed_cpus, cpu_name, driver_version
+from megatrain_ray.profiling.gpu_link_cache import KeptLink, forget_hung, keep_link, named, read_link
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+MEASURE_S = 300.0  # after which a measurement is given up
+LINK_S = 60.0  # the same of the link between GPUs, which may hang where they cannot reach each other's memory;
+PAIR_S = 10.0  # and for each of them
+NO_PARTS = "nothing is uploaded in parts by itself; megatrain doctor --measure tries again"
+
+
+def this_machine(device: str) -> MachineName:
+    """`device`: cpu or cuda."""
+    gpu = device == "cuda"
+    return MachineName(
+        gpu=device_name() if gpu else "",
+        driver=driver_version() if gpu else "",
+        torch=torch.__version__,
+        cpu=cpu_name(),
+        num_cpus=allowed_cpus(),
+    )
+
+
+def profile_file(machine: MachineName) -> Path:
+    """Where the profile of a machine is kept. Raises RuntimeError where there is no cache."""
+    key = hashlib.sha256(TypeAdapter(MachineName).dump_json(machine)).hexdigest()[:12]
+    return cache_folder() / "profiles" / f"{key}.json"
+
+
+def with_profile(machine: Machine, setting: str, host_gpus: int = 1) -> Machine:
+    """The machine with the rates of `hardware.profile`: of that file, or with auto those that were measured here.
+    `host_gpus`: of a run, whose link counts.
+
+    Raises ConfigError for a file that is missing or is none.
+    """
+    if setting != AUTO:
+        return replace(machine, profile=read_profile(Path(setting)))
+    if machine.device == "cuda" and total_memory_bytes() is None:
+        return machine  # a GPU that is not here
+    return replace(machine, profile=cached(this_machine(machine.device), host_gpus))
+
+
+def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 1) -> Machine:
+    """The same for a run on so many GPUs of this host, which measures what nobody has measured yet. What cannot be
+    measured is no reason not to train."""
+    machine = with_profile(machine, setting, host_gpus)
+    if machine.device != "cuda" or setting != AUTO:
+        return machine
+    profile = machine.profile
+    try:
+        if profile is None:
+            with startup.phase("measuring this machine, which is done once"):
+                profile = _with_link(measure_here(machine.device), host_gpus)
+        if len(_gpus(host_gpus)) > 1:  # fewer where the driver does not see what its cluster has
+            profile = _with_measured_link(profile, startup, host_gpus)
+    except MegatrainError as error:
+        log.warning("%s; %s", error, NO_PARTS if profile else "plans are made with built-in rates")
+    return replace(machine, profile=profile)
+
+
+def _with_measured_link(profile: HardwareProfile, startup: Startup, host_gpus: int) -> HardwareProfile:
+    link = _known_link(profile.machine, host_gpus)
+    if link is None:
+        with startup.phase("measuring the link between GPUs, which is done once"):
+            return measure_link_here(profile, host_gpus)
+    if link.bytes_per_s is None:
+        log.warning("the GPUs %s hung when their link was measured; %s", ", ".join(link.gpus), NO_PARTS)
+    return profile
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """Raises ConfigError."""
+    try:
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hardware.profile: cannot read {path}: {error}; give auto, or a profile's file") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"hardware.profile: {path} is no profile: {where}: {first['msg']}") from None
+
+
+def cached(machine: MachineName, host_gpus: int) -> HardwareProfile | None:
+    """None where nothing was measured, or what is kept is damaged. With the link between so many GPUs."""
+    try:
+        file = profile_file(machine)
+        profile = read_profile(file) if file.exists() else None
+    except (RuntimeError, ConfigError) as error:
+        log.warning("measured rates are left out: %s", error)
+        return None
+    return profile and _with_link(profile, host_gpus)
+
+
+def _with_link(profile: HardwareProfile, host_gpus: int) -> HardwareProfile:
+    link = _known_link(profile.machine, host_gpus) if host_gpus > 1 else None
+    return replace(profile, gpu_link_bytes_per_s=link.bytes_per_s if link else None)
+
+
+def _known_link(machine: MachineName, host_gpus: int) -> KeptLink | None:
+    """None where nobody measured it, or there is no cache."""
+    try:
+        return read_link(_link_folder(machine), _gpus(host_gpus))
+    except RuntimeError:
+        return None
+
+
+def _link_folder(machine: MachineName) -> Path:
+    return profile_file(machine).with_suffix(".links")
+
+
+def _gpus(count: int) -> tuple[str, ...]:
+    """Those that Ray gives a run of its own: the first ones of the visible."""
+    return named(pci_addresses()[:count])
+
+
+def measure_here(device: str) -> HardwareProfile:
+    """Measures this machine in a process of its own, and keeps the result. Raises MegatrainError."""
+    return _keep_profile(HardwareProfile.from_json(_run("main", MEASURE_S, device)))
+
+
+def measure_everything(device: str) -> HardwareProfile:
+    """The same with the link between GPUs, where there are several that reach each other. Raises MegatrainError."""
+    profile = measure_here(device)
+    if device == "cuda" and num_gpus() > 1:
+        with _warned_if_not_kept():
+            forget_hung(_link_folder(profile.machine))
+        try:
+            return measure_link_here(profile, num_gpus())
+        except MegatrainError as error:
+            log.warning("%s", error)
+    return profile
+
+
+def measure_link_here(profile: HardwareProfile, host_gpus: int) -> HardwareProfile:
+    """`profile` with the slowest link between neighbours of the first so many visible GPUs, measured in a process of
+    its own and kept for these. Raises DeadlineError where they hang, which is kept, too, unless a rate is, and
+    MegatrainError."""
+    count = len(_gpus(host_gpus))
+    try:
+        bytes_per_s = float(_run("link", LINK_S + PAIR_S * count, str(count)))
+    except DeadlineError:
+        if _known_link(profile.machine, host_gpus) is None:
+            _keep_link(profile.machine, host_gpus, None)
+        raise
+    _keep_link(profile.machine, host_gpus, bytes_per_s)
+    return replace(profile, gpu_link_bytes_per_s=bytes_per_s)
+
+
+def _keep_link(machine: MachineName, host_gpus: int, bytes_per_s: float | None) -> None:
+    with _warned_if_not_kept():
+        keep_link(_link_folder(machine), KeptLink(_gpus(host_gpus), bytes_per_s))
+
+
+def _run(function: str, bound_s: float, *arguments: str) -> str:
+    """What a function of measure_process.py prints. Raises MegatrainError."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from megatrain_ray.profiling import measure_process; measure_process.{function}()"
+    )
+    what = "this machine" if function == "main" else "the link between GPUs"
+    try:
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=bound_s)
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"{what} was not measured within {bound_s:.0f} s") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise MegatrainError(f"{what} could not be measured: exit code {done.returncode}: {last}")
+    return done.stdout
+
+
+def _keep_profile(profile: HardwareProfile) -> HardwareProfile:
+    with _warned_if_not_kept():
+        file = profile_file(profile.machine)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, profile.to_json())
+    return profile
+
+
+@contextmanager
+def _warned_if_not_kept() -> Iterator[None]:
+    """What was measured is of use in this run all the same."""
+    try:
+        yield
+    except (OSError, RuntimeError, MegatrainError) as error:
+        log.warning("what was measured is not kept: %s", error)
+
+
+def describe_profile(profile: HardwareProfile) -> str:
+    """The rates that matter most, in a line."""
+    products = max(point.per_s for point in profile.matmul.get("bf16", next(iter(profile.matmul.values()))))
+    h2d, d2h, both, triad, adamw, busy = (
+        f"{rate / 1e9:.3g}"
+        for rate in (
+            profile.h2d_bytes_per_s,
+            profile.d2h_bytes_per_s,
+            profile.both_bytes_per_s,
+            profile.triad_bytes_per_s,
+            profile.adamw_per_s,
+            profile.adamw_busy_per_s,
+        )
+    )
+    return (
+        f"copies {h2d} GB/s up, {d2h} down, {both} each way at once; host memory {triad} GB/s; AdamW {adamw} Gparam/s, "
+        f"{busy} beside copies; products {products / 1e12:.3g} TFLOPS{_link_in_words(profile.gpu_link_bytes_per_s)}"
+    )
+
+
+def _link_in_words(bytes_per_s: float | None) -> str:
+    return f"; {bytes_per_s / 1e9:.3g} GB/s each way between GPUs" if bytes_per_s else ""

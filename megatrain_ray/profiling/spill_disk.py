@@ -1,0 +1,218 @@
+"""What a plan is told of the disk of spill.path: how much may be there, how fast it is, and who reads and writes.
+
+The rate is that of the hardware profile where it has one. Otherwise it is measured once, by each who can, and kept in
+the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatrain_ray.config.schema import SpillConfig
+from megatrain_ray.console.logs import say
+from megatrain_ray.engine.device.cuda_device import total_memory_bytes
+from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate
+from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, SpillSpace
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.cache_folder import cache_folder
+from megatrain_ray.io.files.disk_errors import free_bytes
+from megatrain_ray.io.storage.disk_io import DIRECT, DiskIo, DiskWay
+from megatrain_ray.io.storage.disk_rate import measure_mixed
+from megatrain_ray.io.storage.kvikio_store import unusable
+from megatrain_ray.profiling.direct_rate import measure_direct_here
+from megatrain_ray.profiling.spill_folder import check_folder, memory_warning, nearest
+
+log = logging.getLogger(__name__)
+
+PROBE_BYTES = 512 << 20  # each way
+MARGIN_BYTES = 1 << 30  # of what is free that stays free
+GAIN = 1.05  # by which a way must be faster than a simpler one: rates that are measured once differ by about as much
+
+
+@dataclass(frozen=True)
+class DiskRate:
+    """What the cache keeps. `device`: st_dev of the file system that `folder` is on. `bytes_per_s`: in each way
+    that was tried, by its name. `failed`: ways that did not work."""
+
+    version: Literal[2]
+    folder: str
+    device: int
+    bytes_per_s: dict[str, Rate]
+    failed: tuple[str, ...] = ()
+
+    def knows(self, ways: Sequence[DiskWay]) -> bool:
+        return {str(way) for way in ways} <= {*self.bytes_per_s, *self.failed}
+
+
+_DISK_RATE = TypeAdapter(DiskRate)
+UNKNOWN = DiskRate(2, "", 0, {})
+
+
+def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) -> Machine:
+    """The machine, which has its profile, with what may be spilled where `spill.path` is set. Makes that folder.
+
+    `imagined`: for a plan alone; a folder that is not here is not made, and its disk has any room. Raises ConfigError
+    for a path that is no folder or cannot be written to, and where kvikio is asked for and does not work.
+    """
+    if spill.path is None:
+        return machine
+    folder = Path(spill.path).absolute()
+    is_here = check_folder(folder, make=not imagined)
+    if is_here and (told := memory_warning(folder)):
+        log.warning("%s", told)
+    limit_bytes = spill.limit or ANY_ROOM
+    if is_here:
+        limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
+    able = _able(folder, spill) if is_here else _asked(spill)
+    direct = (DIRECT,) if _may_be_direct(machine, able) else ()
+    if machine.profile and machine.profile.disk_bytes_per_s:
+        ways, rates = _of_profile(machine.profile, able)
+        return replace(machine, spill=_with_direct(_space(limit_bytes, ways, rates), direct, rates))
+    known, ways = _kept(folder), (*_with_plain(able), *direct)
+    if is_here and limit_bytes and not known.knows(ways):
+        known = _measured(folder, ways)
+    rates = known.bytes_per_s
+    return replace(machine, spill=_with_direct(_space(limit_bytes, able, rates), direct, rates))
+
+
+def rate_file(folder: Path) -> Path:
+    """Where the rate of the disk of a folder is kept. Raises RuntimeError where there is no cache."""
+    key = hashlib.sha256(f"{_device_of(folder)} {folder}".encode()).hexdigest()[:12]
+    return cache_folder() / "disks" / f"{key}.json"
+
+
+def forget_rates() -> None:
+    """Delete the measured rates, so that the next run that spills measures its disk again."""
+    with suppress(RuntimeError):  # there is no cache
+        for file in (cache_folder() / "disks").glob("*.json"):
+            with suppress(OSError, ValidationError):  # what is no record of ours stays
+                _DISK_RATE.validate_json(file.read_bytes())
+                file.unlink()
+
+
+def _asked(spill: SpillConfig) -> tuple[DiskWay, ...]:
+    """By the settings alone; of `auto` the simpler one."""
+    return (DiskWay(DiskIo.POSIX if spill.io == "auto" else DiskIo(spill.io), spill.compression == "zstd"),)
+
+
+def _able(folder: Path, spill: SpillConfig) -> tuple[DiskWay, ...]:
+    """The ways that may be chosen for the folder, simpler ones first. Raises ConfigError for kvikio that is asked for
+    and does not work."""
+    asked = _asked(spill)[0]
+    packed = (False, True) if spill.compression == "auto" else (asked.packed,)
+    return tuple(itertools.starmap(DiskWay, itertools.product(_able_io(folder, spill.io, asked.io), packed)))
+
+
+def _able_io(folder: Path, io: str, asked: DiskIo) -> tuple[DiskIo, ...]:
+    if io == "posix" or (io == "auto" and importlib.util.find_spec("kvikio") is None):
+        return (asked,)
+    if (reason := unusable(folder)) is None:
+        return (asked, DiskIo.KVIKIO) if io == "auto" else (asked,)
+    if io == "kvikio":
+        raise ConfigError(
+            f"spill.io: kvikio does not work for {folder}: {reason}; docs/hardware_profile.md says what it needs, auto "
+            "and posix do without"
+        )
+    log.warning("kvikio is installed and not used for spill.path: %s", reason)
+    return (asked,)
+
+
+def _may_be_direct(machine: Machine, able: Sequence[DiskWay]) -> bool:
+    """Whether activations may pass between the disk and a GPU, that of this machine, by kvikio."""
+    works = any(way.io is DiskIo.KVIKIO for way in able)
+    return works and machine.device == "cuda" and total_memory_bytes() is not None
+
+
+def _with_direct(space: SpillSpace, direct: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
+    """With that way, where it may be taken, if it is faster than the one that activations take by themselves."""
+    through_host = space.unpacked.bytes_per_s
+    rate = max((rates.get(str(way), 0.0) for way in direct), default=0.0)
+    return replace(space, direct_bytes_per_s=rate) if rate > through_host * GAIN else space
+
+
+def _plain(way: DiskWay) -> DiskWay:
+    """Which activations take where the rest takes this one."""
+    return way._replace(packed=False)
+
+
+def _with_plain(able: Sequence[DiskWay]) -> tuple[DiskWay, ...]:
+    return tuple(dict.fromkeys(each for way in able for each in (_plain(way), way)))
+
+
+def _of_profile(profile: HardwareProfile, able: Sequence[DiskWay]) -> tuple[Sequence[DiskWay], Mapping[str, float]]:
+    """The ways that it has a rate of: the simplest, or where it has two rates that packed and not."""
+    rate, plain = profile.disk_bytes_per_s or 0.0, profile.disk_plain_bytes_per_s
+    of_direct = {str(DIRECT): profile.disk_direct_bytes_per_s or 0.0}
+    if plain is None:
+        return able[:1], {str(able[0]): rate} | of_direct
+    rates = {str(_plain(able[0])): plain, str(able[0]._replace(packed=True)): rate}
+    return [way for way in able if str(way) in rates], rates | of_direct
+
+
+def _space(limit_bytes: int, able: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
+    rate, way = _fastest(able, rates)
+    if not way.packed:
+        return SpillSpace(limit_bytes, rate, way)
+    return SpillSpace(limit_bytes, rate, way, rates.get(str(_plain(way))), _plain(way) in able)
+
+
+def _fastest(able: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float, DiskWay]:
+    """Bytes per second, and in which way; the simplest where nothing was measured."""
+    best_rate, best = 0.0, able[0]
+    for way in able:
+        rate = rates.get(str(way), 0.0)
+        if rate > best_rate * GAIN:
+            best_rate, best = rate, way
+    return best_rate or TYPICAL_DISK_BYTES_PER_S, best
+
+
+def _kept(folder: Path) -> DiskRate:
+    """Without rates where nothing was measured, or what is kept is damaged."""
+    try:
+        return _DISK_RATE.validate_json(rate_file(folder).read_bytes())
+    except FileNotFoundError:
+        return UNKNOWN
+    except (OSError, RuntimeError, ValidationError) as error:
+        log.warning("what was measured of the disk of spill.path is left out: %s", error)
+        return UNKNOWN
+
+
+def _measured(folder: Path, able: Sequence[DiskWay]) -> DiskRate:
+    """Without rates where it cannot be measured, which is no reason not to train."""
+    try:
+        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in able if not way.direct}
+    except MegatrainError as error:
+        log.warning("spill.path is taken to be on a typical NVMe drive: %s", error)
+        return UNKNOWN
+    failed = []
+    if DIRECT in able:
+        try:
+            rates[str(DIRECT)] = measure_direct_here(folder, PROBE_BYTES)
+        except MegatrainError as error:
+            log.warning("kvikio does not move what is on the GPU itself: %s", error)
+            failed = [str(DIRECT)]
+    by = ", ".join(f"{rate / 1e9:.2f} GB/s by {way}" for way, rate in rates.items())
+    say(f"measured the disk of {folder}, which is done once: {by}, read and written at the same time")
+    found = DiskRate(2, str(folder), _device_of(folder), rates, tuple(failed))
+    try:
+        file = rate_file(folder)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, _DISK_RATE.dump_json(found).decode())
+    except (OSError, RuntimeError, MegatrainError) as error:
+        log.warning("what was measured is not kept: %s", error)
+    return found
+
+
+def _device_of(folder: Path) -> int:
+    return nearest(folder).stat().st_dev

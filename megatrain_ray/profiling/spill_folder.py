@@ -1,0 +1,81 @@
+"""The folder of spill.path, as one host sees it: whether it can be written to, and what it is on.
+
+The arena owners of other hosts look, too, so this imports no PyTorch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.storage.kvikio_store import unusable
+from megatrain_ray.machine.proc_files import read_text
+
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are host memory
+
+
+@dataclass(frozen=True)
+class OtherHost:
+    """Another one than the driver's, whose spill files are made there. `name`: for messages. `folder`: None where
+    nothing spills. `by_kvikio`: what is in the folder is read and written by that."""
+
+    name: str
+    folder: Path | None
+    by_kvikio: bool
+
+    def check(self) -> None:
+        """On that host, as the driver has on its own. Raises ConfigError."""
+        if self.folder is None:
+            return
+        check_folder(self.folder, make=True, where=f" on {self.name}")
+        if self.by_kvikio and (reason := unusable(self.folder)) is not None:
+            raise ConfigError(
+                f"spill.io: kvikio does not work for {self.folder} on {self.name}: {reason}; it does on the driver's "
+                "host, and hosts must be alike: set spill.io to posix"
+            )
+
+
+def check_folder(folder: Path, *, make: bool, where: str = "") -> bool:
+    """Whether it is here, which it is when it was to be made. `where`: for the message. Raises ConfigError."""
+    try:
+        if not nearest(folder).is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        if is_here := folder.is_dir():
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        advice = "name a folder on a local NVMe drive that can be written to"
+        raise ConfigError(f"spill.path: cannot write to {folder}{where}: {error.strerror}; {advice}") from None
+    return is_here
+
+
+def memory_warning(folder: Path, where: str = "") -> str | None:
+    """What to say where the folder's file system keeps files in memory; None elsewhere."""
+    if (kind := _memory_file_system(folder)) is None:
+        return None
+    return (
+        f"spill.path: {folder}{where} is on {kind}, which is host memory: what spills there comes on top of what the "
+        "plan counts; name a folder on a local NVMe drive, or lower hardware.ram_limit by what spills"
+    )
+
+
+def _memory_file_system(folder: Path) -> str | None:
+    """Its type."""
+    device = folder.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    for line in read_text(Path("/proc/self/mountinfo")).splitlines():
+        mounted, _, kind = line.partition(" - ")
+        if mounted.split()[2] == name and kind.split()[0] in IN_MEMORY:
+            return kind.split()[0]
+    return None
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or the next one around it that is there."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

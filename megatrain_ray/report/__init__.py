@@ -1,0 +1,1 @@
+"""Reports on a run: as a page of HTML, and in a terminal."""

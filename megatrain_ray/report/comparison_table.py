@@ -1,0 +1,66 @@
+"""A Comparison as `megatrain inspect` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatrain_ray.accounting.prediction_check import Comparison, Kind, Term
+from megatrain_ray.console.step_split import SMALLEST_SHARE
+from megatrain_ray.units import format_bytes
+
+LABELS = {
+    "updates": "shards at work",
+    "disk": "disk at work",
+    "HBM": "tensors in HBM",
+    "host": "host memory",
+    "disk traffic": "disk, a step",
+    "weights read": "of it weights",
+    "activation traffic": "of it activations",
+}
+
+
+def comparison_table(found: Comparison, *, has_plan: bool) -> Iterator[str]:
+    """Lines. `has_plan`: whether the plan of that hash is in the run directory."""
+    kept = "" if has_plan else ", which is not in this folder any more"
+    yield f"steps {found.first_step} to {found.last_step}, by the plan {found.plan_sha256[:12]}{kept}"
+    yield f"{'':18} {'predicted':>11} {'measured':>11}"
+    for term in compared_terms(found):
+        yield f"{term.label:18} {term.predicted:>11} {term.measured:>11}  {term.error}".rstrip()
+
+
+class ComparedTerm(NamedTuple):
+    """As it is shown. `error`: of the prediction, empty where that says nothing."""
+
+    label: str
+    predicted: str
+    measured: str
+    error: str
+
+
+def compared_terms(found: Comparison) -> list[ComparedTerm]:
+    """Those that are worth a line."""
+    return [
+        ComparedTerm(_label(term), _number(term, term.predicted), _number(term, term.measured), _error(term))
+        for term in found.terms
+        if _is_told(term, found.step.measured)
+    ]
+
+
+def _is_told(term: Term, step_s: float) -> bool:
+    """Not a wait that neither was nor was to be."""
+    return term.kind is not Kind.PART or max(term.predicted, term.measured) >= SMALLEST_SHARE * step_s
+
+
+def _label(term: Term) -> str:
+    is_wait = term.kind is Kind.PART and term.name != "compute"
+    return f"wait {term.name.replace('_', ' ')}" if is_wait else LABELS.get(term.name, term.name)
+
+
+def _number(term: Term, value: float) -> str:
+    return format_bytes(int(value)) if term.is_of_bytes else f"{value:.3g} s"
+
+
+def _error(term: Term) -> str:
+    """None of a wait: a share of next to nothing says nothing."""
+    return "" if term.kind is Kind.PART and term.name != "compute" else f"{term.error:+.0%}"

@@ -1,0 +1,228 @@
+"""`megatrain report`: what a run's files say, as one page of HTML without anything outside of it (docs/report.md)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from megatrain_ray import __version__
+from megatrain_ray.accounting.measured_file import read_comparisons
+from megatrain_ray.config.yaml_file import dump_config
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.report.comparison_table import ComparedTerm, compared_terms
+from megatrain_ray.report.run_state import RunState, read_state
+from megatrain_ray.report.svg_charts import HEIGHT, WIDTH, Chart, Point, line_chart, stacked_chart
+from megatrain_ray.run.run_dir import REPORT_NAME, RunFiles
+from megatrain_ray.run.run_history import read_history
+from megatrain_ray.units import format_bytes, format_count, format_duration
+
+log = logging.getLogger(__name__)
+
+TITLE_END = "– megatrain</title>"  # in the template, too
+TEMPLATE = "report.html.jinja"
+TIER_NAMES = {Tier.HBM: "Device memory (HBM)", Tier.HOST: "Host memory", Tier.NVME: "Disk (NVMe)"}
+Rows = Sequence[Mapping[str, Any]]
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Reads what is there and writes the page to `out`, report.html in the run directory unless given; returns where it
+    is. Of a run that is still going: as far as it is.
+
+    Raises ConfigError where `run_dir` holds no run, and where `out` is a file that is no such page; MegatrainError
+    where the page cannot be written.
+    """
+    files = RunFiles(run_dir.absolute())
+    if out is not None and out.exists() and not _is_report(out):
+        raise ConfigError(f"{out} exists and is no report: nothing else is overwritten; name another file")
+    out = out or files.path / REPORT_NAME
+    write_atomically(out, render(files, time.time()))
+    return out
+
+
+def _is_report(file: Path) -> bool:
+    with explained("read", file), file.open("rb") as page:
+        return TITLE_END.encode() in page.read(4096)
+
+
+@contextmanager
+def report_behind(run_dir: Path) -> Iterator[None]:
+    """Writes the page when the block ends, however it does. One that cannot be written is a line in the log."""
+    try:
+        yield
+    finally:
+        try:
+            write_report(run_dir)
+        except Exception as error:  # what ended the run is to be told, and a run that went well is one
+            log.warning("no report was written", exc_info=error)
+
+
+def render(files: RunFiles, now_s: float) -> str:
+    """The page. `now_s`: seconds since 1970. Raises as write_report."""
+    config, rows, evaluations = files.read_config(), files.rows(), files.evaluations()
+    state, plan = read_state(files, config, rows, now_s), files.read_plan()
+    history = read_history(files.path)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(TEMPLATE).render(
+        name=files.path.name,
+        made=_moment(now_s),
+        version=__version__,
+        state=state.state.value,
+        state_lines=list(state.lines()),
+        facts=_facts(rows, evaluations, state),
+        charts=_charts(rows, evaluations),
+        width=WIDTH,
+        height=HEIGHT,
+        tiers=list(_tiers(plan, rows)) if plan else [],
+        comparisons=_comparisons(files),
+        events=[_event(row) for row in history],
+        surroundings=_surroundings(history),
+        config=dump_config(config),
+    )
+
+
+def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
+    """What stands on top, by name."""
+    facts = {"step": f"{state.step:,} of {state.steps:,}"}
+    usual = [row for row in rows[1:] or rows if _number(row, "step_s")]
+    if rows:
+        facts["loss"] = _shown(_number(rows[-1], "loss"), "not finite")
+    if evaluations:
+        facts["held-out loss"] = _shown(_number(evaluations[-1], "eval_loss"), "not finite")
+    if usual:
+        facts["median step"] = f"{statistics.median(row['step_s'] for row in usual):.3g} s"
+    for key, name in (("tokens_per_s", "tokens/s"), ("model_tflops", "model TFLOPS")):
+        if values := [value for row in usual if (value := _number(row, key)) is not None]:
+            facts[name] = format_count(statistics.median(values))
+    if total_s := sum(_number(row, "step_s") or 0.0 for row in rows):
+        facts["time in steps"] = format_duration(total_s)
+    if tokens := sum(_number(row, "tokens") or 0 for row in rows):
+        facts["supervised tokens"] = format_count(tokens)
+    if skipped := sum(row.get("skipped") is True for row in rows):
+        facts["skipped updates"] = f"{skipped:,}"
+    if state.faults:
+        facts["deaths"] = f"{len(state.faults):,}"
+    return facts
+
+
+def _charts(rows: Rows, evaluations: Rows) -> list[Chart]:
+    every = [*rows, *evaluations]
+    if not every:
+        return []
+    steps = min(row["step"] for row in every), max(row["step"] for row in every)
+    of_steps = (
+        ("Learning rate", "learning rate", "lr"),
+        ("Gradient norm before clipping", "gradient norm", "grad_norm"),
+        ("Tokens a second", "tokens/s", "tokens_per_s"),
+        ("Model TFLOPS", "model TFLOPS", "model_tflops"),
+    )
+    losses = {"training": _points(rows, "loss"), "held out": _points(evaluations, "eval_loss")}
+    drawn = [
+        line_chart("Loss, nats", losses, steps, from_zero=False),
+        *(line_chart(title, {name: _points(rows, key)}, steps) for title, name, key in of_steps),
+        stacked_chart("Where a step's seconds went", list(_parts(rows)), "s"),
+    ]
+    return [chart for chart in drawn if chart]
+
+
+def _points(rows: Rows, key: str) -> list[Point]:
+    return [(row["step"], value) for row in rows if (value := _number(row, key)) is not None]
+
+
+def _parts(rows: Rows) -> Iterator[tuple[int, dict[str, float]]]:
+    """Of each step compute, and what it waited for."""
+    causes = list(dict.fromkeys(cause for row in rows[-1:] for cause in row.get("exposed_s") or ()))
+    for row in rows:
+        exposed, step_s = row.get("exposed_s"), _number(row, "step_s")
+        if isinstance(exposed, Mapping) and step_s is not None:
+            waits = {cause.replace("_", " "): max(0.0, _number(exposed, cause) or 0.0) for cause in causes}
+            yield row["step"], {"compute": max(0.0, step_s - sum(waits.values())), **waits}
+
+
+def _tiers(plan: Plan, rows: Rows) -> Iterator[dict[str, Any]]:
+    """By tier what the plan counts on, row by row, and what was measured of it."""
+    measured = {Tier.HBM: ("hbm_peak_bytes", "tensors, the most so far"), Tier.HOST: ("host_bytes", "shared memory")}
+    for tier, name in TIER_NAMES.items():
+        planned = [row for row in plan.rows if row.tier is tier and row.num_bytes]
+        if not planned:
+            continue
+        key, of_what = measured.get(tier, ("", ""))
+        values = [value for row in rows if key and (value := _number(row, key)) is not None]
+        largest = max(row.num_bytes for row in planned)
+        yield {
+            "name": name,
+            "planned": format_bytes(plan.total_bytes(tier)),
+            "measured": f"{format_bytes(int(max(values)))} {of_what}" if values else "",
+            "rows": [(x.name, format_bytes(x.num_bytes), x.formula, 100 * x.num_bytes / largest) for x in planned],
+        }
+
+
+def _comparisons(files: RunFiles) -> list[tuple[str, list[ComparedTerm]]]:
+    """Of each start, the newest first."""
+    starts = read_comparisons(files.path)
+    return [
+        (f"steps {found.first_step:,} to {found.last_step:,}, plan {found.plan_sha256[:12]}", compared_terms(found))
+        for found in reversed(starts)
+    ]
+
+
+def _event(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """When, what, and the rest."""
+    match row["what"]:
+        case "start":
+            told = f"from step {row.get('step')} to {row.get('steps')} on {row.get('host', 'an unknown machine')}"
+        case "died":
+            told = f"{row.get('process')}, after step {row.get('step')}"
+        case "replaced":
+            told = f"{row.get('process')}, in {row.get('took_s', math.nan):.1f} s"
+        case _:
+            told = f"{row.get('how', '')}{': ' if row.get('reason') else ''}{row.get('reason') or ''}"
+    return _moment(row["unix_s"]), str(row["what"]), told
+
+
+def _surroundings(history: Rows) -> dict[str, str]:
+    """Hardware and versions of the newest start that says them."""
+    start = next((row for row in reversed(history) if row["what"] == "start"), {})
+    groups = (group for key in ("hardware", "versions") if isinstance(group := start.get(key), Mapping))
+    return {
+        key.removesuffix("_bytes").replace("_", " "): _told(key, value)
+        for group in groups
+        for key, value in group.items()
+        if value is not None
+    }
+
+
+def _told(key: str, value: Any) -> str:
+    if key.endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    """None for what is no finite number."""
+    value = row.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None
+
+
+def _shown(value: float | None, otherwise: str) -> str:
+    return otherwise if value is None else f"{value:.4f}"
+
+
+def _moment(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,157 @@
+"""What `megatrain inspect` shows of a run directory. Reads only, also while the run is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.accounting.busy_share import busy_share
+from megatrain_ray.accounting.measured_file import read_comparisons
+from megatrain_ray.accounting.prediction_check import Comparison
+from megatrain_ray.accounting.trace_file import find_traces, read_trace
+from megatrain_ray.config.yaml_file import dump_config
+from megatrain_ray.console.progress import describe_evaluation
+from megatrain_ray.console.step_split import describe_split
+from megatrain_ray.console.text_charts import draw
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.saves.save_folder import list_saves, list_set_aside, load_manifest, save_folder, verify
+from megatrain_ray.report.comparison_table import comparison_table
+from megatrain_ray.report.page_placement import page_places
+from megatrain_ray.report.run_state import read_state
+from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_processes import living
+from megatrain_ray.units import format_bytes, format_count
+
+NUM_ROWS = 5
+NUM_PROBLEMS = 10  # that are shown of one save
+
+
+def state_of_run(path: Path) -> str:
+    """How it stands, in some lines: at once, whatever its saves take to be read. Raises as inspect_run."""
+    files = RunFiles(path.absolute())
+    return "\n".join(_lines({"state": list(read_state(files, files.read_config(), files.rows()).lines())}))
+
+
+def inspect_run(path: Path) -> tuple[str, bool]:
+    """A report of several lines, and whether all saves are whole (True where there are none).
+
+    Raises ConfigError where `path` holds no run.
+    """
+    files = RunFiles(path.absolute())
+    config = dump_config(files.read_config())
+    rows, evaluations = files.rows(), files.evaluations()
+    problems = _problems(files.saves)
+    steps = sorted(problems.keys() & list_saves(files.saves))
+    saves = [f"step {step:<8} {_save(files.saves, step)}" for step in steps]
+    saves += [
+        f"{path.name:<18} {format_bytes(_size(path))}, set aside: nothing reads or deletes it"
+        for path in list_set_aside(files.saves)
+    ]
+    sections = {
+        "config": config.splitlines(),
+        "curves": list(draw([*rows, *evaluations])) or ["none: fewer than two updates"],
+        "saves": saves or ["none"],
+        "last rows": [_row(row) for row in rows[-NUM_ROWS:]] or ["none"],
+        **({"mean step": [describe_split(rows[-NUM_ROWS:])]} if _tell_split(rows[-NUM_ROWS:]) else {}),
+        **(
+            {"plan and measurement": _compared(files, compared[-1])}
+            if (compared := read_comparisons(files.path))
+            else {}
+        ),
+        **({"pages": pages} if (pages := _pages(files)) else {}),
+        **({"traces": list(map(_trace, traces))} if (traces := find_traces(files.path)) else {}),
+        **({"last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:]]} if evaluations else {}),
+        "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
+        or ["nothing to check"],
+    }
+    return "\n".join(_lines(sections)), not any(problems.values())
+
+
+SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}
+
+
+def _lines(sections: dict[str, list[str]]) -> Iterator[str]:
+    for title, lines in sections.items():
+        yield title
+        yield from (f"  {line}" for line in lines)
+
+
+def _problems(saves: Path) -> dict[int, list[str]]:
+    """Of each save, newest first; not of one that a running training deleted meanwhile."""
+    found = {step: verify(save_folder(saves, step)) for step in reversed(list_saves(saves))}
+    return {step: problems for step, problems in found.items() if not problems or step in list_saves(saves)}
+
+
+def _save(saves: Path, step: int) -> str:
+    """Its size, and what it cost when the manifest tells."""
+    size = format_bytes(_size(save_folder(saves, step)))
+    try:
+        timing = load_manifest(saves, step).timing
+    except MegatrainError:  # the verdict says so
+        return size
+    if timing is None:
+        return size
+    return (
+        f"{size}, written in {timing.write_s:.1f} s, held updates up for {timing.stall_s:.1f} s "
+        f"(predicted {timing.predicted_stall_s:.1f} s)"
+    )
+
+
+def _verdict(step: int, problems: list[str]) -> list[str]:
+    if not problems:
+        return [f"step {step}: good"]
+    left = len(problems) - NUM_PROBLEMS
+    return [f"step {step}: DAMAGED", *problems[:NUM_PROBLEMS], *([f"and {left} more"] if left > 0 else [])]
+
+
+def _row(row: dict[str, Any]) -> str:
+    if not row.keys() >= SHOWN:
+        return f"step {row['step']:<8} incomplete row: {sorted(SHOWN - row.keys())} missing"
+    notes = "  skipped" if row["skipped"] else ""
+    notes += "  host memory aliased: the loss means nothing" if row.get("aliased") else ""
+    return (
+        f"step {row['step']:<8} loss {_number(row['loss'])}  grad_norm {_number(row['grad_norm'])}  "
+        f"lr {row['lr']:.3g}  {format_count(row['tokens_per_s'])} tokens/s{notes}"
+    )
+
+
+def _compared(files: RunFiles, newest: Comparison) -> list[str]:
+    has_plan = files.read_plan(newest.plan_sha256) is not None
+    return list(comparison_table(newest, has_plan=has_plan))
+
+
+def _pages(files: RunFiles) -> list[str]:
+    """Of arenas, on which NUMA nodes they are: while the run is up, on a machine with several."""
+    plan, pids = files.read_plan(), living(files.path)
+    if plan is None or not plan.shard_homes or not pids:
+        return []
+    try:
+        return [str(places) for places in page_places(plan, pids)]
+    except OSError as error:
+        return [f"the kernel does not say: {error.strerror}"]
+
+
+def _tell_split(rows: list[dict[str, Any]]) -> bool:
+    return bool(rows) and all("exposed_s" in row and "step_s" in row for row in rows)
+
+
+def _trace(path: Path) -> str:
+    try:
+        return f"{path.name}: the compute stage worked {busy_share(read_trace(path)):.1%} of the time"
+    except (MegatrainError, ValueError, LookupError, TypeError, EOFError):
+        return f"{path.name}: no trace of this version"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _size(folder: Path) -> int:
+    """Of its files; one that goes meanwhile counts no more."""
+    total = 0
+    for path in folder.glob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total

@@ -1,0 +1,176 @@
+"""How a run stands: under way, ended or dead, how far it is, when it will be done, who died, and what room is left."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.progress import RECENT_STEPS
+from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_history import newest_start, read_history
+from megatrain_ray.run.run_lock import lock_holder
+from megatrain_ray.run.run_processes import PROCESSES_NAME
+from megatrain_ray.units import format_bytes, format_duration
+
+MANY_STEPS = 10  # without a row after which a run that is up is called quiet
+SHOWN_FAULTS = 5
+
+
+class State(Enum):
+    """STARTING: up, without a step of this start yet. DIED: killed, or its machine went down. ENDED: nobody knows how,
+    in a run of a version that wrote no history."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+    DIED = "died"
+    ENDED = "ended"
+
+    @property
+    def is_up(self) -> bool:
+        return self in (State.STARTING, State.RUNNING)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A death of a process. `unix_s`: when. `step`: updates made by then. `took_s`: None where it was not replaced."""
+
+    process: str
+    unix_s: float
+    step: int
+    took_s: float | None
+
+    def __str__(self) -> str:
+        after = f"replaced in {self.took_s:.1f} s" if self.took_s is not None else "not replaced"
+        return f"{self.process} died after step {self.step}, {after}"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """`reason`: why it ended, where that was said. `holder`: process and machine of a run that is up. `age_s`: of the
+    newest row; None without one. `step_s`: median of recent steps. `faults`: of all starts. `free_bytes`: by folder."""
+
+    state: State
+    step: int
+    steps: int
+    num_starts: int = 1
+    reason: str | None = None
+    holder: str | None = None
+    age_s: float | None = None
+    step_s: float | None = None
+    faults: tuple[Fault, ...] = ()
+    free_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def left_s(self) -> float | None:
+        """Until its last step, by recent ones; None for one that is not up, or has made no step."""
+        if self.step_s is None or not self.state.is_up:
+            return None
+        return (self.steps - self.step) * self.step_s
+
+    @property
+    def is_quiet(self) -> bool:
+        """No step for much longer than one takes."""
+        is_known = self.state is State.RUNNING and self.age_s is not None and self.step_s is not None
+        return is_known and (self.age_s or 0.0) > MANY_STEPS * max(1.0, self.step_s or 0.0)
+
+    def lines(self) -> Iterator[str]:
+        """For a person."""
+        by = f", process {self.holder}" if self.holder else ""
+        yield f"{self.state.value}{by}{f': {self.reason}' if self.reason else ''}"
+        age = f", {format_duration(self.age_s)} ago" if self.age_s is not None else ""
+        yield f"step {self.step} of {self.steps}{age}"
+        if self.is_quiet:
+            yield f"quiet: a step takes {self.step_s:.3g} s; a save or an evaluation, or it hangs: see logs/driver.log"
+        if self.left_s is not None:
+            yield f"about {format_duration(self.left_s)} left, at {self.step_s:.3g} s a step"
+        yield from self._faults()
+        for folder, free_bytes in self.free_bytes.items():
+            yield f"{format_bytes(free_bytes)} free on the disk of {folder}"
+
+    def _faults(self) -> Iterator[str]:
+        starts = f" in {self.num_starts} starts" if self.num_starts > 1 else ""
+        if not self.faults:
+            yield f"no process died{starts}"
+            return
+        yield f"deaths of processes: {len(self.faults)}{starts}; the last ones:"
+        yield from (f"  {fault}" for fault in self.faults[-SHOWN_FAULTS:])
+
+
+def read_state(
+    files: RunFiles, config: TrainConfig, rows: Sequence[Mapping[str, Any]], now_s: float | None = None
+) -> RunState:
+    """`rows`: of metrics.jsonl. `now_s`: seconds since 1970, unless it is now."""
+    now_s = time.time() if now_s is None else now_s
+    history = read_history(files.path)
+    holder, step, steps = lock_holder(files.path), rows[-1]["step"] if rows else 0, config.train.steps
+    state, reason = _state(files, newest_start(history), holder, step, steps)
+    recent = [row["step_s"] for row in rows[-RECENT_STEPS:] if isinstance(row.get("step_s"), (int, float))]
+    return RunState(
+        state=state,
+        step=step,
+        steps=steps,
+        num_starts=max(1, sum(row["what"] == "start" for row in history)),
+        reason=reason,
+        holder=holder,
+        age_s=max(0.0, now_s - files.metrics_file.stat().st_mtime) if rows else None,
+        step_s=statistics.median(recent) if recent else None,
+        faults=tuple(_faults(history)),
+        free_bytes=_free(files.path, config),
+    )
+
+
+def _state(
+    files: RunFiles, start: Sequence[Mapping[str, Any]], holder: str | None, step: int, steps: int
+) -> tuple[State, str | None]:
+    if holder is not None and not (_has_ended(start) and _is_of(holder, start)):
+        is_new = bool(start) and step <= start[0].get("step", 0)
+        return (State.STARTING if is_new or not step or _has_ended(start) else State.RUNNING), None
+    if _has_ended(start):
+        return State(start[-1].get("how", "ended")), start[-1].get("reason")
+    if start or (files.path / PROCESSES_NAME).exists():
+        return State.DIED, "killed, or its machine went down: nothing was written down; the same command resumes"
+    return (State.FINISHED if step >= steps else State.ENDED), None
+
+
+def _has_ended(start: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(start) and start[-1]["what"] == "end"
+
+
+def _is_of(holder: str, start: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether that start's driver holds the lock, as it does for a moment when all is written."""
+    return holder.split()[0] == str(start[0].get("pid"))
+
+
+def _faults(history: Sequence[Mapping[str, Any]]) -> Iterator[Fault]:
+    """Each death, with the next replacement of the same process before another death of it."""
+    for k, row in enumerate(history):
+        if row["what"] != "died":
+            continue
+        later = (x for x in history[k + 1 :] if x["what"] == "start" or x.get("process") == row.get("process"))
+        then = next(later, {})
+        took_s = then.get("took_s") if then.get("what") == "replaced" else None
+        yield Fault(str(row.get("process")), row["unix_s"], row.get("step", 0), took_s)
+
+
+def _free(run_dir: Path, config: TrainConfig) -> dict[str, int]:
+    """Of the run directory, and of spill.path where that is on another disk."""
+    folders = [run_dir, *([Path(config.spill.path)] if config.spill.path is not None else [])]
+    free, devices = {}, set()
+    for name, folder in zip(("run_dir", "spill.path"), folders, strict=False):
+        with suppress(OSError):
+            device = folder.stat().st_dev
+            if device not in devices:
+                free[name] = shutil.disk_usage(folder).free
+            devices.add(device)
+    return free

@@ -1,0 +1,1 @@
+"""Keeps the run directory: its files, lock, history and processes."""

@@ -1,0 +1,69 @@
+"""Which model a run is of: written down when the run begins, compared when it goes on.
+
+The run's own settings are compared elsewhere; they name a folder or file, and what that holds may have changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.config.yaml_file import leaves
+from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
+from megatrain_ray.engine.layout.flat_layout import ParameterSpec
+from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.atomic_file import write_atomically
+
+MODEL_NAME = "model.json"
+# Of a Hugging Face configuration: they change nothing that is computed here.
+IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
+
+
+def record_model(path: Path, config: Mapping[str, Any], structure: ModelStructure) -> None:
+    """Writes down in run directory `path` that its run is of this model."""
+    write_atomically(path / MODEL_NAME, json.dumps(_described(config, structure), indent=2) + "\n")
+
+
+def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure) -> None:
+    """`path`: of a directory that holds a run. Values of weights are not compared.
+
+    Raises ConfigError naming the first difference when that run is of another model.
+    """
+    file = path / MODEL_NAME
+    try:
+        theirs = dict(leaves(json.loads(file.read_bytes())))
+    except FileNotFoundError:
+        return  # deleted, as the message below says
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); delete it to go on without comparing models") from None
+    ours = dict(leaves(_described(config, structure)))
+    differing = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]
+    if differing:
+        key = differing[0]
+        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        raise ConfigError(
+            f"{path} holds a run of another model: {key}: {theirs.get(key)} -> {ours.get(key)}{more}; set the model "
+            "back to what it was, or choose another run_dir"
+        )
+
+
+def _parameter(spec: ParameterSpec, before: Mapping[str, Any]) -> dict[str, Any]:
+    """`before`: of what comes before it of the same whole parameter; else empty."""
+    frozen = {} if spec.group.trained else {"frozen": True}  # not in what earlier versions wrote
+    return {"shape": joined_shape(before.get("shape"), spec.shape), "tied_to": spec.tied_to, **frozen}
+
+
+def _described(config: Mapping[str, Any], structure: ModelStructure) -> dict[str, Any]:
+    """As JSON keeps it."""
+    layers: dict[str, dict[str, Any]] = {}
+    for name, layer in zip(structure.undivided_names, structure.layers, strict=True):
+        of_layer = layers.setdefault(name, {})
+        for p in layer.parameters:
+            whole = whole_name(p.name)
+            of_layer[whole] = _parameter(p, of_layer.get(whole, {}))
+    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
+    described: dict[str, Any] = json.loads(json.dumps({"config": relevant, "layers": layers}))
+    return described

@@ -1,0 +1,95 @@
+"""The processes of a run, written down while it is up: the next start finds those that outlived their driver.
+
+A pid alone says little, since pids are used again: a process is the one that was written down when it lives in the same
+boot and pid namespace and was started at the same tick of the kernel's clock, which no change of the wall clock moves.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.process_identity import PidNamespace, start_ticks
+
+PROCESSES_NAME = "processes.json"
+END_S = 30.0  # Ray ends the actors of a killed driver within a few seconds
+POLL_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Process:
+    role: str
+    pid: int
+    start_ticks: int  # since boot
+
+    @property
+    def lives(self) -> bool:
+        return start_ticks(self.pid) == self.start_ticks
+
+
+def record(path: Path, pids: Mapping[str, int]) -> None:
+    """Writes down the processes of the run in directory `path`, {role: pid}, in the place of what stood there.
+
+    Raises MegatrainError when the file cannot be written.
+    """
+    started = {role: start_ticks(pid) for role, pid in pids.items()}
+    processes = [_Process(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
+    values = {"place": asdict(PidNamespace.current()), "processes": [asdict(process) for process in processes]}
+    write_atomically(path / PROCESSES_NAME, json.dumps(values, indent=2) + "\n")
+
+
+def await_end(path: Path, timeout_s: float = END_S) -> None:
+    """Returns when no process that an earlier start of the run wrote down lives any more. The run's lock is held.
+
+    Raises MegatrainError naming those that still live after `timeout_s`.
+    """
+    left = [process for process in _read(path / PROCESSES_NAME) if process.lives]
+    if left:
+        log.warning("waiting up to %.0f s for what an earlier start of this run left: %s", timeout_s, _named(left))
+    deadline_s = time.monotonic() + timeout_s
+    while left := [process for process in left if process.lives]:
+        if time.monotonic() > deadline_s:
+            raise MegatrainError(
+                f"{path}: an earlier start of this run left processes that still live after {timeout_s:.0f} s: "
+                f"{_named(left)}; they hold its memory and may write to it: end them "
+                f"(kill -9 {' '.join(str(process.pid) for process in left)}), then start again"
+            )
+        time.sleep(POLL_S)
+
+
+def living(path: Path) -> dict[str, int]:
+    """Pids, by role, of the processes that were written down and live; none where no run is up."""
+    return {process.role: process.pid for process in _read(path / PROCESSES_NAME) if process.lives}
+
+
+def forget(path: Path) -> None:
+    """The run's processes have all ended well."""
+    (path / PROCESSES_NAME).unlink(missing_ok=True)
+
+
+def _read(file: Path) -> list[_Process]:
+    """Those that can be looked up from here; none where nothing, or nothing readable, was written down."""
+    try:
+        values = json.loads(file.read_bytes())
+        place, processes = PidNamespace(**values["place"]), [_Process(**process) for process in values["processes"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.warning("%s cannot be read, so left processes are not looked for: %s", file, error)
+        return []
+    if place.is_current:
+        return processes
+    log.info("the last start's processes ran on %s before its restart, or in another container", place.host)
+    return []
+
+
+def _named(processes: list[_Process]) -> str:
+    return ", ".join(f"{process.role} (process {process.pid})" for process in processes)

@@ -1,0 +1,1 @@
+"""Implements what the processes of a run do, as plain classes without Ray."""

@@ -1,0 +1,58 @@
+"""What the GPU worker does for the layers that live on its device, beside computing: fills them and saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.shards.device_gate import DeviceGate
+from megatrain_ray.engine.shards.device_shard import DeviceShard
+from megatrain_ray.engine.shards.save_gate import SaveAttempt, SaveGate
+from megatrain_ray.engine.shards.save_part import WrittenPart, write_gated_part
+from megatrain_ray.engine.shards.spare_memory import SpareMemory
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.model.optimizer_settings import hyper_of
+from megatrain_ray.planning.prepare import Prepared
+
+
+class DeviceLayers:
+    """The last of those who update and save. May be used from several threads, as a shard is."""
+
+    def __init__(self, prepared: Prepared, layout: ModelLayout, device: Device, words: HostWords) -> None:
+        plan = prepared.plan
+        self._prepared = prepared
+        self._index = plan.num_shards
+        self._part = plan.num_parts - 1
+        self.shard = DeviceShard(plan, layout, device, hyper_of(prepared.config.train))
+        copies = [self.shard.copy_bytes(layer) for layer in self.shard.updated]
+        self._spare = SpareMemory(copies, plan.device_copy_bytes)
+        self._gate = SaveGate(self.shard, words, self._index, self.shard.updated, self._spare, plan.update_deadline_s)
+        self.gate = DeviceGate(self.shard, words, self._index, self._gate)
+
+    def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
+        """From a save, and with what that leaves out from where the run began; without a save from the model's source.
+        Raises what either raises."""
+        source, plan = self._prepared.source, self._prepared.plan
+        if save_folder is None or manifest is None:
+            self.shard.load(source.weights(), plan.num_compute_threads)
+            return
+        self.shard.restore(save_folder, manifest)
+        if not plan.saves_frozen:
+            self.shard.load_frozen(source.base_weights(), plan.num_compute_threads)
+
+    def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
+        """As a shard's."""
+        return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self.shard.spans)
+
+    def abandon_save(self, attempt: SaveAttempt) -> None:
+        """Updates do not wait for this save any more."""
+        self._gate.abandon(attempt)
+
+    def close(self) -> None:
+        """After the last update. Idempotent."""
+        self.gate.close()
+        self.shard.close()
+        self._spare.close()

@@ -1,0 +1,68 @@
+"""What is said where a GPU has less memory than its plan counts with, and where it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import CONTEXT, Plan
+from megatrain_ray.errors import CapacityError, LostDeviceError
+from megatrain_ray.units import format_bytes
+
+
+@contextmanager
+def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
+    """Raises CapacityError where the block runs out of device memory, LostDeviceError where the device fails. `doing`:
+    what it does."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            if _is_failure(error):
+                raise LostDeviceError(f"{doing}: the GPU failed: {_first_sentences(error)}") from error
+            raise
+        counted, limit = plan.total_bytes(Tier.HBM), plan.hbm_limit_bytes
+        of_limit = f" of {format_bytes(limit)}" if limit is not None else ""
+        raise CapacityError(
+            f"{doing}: out of device memory, of which the plan counts {format_bytes(counted)}{of_limit}; either other "
+            "processes hold memory of this GPU (nvidia-smi shows them): set hardware.hbm_limit to what they leave; or "
+            "the plan counts too little for this model: lower train.micro_batch_size or data.seq_len. "
+            f"{_first_sentences(error)}"
+        ) from error
+
+
+def check_free(plan: Plan, device: Device) -> None:
+    """Once the device is open, its context there. Raises CapacityError where other processes have taken what the plan
+    counts with, which may be long after it was made."""
+    free = device.free_bytes()
+    context = plan.row_bytes(Tier.HBM, CONTEXT)
+    counted = plan.total_bytes(Tier.HBM) - context
+    if free is None or counted <= free:
+        return
+    raise CapacityError(
+        f"the plan counts {format_bytes(counted)} of device memory beside the context, and {format_bytes(free)} are "
+        "free: other processes hold memory of this GPU (nvidia-smi shows them); end them, or let another plan be made "
+        f"for what they leave: hardware.hbm_limit={free + context}"
+    )
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """A context, or a library's handle, is taken beside torch's allocator, and has errors of its own."""
+    beside = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in beside)
+
+
+def _is_failure(error: RuntimeError) -> bool:
+    """Behind one the context is of no use any more, whatever it was; torch 2.7 and before have no class for it."""
+    of_libraries = ("CUDA error: ", "CUBLAS_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_EXECUTION_FAILED")
+    kind = getattr(torch, "AcceleratorError", ())
+    return isinstance(error, kind) or any(text in str(error) for text in of_libraries)
+
+
+def _first_sentences(error: RuntimeError) -> str:
+    """torch's own account, without its advice."""
+    return str(error).partition(" If reserved")[0].partition("\n")[0]

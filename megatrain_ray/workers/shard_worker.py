@@ -1,0 +1,228 @@
+"""The process of one optimizer shard: attaches its arenas, serves updates, writes its part of a save."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatrain_ray.accounting.shard_work import ShardWork
+from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.engine.device.deadlines import DEADLINE_S
+from megatrain_ray.engine.measure.save_cost import measure_copy
+from megatrain_ray.engine.plan.plan_shards import shard_layout, spill_layout
+from megatrain_ray.engine.shards.adam_shard import AdamShard
+from megatrain_ray.engine.shards.save_gate import SaveAttempt, SaveGate
+from megatrain_ray.engine.shards.save_part import WrittenPart, write_gated_part
+from megatrain_ray.engine.shards.shard_loop import ShardLoop
+from megatrain_ray.engine.shards.spare_memory import SpareMemory
+from megatrain_ray.engine.shards.spilling_shard import SpillingShard
+from megatrain_ray.engine.spill.spill_ring import SpillRing
+from megatrain_ray.engine.spill.spill_table import SpillTable
+from megatrain_ray.engine.weights.restore import as_saved, restore_pieces
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.arenas.arena import ArenaHandle
+from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.storage.blob_store import BlobStore, MemoryStore
+from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
+from megatrain_ray.io.storage.spill_file import taken_bytes
+from megatrain_ray.model.optimizer_settings import hyper_of
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.run.process_end import wait_gone
+from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
+from megatrain_ray.workers.arenas import (
+    SLAB,
+    WORDS,
+    WORKING,
+    journal_arena,
+    spill_file,
+    spill_memory,
+    state_arena,
+    state_views,
+    words_in,
+)
+from megatrain_ray.workers.node_memory import settle_shard
+
+
+class ShardWorker:
+    """Plain class behind the shard actor; its methods may be called from several threads, updates come from `run`."""
+
+    def __init__(
+        self, prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None = None,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
+        """`index`: among the shards of all hosts. `holders`: of its host's arenas, one of them alive; the state in
+        them is kept. `after_pid`: the process that this one follows, which must be gone before anything here writes.
+        `pinned`: the process is the shard's own, and stays on the CPUs of its home, if it has one."""
+        if after_pid is not None:
+            wait_gone(after_pid, DEADLINE_S)
+        plan = prepared.plan
+        torch.set_num_threads(1)  # the shard has threads of its own, one block each
+        self._prepared = prepared
+        self._part = index
+        host, index = divmod(index, plan.num_shards)
+        self._index = index  # of its host
+        layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
+        self._layout = shard_layout(plan, layout, index)
+        self._holder = ArenaHolder.adopt(holders)
+        names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
+        self._arenas = {name: self._holder.map(name) for name in names}
+        # Before there are threads, and before anything is touched: all shards come this far before one fills its part.
+        self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
+        self._words = words_in(self._arenas[WORDS].buffer, plan, host)
+        self._disk = DiskMeter()
+        self._shard = self._make_shard()
+        self._work = self._work_until(0)
+        # A save with no step after it needs no copies.
+        budget = (plan.save_copy_bytes - plan.device_copy_bytes) // plan.num_shards
+        self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
+        # No other than a save holds updates up, and no longer than the disk needs.
+        self._copy_bytes_per_s = math.inf
+        self._gate = SaveGate(self._shard, self._words, index, plan.layer_order, self._spare, plan.update_deadline_s)
+
+    def _make_shard(self) -> AdamShard:
+        plan = self._prepared.plan
+        working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
+        num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
+        arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
+        state = state_views(arena, self._layout, plan.precision)
+        make = partial(SpillingShard, self._make_ring(arena)) if plan.uses_disk else AdamShard
+        return make(
+            self._layout,
+            plan.precision,
+            working=working[:num_bytes].view(plan.precision.working_dtype),
+            residual=state.get("residual"),
+            m=state["m"],
+            v=state["v"],
+            hyper=hyper_of(self._prepared.config.train),
+            num_threads=plan.num_shard_threads,
+            journal=self._arenas[journal_arena(self._index)].buffer,
+            saves_frozen=plan.saves_frozen,
+        )
+
+    def _make_ring(self, arena: torch.Tensor) -> SpillRing:
+        """`arena`: of this shard's state, 1-D uint8."""
+        plan, part = self._prepared.plan, self._layout
+        layout = spill_layout(plan, part)
+        store: BlobStore = MemoryStore()
+        name = ""
+        if layout.blob_bytes:
+            store, name = self._holder.spill(spill_file(self._index), plan.disk_io)
+        memory = spill_memory(arena, plan, part)
+        if plan.disk_packed:
+            store = SpillTable(layout, memory).packing(store)
+        measured = MeasuredStore(store, self._disk)
+        return SpillRing(layout, memory, measured, name, plan.update_deadline_s, written=self._words.ring)
+
+    def handles(self) -> dict[str, ArenaHandle]:
+        """Of all arenas of the host: this process keeps them alive too."""
+        return self._holder.handles
+
+    def kernel_name(self) -> str:
+        """What updates run as."""
+        return self._shard.kernel_name
+
+    def home_problems(self) -> tuple[str, ...]:
+        """Why threads or memory of this shard are not where the plan has them."""
+        return self._home_problems
+
+    def copy_bytes_per_s(self) -> float:
+        """How fast layers are copied aside for a save; known once weights are loaded."""
+        return self._copy_bytes_per_s
+
+    def initialize(self) -> None:
+        """Fills this shard's part from the model folder, or with random values."""
+        self._take_state_memory()
+        self._shard.load(self._prepared.source.weights(), self._prepared.plan.num_shard_threads)
+        self._take_spare_memory()
+
+    def restore(self, save_folder: Path, manifest: Manifest) -> None:
+        """Fills this shard's part from a save, whatever the number of shards that wrote it, and with what the save
+        leaves out from where the run began."""
+        self._take_state_memory()
+        for pieces in self._shard.restorable():
+            restore_pieces(save_folder, manifest, as_saved(pieces, manifest, self._layout.model))
+        plan = self._prepared.plan
+        if not plan.saves_frozen:
+            self._shard.load_frozen(self._prepared.source.base_weights(), plan.num_shard_threads)
+        self._take_spare_memory()
+
+    def run(self, abandoned: SaveAttempt) -> None:
+        """Serves updates after those that the words say are done, until `stop`, and gives everything up then. Raises
+        what went wrong in one.
+
+        `abandoned`: no update waits for this or an earlier save.
+        """
+        self._gate.abandon(abandoned)
+        plan = self._prepared.plan
+        loop = ShardLoop(
+            self._shard,
+            self._words,
+            torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8),
+            plan.wire_dtype,
+            plan.layer_order,
+            self._gate,
+            traced_updates(traced_steps(self._prepared.config.log.trace)),
+            self._note_work,
+            plan.stored_layers,
+        )
+        loop.start()
+        try:
+            loop.join(timeout_s=None)
+        finally:
+            self.close()
+
+    def work(self) -> ShardWork:
+        """What this process has done up to the newest update."""
+        return replace(self._work, busy=self._disk.busy)
+
+    def _note_work(self, update: int) -> None:
+        self._work = self._work_until(update)
+
+    def _work_until(self, update: int) -> ShardWork:
+        handle = self._holder.handles.get(spill_file(self._index))
+        on_disk = taken_bytes(handle.fd) if handle else 0
+        return ShardWork(os.getpid(), update, self._shard.update_s, self._disk.moved, spill_bytes=on_disk)
+
+    def spans(self, last: int) -> RecordedSpans:
+        """Those of the traced updates, once update `last` is done; what there is where the shards stop before."""
+        timeout_s = self._prepared.plan.update_deadline_s
+        with suppress(MegatrainError):
+            for layer in self._prepared.plan.layer_order:
+                self._words.wait_shard_generation(self._index, layer, last, timeout_s)
+        return self._shard.spans.take()
+
+    def stop(self) -> None:
+        self._words.stop()
+
+    def close(self) -> None:
+        """Gives everything up, where nothing is served any more. Idempotent."""
+        self._shard.close()
+        self._holder.close()
+        self._spare.close()
+
+    def _take_state_memory(self) -> None:
+        """With all threads. Not before: while the state is taken and filled the GPU worker builds its engine."""
+        self._arenas[state_arena(self._index)].populate(self._prepared.plan.num_shard_threads)
+
+    def _take_spare_memory(self) -> None:
+        """While the engine starts: the copies of the first save would else wait for pages. In a daemon, since a process
+        that is to end must not wait for it."""
+        self._copy_bytes_per_s = measure_copy(self._shard, self._spare)
+        threading.Thread(target=self._spare.populate, name="spare memory", daemon=True).start()
+
+    def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
+        """Writes this shard's part of the save of a step, each layer when it has had that step's update."""
+        return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self._shard.spans)
+
+    def abandon_save(self, attempt: SaveAttempt) -> None:
+        """Updates do not wait for this save any more."""
+        self._gate.abandon(attempt)

@@ -1,0 +1,227 @@
+"""`megatrain refit`: rates that a run measured, in the place of those that its plan was made with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain_ray.accounting.measured_file import read_comparisons, write_comparison
+from megatrain_ray.accounting.prediction_check import Comparison, compare
+from megatrain_ray.commands.refit import Refitted, refit, refitted
+from megatrain_ray.engine.device.hardware_profile import HardwareProfile
+from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.virtual_clock import SUM_OVER_GPUS
+from tests.support.planned_steps import PROFILE, measured, planned, predicted, with_more_on_disk
+from tests.support.settings import config
+
+TWICE = 2.0
+
+
+def compared(plan: Plan, profile: HardwareProfile) -> Comparison:
+    found = compare(plan, *measured(plan, profile))
+    assert found is not None
+    return found
+
+
+def refit_of(plan: Plan, found: Comparison) -> Refitted:
+    assert plan.prediction is not None
+    return refitted(plan.prediction, found, plan.update_order, lambda profile: predicted(plan, profile))
+
+
+WRONG = {
+    "AdamW": replace(PROFILE, adamw_per_s=TWICE * PROFILE.adamw_per_s),
+    "disk": replace(PROFILE, disk_bytes_per_s=TWICE * 2e9),
+    "compute": replace(
+        PROFILE,
+        matmul={p: tuple(replace(x, per_s=TWICE * x.per_s) for x in curve) for p, curve in PROFILE.matmul.items()},
+        attention=tuple(replace(x, per_s=TWICE * x.per_s) for x in PROFILE.attention),
+        device_bytes_per_s=TWICE * PROFILE.device_bytes_per_s,
+        launch_s=PROFILE.launch_s / TWICE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rate_is_found_and_the_next_plan_predicts_the_run(name: str) -> None:
+    """What was right stays, and the plan that is made next says what the machine takes for it."""
+    spilled = name == "disk"
+    plan = planned(WRONG[name], spilled=spilled)
+    found = compared(plan, PROFILE)
+    assert abs(found.step.error) > 0.1
+    done = refit_of(plan, found)
+    for mine, true in ((done.profile.adamw_per_s, 1e9), (done.profile.device_bytes_per_s, 4e12)):
+        assert mine == pytest.approx(true, rel=0.01)
+    assert predicted(plan, done.profile).step_s == pytest.approx(found.step.measured, rel=0.01)
+    again = planned(done.profile, spilled=spilled)
+    assert again.prediction is not None
+    assert again.prediction.step_s == pytest.approx(predicted(again, PROFILE).step_s, rel=0.1)
+    if spilled:
+        assert done.profile.disk_bytes_per_s == pytest.approx(2e9, rel=0.01)
+        assert any(line.startswith("disk          4 → 2 GB/s") for line in done.report)
+
+
+@pytest.mark.parametrize("link_is_faster", [False, True])
+def test_sums_over_gpus_are_left_to_the_link(link_is_faster: bool) -> None:
+    """They are taken off both sides. Where the plan predicted more for them than all compute took, nothing is known of
+    products, and their rates stay."""
+    link = replace(PROFILE, gpu_link_bytes_per_s=1e9)
+    wrong = replace(WRONG["compute"], gpu_link_bytes_per_s=1e9)
+    plan = planned(wrong, num_gpus=2)
+    assert plan.prediction is not None
+    sums_s = plan.prediction.compute_s[SUM_OVER_GPUS]
+    found = compared(plan, replace(link, gpu_link_bytes_per_s=1e12) if link_is_faster else link)
+    done = refit_of(plan, found)
+    term = found.term("compute")
+    assert term is not None
+    assert link_is_faster == (term.measured < sums_s)
+    assert done.profile.gpu_link_bytes_per_s == 1e9
+    assert done.profile.device_bytes_per_s == pytest.approx(
+        wrong.device_bytes_per_s if link_is_faster else 4e12, rel=0.01
+    )
+    assert any(line.startswith("compute       not timed: ") for line in done.report) == link_is_faster
+    if not link_is_faster:
+        assert predicted(plan, done.profile).step_s == pytest.approx(found.step.measured, rel=0.01)
+
+
+@pytest.mark.parametrize("direct", [None, 3e9])
+def test_a_disk_with_several_rates_keeps_their_proportion(direct: float | None) -> None:
+    """That of what is packed, of what is not, and of activations that pass straight to a GPU."""
+    right = replace(PROFILE, disk_bytes_per_s=2e9, disk_plain_bytes_per_s=1e9, disk_direct_bytes_per_s=direct)
+    twice = direct and 2 * direct
+    wrong = replace(PROFILE, disk_bytes_per_s=4e9, disk_plain_bytes_per_s=2e9, disk_direct_bytes_per_s=twice)
+    plan = with_more_on_disk(planned(wrong, spilled=True), wrong)
+    assert plan.prediction and plan.prediction.profile == wrong
+    moved = plan.num_sweeps * sum(plan.disk_activations)
+    assert plan.prediction.disk_s > (moved + plan.written_bytes) / 4e9
+    done = refit_of(plan, compared(plan, right))
+    assert done.profile.disk_bytes_per_s == pytest.approx(2e9)
+    assert done.profile.disk_plain_bytes_per_s == pytest.approx(1e9)
+    assert done.profile.disk_direct_bytes_per_s == (direct and pytest.approx(direct))
+    assert any(line.startswith("disk          4 → 2 GB/s") for line in done.report)
+
+
+def test_the_rate_beside_copies_is_that_of_updates_without_clipping() -> None:
+    wrong = replace(PROFILE, adamw_busy_per_s=TWICE * PROFILE.adamw_busy_per_s)
+    plan = planned(wrong)
+    done = refitted(plan.prediction, compared(plan, PROFILE), UpdateOrder.BACKWARD, lambda p: predicted(plan, p))  # type: ignore[arg-type]
+    assert done.profile.adamw_per_s == wrong.adamw_per_s
+    assert done.profile.adamw_busy_per_s == pytest.approx(wrong.adamw_busy_per_s)  # these updates were as predicted
+
+
+def test_copies_are_told_from_waits_for_them_alone() -> None:
+    slow = replace(PROFILE, both_bytes_per_s=PROFILE.both_bytes_per_s / 20)
+    plan = planned(PROFILE)
+    done = refit_of(plan, compared(plan, slow))
+    assert done.profile.both_bytes_per_s == pytest.approx(slow.both_bytes_per_s, rel=0.05)
+    assert any(line.startswith("copies        × 0.05") for line in done.report)
+    hidden = refit_of(plan, compared(plan, PROFILE))
+    assert hidden.profile.both_bytes_per_s == PROFILE.both_bytes_per_s
+    assert "copies        not timed: computing hid them" in hidden.report
+
+
+def test_waits_for_uploads_that_others_complete_are_no_rate_of_copies() -> None:
+    slow, plan = replace(PROFILE, both_bytes_per_s=PROFILE.both_bytes_per_s / 20), planned(PROFILE)
+    found = compared(plan, slow)
+    done = refitted(plan.prediction, found, plan.update_order, lambda p: predicted(plan, p), gathered=True)  # type: ignore[arg-type]
+    assert done.profile.both_bytes_per_s == PROFILE.both_bytes_per_s
+    assert "copies        not timed: uploads and all-gathers are waited for together" in done.report
+
+
+@pytest.mark.parametrize(("optimizer", "h2d"), [(0.0, 0.1), (1.0, 1000.0)], ids=["too short", "too long"])
+def test_a_step_that_no_rate_of_copies_explains_leaves_it(optimizer: float, h2d: float) -> None:
+    """Updates held the run up less than they take; or copies did longer than all that there are could."""
+    slow = replace(PROFILE, adamw_per_s=0.15e9)
+    plan = planned(slow)
+    (first, *usual), work = measured(plan, slow)
+    waits = {**usual[0]["exposed_s"], "h2d": h2d * usual[0]["step_s"]}
+    waits["optimizer"] *= optimizer
+    longer_s = sum(waits.values()) - sum(usual[0]["exposed_s"].values())
+    rows = [{**row, "exposed_s": waits, "step_s": row["step_s"] + longer_s} for row in usual]
+    found = compare(plan, [first, *rows], work)
+    assert found is not None
+    done = refit_of(plan, found)
+    assert done.profile.both_bytes_per_s == slow.both_bytes_per_s
+    assert any(line.startswith("copies        not timed: with no rate") for line in done.report)
+
+
+def test_updates_that_nobody_timed_keep_their_rate() -> None:
+    plan = planned(PROFILE)
+    found = compare(plan, measured(plan, PROFILE)[0])
+    assert found is not None
+    done = refit_of(plan, found)
+    assert done.profile.adamw_per_s == PROFILE.adamw_per_s
+    assert any("AdamW         not timed" in line for line in done.report)
+
+
+def made(folder: Path, plan: Plan, found: Comparison | None) -> Path:
+    """A run directory that holds no more than a refit reads."""
+    with RunDir.open(config(run_dir=str(folder))) as run:
+        run.begin(plan.to_json(), 0)
+    if found is not None:
+        write_comparison(folder, found)
+    return folder
+
+
+def test_what_cannot_be_refitted_is_named(tmp_path: Path) -> None:
+    plan = planned(PROFILE)
+    found = compared(plan, PROFILE)
+    short = replace(found, terms=tuple(replace(term, measured=term.measured / 1000) for term in found.terms))
+    old = replace(plan, prediction=plan.prediction and replace(plan.prediction, profile=None))
+    for name, folder_plan, compared_as, message in (
+        ("none", plan, None, "nothing was measured: a start must make 4 steps"),
+        ("other", planned(PROFILE, num_micro_batches=2), found, "no plan has the SHA-256"),
+        ("short", plan, short, "ms, which is mostly Ray and Python"),
+        ("old", old, replace(found, plan_sha256=old.sha256), "does not hold its rates"),
+    ):
+        folder = made(tmp_path / name, folder_plan, compared_as)
+        with pytest.raises(ConfigError, match=message):
+            refit(folder, tmp_path / "profile.json")
+    (tmp_path / "profile.json").write_text("mine")
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        refit(tmp_path / "none", tmp_path / "profile.json")
+    assert (tmp_path / "profile.json").read_text() == "mine"
+
+
+DAMAGE: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
+    "no terms": lambda terms: [],
+    "no step": lambda terms: [term for term in terms if term["kind"] != "step"],
+    "no parts": lambda terms: [term for term in terms if term["kind"] != "part"],
+    "no time": lambda terms: [{**term, "measured": 0.0} for term in terms],
+    "back in time": lambda terms: [{**term, "measured": -term["measured"]} for term in terms],
+    "no number": lambda terms: [{**term, "measured": math.nan} for term in terms],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_what_no_run_measured_is_not_taken_for_it(
+    tmp_path: Path, damage: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> None:
+    plan = planned(PROFILE)
+    folder = made(tmp_path / "run", plan, compared(plan, PROFILE))
+    tree = json.loads((folder / "measured.json").read_text())
+    tree["starts"][0]["terms"] = damage(tree["starts"][0]["terms"])
+    (folder / "measured.json").write_text(json.dumps(tree))
+    assert read_comparisons(folder) == ()
+    with pytest.raises(ConfigError, match=r"measured\.json is damaged or of another version; the next start that"):
+        refit(folder, tmp_path / "profile.json")
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_start_takes_the_place_of_those_that_were_gone_back_over(tmp_path: Path) -> None:
+    found = compared(planned(PROFILE), PROFILE)
+    for first in (1, 5, 9, 5):
+        write_comparison(tmp_path, replace(found, first_step=first, last_step=first + 10))
+    assert [start.first_step for start in read_comparisons(tmp_path)] == [1, 5]
+    tree = json.loads((tmp_path / "measured.json").read_text())
+    assert tree["version"] == 1
+    assert tree["starts"][0]["terms"][0]["name"] == "step"
+    (tmp_path / "measured.json").write_text("{")
+    assert read_comparisons(tmp_path) == ()

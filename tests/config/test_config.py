@@ -1,0 +1,382 @@
+"""What a configuration accepts and refuses; every refusal names the key and what to do."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.values import WeightedPath
+from megatrain_ray.errors import ConfigError
+from tests.support.settings import MISSING, config, settings
+
+ALONE = "goes with one GPU so far, and hardware.num_gpus is 3; leave one of the two out"
+RANDOM_MODEL = {"model__path": MISSING, "model__config": {"hidden_size": 8}}
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**changes)
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_the_table() -> None:
+    assert config().model_dump() == {
+        "model": {"path": "model", "config": None, "seed": 0, "trust_remote_code": False, "attention": "auto"},
+        "data": {
+            "kind": "pretrain",
+            "path": "text.txt",
+            "eval_path": None,
+            "dataset": None,
+            "eval_dataset": None,
+            "chat_format": "auto",
+            "chat_template": None,
+            "chat_template_args": {},
+            "truncation": "turn",
+            "text_field": "text",
+            "bad_records": "error",
+            "tokenizer": None,
+            "seq_len": 8,
+            "packing": True,
+            "shuffle": True,
+            "seed": 0,
+        },
+        "train": {
+            "steps": 4,
+            "batch_size": None,
+            "micro_batch_size": None,
+            "accumulate": None,
+            "lr": 1e-4,
+            "min_lr": 0.0,
+            "schedule": "cosine",
+            "warmup_steps": 0,
+            "weight_decay": 0.1,
+            "trainable": (),
+            "freeze": (),
+            "groups": (),
+            "optimizer": "adamw",
+            "muon": {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"},
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+            "clip": 1.0,
+            "z_loss": 0.0,
+            "label_smoothing": 0.0,
+            "seed": 0,
+            "precision": "bf16",
+            "moments": "fp32",
+            "grad_dtype": "fp32",
+            "deterministic": False,
+        },
+        "hardware": {
+            "device": "auto",
+            "num_gpus": 1,
+            "num_hosts": 1,
+            "all_gather": "auto",
+            "hbm_limit": None,
+            "ram_limit": None,
+            "hbm_layers": None,
+            "num_shards": None,
+            "nodes": (),
+            "profile": "auto",
+            "compile": "auto",
+            "block_parts": "auto",
+            "cuda_graphs": "auto",
+        },
+        "spill": {"path": None, "limit": None, "io": "auto", "compression": "auto"},
+        "run_dir": "run",
+        "resume": True,
+        "save_every": 0,
+        "save_keep": 2,
+        "save_compress": "none",
+        "lora": None,
+        "eval_every": 0,
+        "max_failures": 3,
+        "max_skipped": 10,
+        "log": {"tensorboard": True, "wandb": None, "mlflow": None, "prometheus": True, "trace": None},
+    }
+
+
+def test_a_number_may_be_written_without_a_point_and_a_size_as_text() -> None:
+    written = config(train__lr=1, train__betas=[0, 0.5], hardware__hbm_limit="24GiB", hardware__ram_limit=5)
+    spill = config(spill__path="nvme", spill__limit="200GB").spill
+    assert (written.train.lr, written.train.betas) == (1.0, (0.0, 0.5))
+    assert (written.hardware.hbm_limit, written.hardware.ram_limit) == (24 << 30, 5)
+    assert (spill.path, spill.limit) == ("nvme", 200 * 10**9)
+
+
+def test_it_cannot_be_changed_and_survives_pickling() -> None:
+    whole = config(**RANDOM_MODEL, data__tokenizer="bytes", data__path=["a", "b"])
+    assert pickle.loads(pickle.dumps(whole)) == whole
+    with pytest.raises(ValueError, match="frozen"):
+        whole.train.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__lr": "1e-4"}, "train.lr: expected a number, got '1e-4'"),
+        ({"train__lr": True}, "train.lr: expected a number, got true"),
+        ({"train__lr": float("nan")}, "train.lr: expected a finite number, got nan"),
+        ({"train__steps": 10.0}, "train.steps: expected an integer, got 10.0"),
+        ({"train__steps": MISSING}, "train.steps: required. Updates in total, those before a resume included."),
+        ({"train__betas": [0.9]}, "train.betas.1: required."),
+        ({"train__betas": 0.9}, "train.betas: expected a list, got 0.9"),
+        ({"train__schedule": "cos"}, "train.schedule: expected 'cosine', 'constant' or 'linear', got 'cos'"),
+        ({"data__packing": "yes"}, "data.packing: expected true or false, got 'yes'"),
+        ({"run_dir": 7}, "run_dir: expected text (in quotes where it looks like something else), got 7"),
+        ({"run_dir": ""}, "run_dir: expected a text that is not empty, got ''"),
+        ({"train": None}, "train: expected a mapping, got null"),
+        ({"train": MISSING}, "train: required. The updates: train.steps at least."),
+        ({"model__config": 3}, "model.config: expected a mapping of the model's settings, or the path of a "
+                               "config.json; got 3"),
+        ({"data__path": []}, "data.path: expected a path, a glob, a list of these, or a list of "
+                               "{path, weight}; got []"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_names_key_expected_and_got(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**changes) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train__steps", 0),
+        ("train__batch_size", 0),
+        ("train__accumulate", -1),
+        ("train__lr", 0),
+        ("train__min_lr", -1e-9),
+        ("train__warmup_steps", -1),
+        ("train__weight_decay", -0.1),
+        ("train__betas", [0.9, 1.0]),
+        ("train__eps", 0.0),
+        ("train__clip", 0),
+        ("train__seed", -1),
+        ("data__seq_len", 0),
+        ("hardware__hbm_limit", 0),
+        ("hardware__num_shards", 0),
+        ("spill__limit", 0),
+        ("spill__limit", -1),
+        ("save_every", -1),
+        ("save_keep", 0),
+        ("save_compress", "gzip"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
+    assert refusal(**{key: value}).startswith(key.replace("__", "."))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__stepz": 1}, "train.stepz: unknown key; did you mean train.steps?"),
+        ({"trian": {}}, "trian: unknown key; did you mean train?"),
+        ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
+        ({"train__learning_rate": 1.0}, "train.learning_rate: unknown key; did you mean train.lr?"),
+        ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
+                                "hardware.num_hosts, hardware.all_gather, "
+                                "hardware.hbm_limit, hardware.ram_limit, hardware.hbm_layers, hardware.num_shards, "
+                                    "hardware.nodes, hardware.profile, hardware.compile, hardware.block_parts, "
+                                    "hardware.cuda_graphs"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_names_the_nearest(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**changes) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hardware__cuda_graphs": True}, f"hardware.cuda_graphs: true {ALONE}"),
+        (
+            {"train__batch_size": 4},
+            "train.batch_size: 4 sequences cannot be divided among hardware.num_gpus: 3; set a multiple of 3",
+        ),
+        (
+            {"train__batch_size": 4, "train__micro_batch_size": 2},
+            "train.batch_size: 4 disagrees with micro_batch_size × accumulate × num_gpus = 2 × 1 × 3 = 6 "
+            "(each 1 when unset); set train.batch_size: 6",
+        ),
+    ],
+)
+def test_what_several_gpus_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    assert refusal(hardware__num_gpus=3, **changes) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hardware__num_gpus": 3},
+            "hardware.num_gpus: 3, of all hosts together, cannot be divided among hardware.num_hosts: 2; set a "
+            "multiple of 2",
+        ),
+        (
+            {"hardware__num_gpus": 1},
+            "hardware.num_gpus: 1, of all hosts together, cannot be divided among hardware.num_hosts: 2; set a "
+            "multiple of 2",
+        ),
+        (
+            {"hardware__num_gpus": 2, "train__optimizer": "muon"},
+            "train.optimizer: muon goes with one host so far, since a matrix would be divided among several, and "
+            "hardware.num_hosts is 2; leave one of the two out",
+        ),
+        (
+            {"hardware__num_gpus": 2, "run_dir": "/runs/a", "spill__path": "spill"},
+            "spill.path: spill is relative, and other hosts have other working directories; give an absolute path",
+        ),
+        (
+            {"hardware__num_gpus": 2, "run_dir": "runs/a"},
+            "run_dir: runs/a is relative, and other hosts have other working directories; give an absolute path",
+        ),
+    ],
+)
+def test_what_several_hosts_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**{"hardware__num_hosts": 2, "run_dir": "/runs/a"} | changes) == message
+
+
+def test_an_all_gather_takes_several_gpus_and_several_hosts_take_it() -> None:
+    hosts = {"hardware__num_hosts": 2, "hardware__num_gpus": 2, "run_dir": "/runs/a"}
+    assert refusal(hardware__all_gather=True) == (
+        "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
+    )
+    assert refusal(hardware__all_gather=False, **hosts) == (
+        "hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: 2 has a part; "
+        "leave it out"
+    )
+    assert config(hardware__all_gather=False).hardware.all_gather is False
+    assert config(hardware__all_gather=False, hardware__num_gpus=2).hardware.all_gather is False
+    assert config(hardware__all_gather=True, **hosts).hardware.all_gather is True
+
+
+def test_several_gpus_share_a_batch() -> None:
+    assert config(hardware__num_gpus=3).resolve().train.batch_size == 3, "one sequence each where nothing is said"
+    asked = config(train__batch_size=12, hardware__num_gpus=3)
+    earlier = asked.resolve().with_split(2, 2)
+    assert asked.resolve(earlier).split() == (2, 2)
+    of_two = config(train__batch_size=12, hardware__num_gpus=2).resolve(earlier)
+    assert of_two.train.split_is_free, "the plan chooses again"
+    assert of_two.train.batch_size == 12
+
+
+def test_an_evaluation_needs_held_out_data_and_may_be_switched_off_with_them() -> None:
+    message = "data.eval_path is required with eval_every: 5: held-out files, given as data.path is"
+    assert refusal(eval_every=5) == message
+    assert refusal(eval_every=-1).startswith("eval_every: ")
+    assert refusal(data__eval_path=[]).startswith("data.eval_path: expected a path, a glob, ")
+    assert refusal(data__eval_dataset="x").startswith("data.eval_dataset: goes with data.kind: sft")
+    assert config(data__eval_path="held", eval_every=0).data.held_out is not None
+    weighted = config(data__eval_path=[{"path": "a", "weight": 2}], eval_every=5, data__dataset=None).data.held_out
+    assert weighted is not None
+    assert (weighted.path, weighted.seq_len, weighted.held_out) == ((WeightedPath(path="a", weight=2),), 8, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([{"path": "a"}], "expected {path: a path or a glob, weight: a number}, got {'path': 'a'}"),
+        ([{"path": "a", "weight": True}], "expected {path: a path or a glob, weight: a number}, got {'path': 'a', "),
+        ([{"path": "a", "weight": 1, "share": 2}], "expected {path: a path or a glob, weight: a number}, got {"),
+        ([{"path": "a", "weight": 0}], "the weight of a is 0; expected a number more than 0"),
+        ([{"path": "a", "weight": float("inf")}], "the weight of a is inf; expected a number more than 0"),
+        (["a", {"path": "b", "weight": 1}], "some sources have a weight and some none"),
+        ({"path": "a", "weight": 1}, "expected a path, a glob, a list of these, or a list of {path, weight}; got {"),
+    ],
+)
+def test_weighted_sources_that_are_none(path: Any, message: str) -> None:
+    assert refusal(data__path=path).startswith(f"data.path: {message}")
+
+
+def test_all_problems_come_in_one_message() -> None:
+    assert refusal(train__lr="x", train__stepz=1, hardware__device="tpu").splitlines() == [
+        "train.lr: expected a number, got 'x'",
+        "train.stepz: unknown key; did you mean train.steps?",
+        "hardware.device: expected 'auto', 'cpu' or 'cuda', got 'tpu'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__config": "shape.json"}, "model.path and model.config are both set: keep path"),
+        ({"model__path": MISSING}, "model.path or model.config is required"),
+        (RANDOM_MODEL, "data.tokenizer is required with model.config"),
+        ({"train__min_lr": 1.0}, "train.min_lr: 1.0 is more than train.lr: 0.0001"),
+        (
+            {"train__warmup_steps": 5},
+            "train.warmup_steps: 5 is more than train.steps: 4; set train.warmup_steps "
+            "to 4 or fewer, or train.steps to 5 or more",
+        ),
+        ({"spill__limit": "200GB"}, "spill.path is required with spill.limit: 200000000000: a folder on"),
+        ({"log__trace": [3, 2]}, "log.trace: [3, 2]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
+        ({"log__trace": [3, 5]}, "log.trace: [3, 5]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
+        ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft, and data.kind is pretrain; leave the key"),
+        ({"data__chat_template_args": {"a": 1}}, "data.chat_template_args: goes with data.kind: sft"),
+        ({"data__kind": "sft", "data__text_field": "body"}, "data.text_field: goes with data.kind: pretrain, and"),
+    ],
+)
+def test_settings_that_disagree(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**{"model": {"path": "model"}, **changes}).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch_size", "accumulate", "split"),
+    [
+        (None, None, None, (1, 1)),
+        (6, None, None, (1, 6)),
+        (None, 3, None, (3, 1)),
+        (None, None, 5, (1, 5)),
+        (None, 3, 5, (3, 5)),
+        (15, 3, 5, (3, 5)),
+    ],
+)
+def test_the_split_of_a_step(
+    batch_size: int | None, micro_batch_size: int | None, accumulate: int | None, split: tuple[int, int]
+) -> None:
+    asked = config(train__batch_size=batch_size, train__micro_batch_size=micro_batch_size, train__accumulate=accumulate)
+    assert asked.split() == split
+    train = asked.resolve().train
+    left_open = (None, None) if batch_size == 6 else split
+    assert (train.batch_size, train.micro_batch_size, train.accumulate) == (split[0] * split[1], *left_open)
+    assert asked.with_split(3, 5).split() == (3, 5)
+    TrainConfig.model_validate(asked.resolve().model_dump())
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"train__micro_batch_size": 2}, "train.accumulate: 4"),
+        ({"train__accumulate": 4}, "train.micro_batch_size: 2"),
+        ({"train__micro_batch_size": 3}, "train.batch_size: 3"),
+        ({"train__micro_batch_size": 2, "train__accumulate": 2}, "train.batch_size: 4"),
+    ],
+)
+def test_batch_sizes_that_disagree_say_what_to_set(changes: dict[str, Any], remedy: str) -> None:
+    assert refusal(train__batch_size=8, **changes).endswith(f"set {remedy}")
+
+
+def test_the_tokenizer_is_the_models_own_unless_set() -> None:
+    assert config().resolve().data.tokenizer == "model"
+    assert config(data__tokenizer="bytes").resolve().data.tokenizer == "bytes"
+
+
+def test_a_resume_keeps_a_split_that_is_left_open() -> None:
+    earlier = config(train__micro_batch_size=2, train__accumulate=3).resolve()
+    assert config(train__batch_size=6).resolve(earlier).split() == (2, 3)
+    assert config(train__batch_size=4).resolve(earlier).split() == (1, 4)
+    assert config(train__micro_batch_size=3, train__accumulate=2).resolve(earlier).split() == (3, 2)
+
+
+def test_keys_of_chats() -> None:
+    data = {"data__kind": "sft", "data__dataset": ["a", "b"], "data__chat_template_args": {"enable_thinking": False}}
+    assert config(**data, data__text_field="text").data.dataset == ("a", "b")
+    assert config(**data | {"data__dataset": "a"}).data.chat_template_args == {"enable_thinking": False}
+    assert refusal(**data, data__chat_format="parquet").startswith("data.chat_format: expected 'auto', 'alpaca'")
+    assert refusal(**data | {"data__dataset": [1]}) == "data.dataset: expected a name or a list of names, got [1]"
+
+
+def test_it_may_be_built_from_its_groups() -> None:
+    whole = config()
+    assert TrainConfig(model=whole.model, data=whole.data, train=whole.train, run_dir="run") == whole
+    assert settings()["run_dir"] == whole.run_dir

@@ -1,0 +1,200 @@
+"""YAML in, YAML out, overrides, and what a resume may not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import dump_config, load_config, resume_diff
+from megatrain_ray.errors import ConfigError
+from tests.support.settings import MISSING, config, settings
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings()))
+    return path
+
+
+def load_text(tmp_path: Path, text: str) -> TrainConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(path)
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-4", 1e-4), ("1E+2", 100.0), ("2.e1", 20.0), (".5e0", 0.5), ("3", 3.0), ("0.1", 0.1)]
+)
+def test_numbers_are_those_of_yaml_1_2(file: Path, text: str, value: float) -> None:
+    assert load_config(file, [f"train.lr={text}"]).train.lr == value
+    text_in_file = file.read_text().replace("train:\n", f"train:\n  lr: {text}\n")
+    assert load_text(file.parent, text_in_file).train.lr == value
+
+
+def test_overrides_are_yaml_and_win_in_order(file: Path) -> None:
+    overrides = ["train.betas=[0.8, 0.9]", "train.clip=null", "hardware.ram_limit=1GiB", "run_dir=a=b"]
+    changed = load_config(file, [*overrides, "train.lr=1", "train.lr=2"])
+    assert (changed.train.betas, changed.train.clip, changed.train.lr) == ((0.8, 0.9), None, 2.0)
+    assert (changed.hardware.ram_limit, changed.run_dir) == (1 << 30, "a=b")
+
+
+def test_an_override_reaches_into_the_models_own_settings(file: Path) -> None:
+    changed = load_config(file, ["model.path=null", "model.config={a: 1}", "model.config.b=2", "data.tokenizer=bytes"])
+    assert changed.model.config == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr", "override 'train.lr': expected key=value, as in train.lr=1e-4"),
+        ("train..lr=1", "override 'train..lr=1': expected key=value, as in train.lr=1e-4"),
+        ("run_dir.x=1", "override 'run_dir.x=1': run_dir is run, expected a mapping to set a key in"),
+        ("train.lr=[1", "override 'train.lr=[1', line 1, column 3: broken YAML: expected ',' or ']', but got "
+                        "'<stream end>'"),
+    ],
+)  # fmt: skip
+def test_a_broken_override_is_named(file: Path, override: str, message: str) -> None:
+    assert refusal(file, override) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        ({}, ["train.stepz=1"], "override 'train.stepz=1': train.stepz: unknown key; did you mean train.steps?"),
+        ({}, ["train.lr=1", "train.lr=x"], "override 'train.lr=x': train.lr: expected a number, got 'x'"),
+        ({}, ["data={seq_len: 8}"], "override 'data={seq_len: 8}': data.path: required."),
+        ({"model__path": MISSING}, ["model.path.x=1"], "override 'model.path.x=1': model.path: expected text"),
+        ({"train__warmup_steps": 4}, ["train.steps=3"], "override 'train.steps=3': train.warmup_steps: 4 is more than"),
+        ({"train__min_lr": 1.0}, ["train.steps=3"], "FILE: train.min_lr: 1.0 is more than train.lr"),
+        ({"train__stepz": 1}, ["train.steps=3"], "FILE: train.stepz: unknown key; did you mean train.steps?"),
+        ({"train__stepz": 1}, [], "FILE: train.stepz: unknown key"),
+        ({"train__batch_size": 8}, ["train.micro_batch_size=3"],
+         "FILE with train.micro_batch_size=3: train.batch_size: 8 disagrees with micro_batch_size"),
+        ({}, ["train.lr=x", "seed=1"], "override 'train.lr=x':\ntrain.lr: expected a number, got 'x'\n"
+                                       "override 'seed=1':\nseed: unknown key"),
+        ({"a": 1, "b": 1}, ["c=1"], "FILE:\na: unknown key"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_name_the_file_or_the_override(
+    tmp_path: Path, changes: dict[str, Any], overrides: list[str], message: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings(**changes)))
+    assert refusal(file, *overrides).startswith(message.replace("FILE", str(file)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"train:\n  steps: [1\nrun_dir: x\n", "line 3, column 8: broken YAML"),
+        (b"run_dir: a\nrun_dir: b\n", "line 2, column 1: broken YAML: the key 'run_dir' stands twice"),
+        (b"run_dir: !!python/name:os.system x\n", "line 1, column 10: broken YAML: could not determine a constructor"),
+        (b"", "expected a mapping of settings, got nothing"),
+        (b"- 1\n", "expected a mapping of settings, got a list"),
+        (b"run_dir: \xff\n", "is not UTF-8"),
+        (b"run_dir: \x00\n", "broken YAML"),
+        (b"run_dir: 2026-02-31\n", "broken YAML"),
+    ],
+)
+def test_a_broken_file_is_one_message_with_its_place(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    assert refusal(path).startswith(str(path))
+    assert message in refusal(path)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    assert f"cannot read the configuration {tmp_path / 'none.yaml'}: No such file" in refusal(tmp_path / "none.yaml")
+    assert "Is a directory" in refusal(tmp_path)
+
+
+def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
+    awkward = config(
+        run_dir="1e-4",
+        train__lr=0.1 + 0.2,
+        train__eps=1e-8,
+        train__clip=None,
+        hardware__ram_limit="1.5GiB",
+        data__path=[{"path": "ä b.txt", "weight": 1}, {"path": "true", "weight": 0.7}],
+        data__tokenizer="bytes",
+        model__path=MISSING,
+        model__config={"id2label": {0: "x"}, "rope": None, "sizes": [1, 2.5]},
+        log__trace=[1, 2],
+    )
+    text = dump_config(awkward)
+    assert load_text(tmp_path, text) == awkward
+    assert dump_config(load_text(tmp_path, text)) == text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__steps": 9},
+        {"run_dir": "elsewhere"},
+        {"resume": False},
+        {"save_every": None},
+        {"save_keep": 5},
+        {"save_compress": "zstd"},
+        {"eval_every": 7, "data__eval_path": ["held", "out"]},
+        {"hardware": {"device": "cpu", "hbm_limit": 1, "ram_limit": 2, "num_shards": 3}},
+        {"spill": {"path": "nvme", "limit": 5}},
+        {"log": {"trace": [1, 2]}},
+    ],
+)
+def test_a_resume_may_change(changes: dict[str, Any]) -> None:
+    assert resume_diff(config(), config(**changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "diff"),
+    [
+        ({"train__lr": 0.002}, ["train.lr: 0.0001 -> 0.002"]),
+        ({"train__clip": None}, ["train.clip: 1.0 -> null"]),
+        ({"train__betas": [0.9, 0.99]}, ["train.betas: [0.9, 0.95] -> [0.9, 0.99]"]),
+        ({"train__warmup_steps": 1, "data__seed": 1}, ["data.seed: 0 -> 1", "train.warmup_steps: 0 -> 1"]),
+        ({"data__path": ["a", "b"]}, ["data.path: text.txt -> [a, b]"]),
+        ({"train__batch_size": 2}, ["train.batch_size: 1 -> 2"]),
+        ({"train__accumulate": 2}, ["train.batch_size: 1 -> 2", "train.accumulate: 1 -> 2"]),
+    ],
+)
+def test_a_resume_may_not_change(changes: dict[str, Any], diff: list[str]) -> None:
+    assert resume_diff(config(), config(**changes)) == diff
+
+
+def test_the_models_own_settings_are_compared_one_by_one() -> None:
+    def of(**shape: Any) -> TrainConfig:
+        return config(model__path=MISSING, model__config=shape, data__tokenizer="bytes")
+
+    assert resume_diff(of(a=1, b=[2]), of(b=[3], c=4)) == [
+        "model.config.a: 1 -> null",
+        "model.config.b: [2] -> [3]",
+        "model.config.c: null -> 4",
+    ]
+
+
+def test_a_resume_compares_what_was_filled_in() -> None:
+    earlier = config(train__micro_batch_size=2, train__accumulate=3).resolve()
+    assert resume_diff(earlier, config(train__batch_size=6)) == []
+    assert resume_diff(earlier, config(train__micro_batch_size=3, train__accumulate=2)) == [
+        "train.micro_batch_size: 2 -> 3",
+        "train.accumulate: 3 -> 2",
+    ]
+
+
+def test_a_resume_on_another_number_of_gpus_may_split_the_same_batch_otherwise() -> None:
+    earlier = config(train__micro_batch_size=2, train__accumulate=2, hardware__num_gpus=3).resolve()
+    assert resume_diff(earlier, config(train__micro_batch_size=4, train__accumulate=3)) == []
+    assert resume_diff(earlier, config(train__batch_size=12, hardware__num_gpus=2)) == []
+    with_another_batch = config(train__micro_batch_size=2, train__accumulate=2, hardware__num_gpus=2)
+    assert resume_diff(earlier, with_another_batch) == ["train.batch_size: 12 -> 8"]

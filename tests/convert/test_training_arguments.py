@@ -1,0 +1,129 @@
+"""A Trainer that is given TrainingArguments: the same table as convert-config, fields that say something alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+from megatrain_ray import Trainer
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.convert.llama_factory import LLAMA_FACTORY
+from megatrain_ray.convert.training_arguments import _table
+from megatrain_ray.errors import ConfigError
+
+pytest.importorskip("accelerate")  # which TrainingArguments asks for
+
+RECORDS = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 10
+
+
+def arguments(folder: Path, **fields: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(folder / "run"), use_cpu=True, **fields)
+
+
+def config_of(args: TrainingArguments, settings: dict[str, Any] | None = None, **objects: Any) -> TrainConfig:
+    tree = {"data": {"seq_len": 16}, **(settings or {})}
+    return Trainer(tree, model="model", args=args, **{"train_dataset": RECORDS} | objects).config
+
+
+def test_a_script_for_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """10 records, 4 an update: 2.5 updates an epoch, 7.5 in all."""
+    args = arguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=3, learning_rate=1e-5,
+        bf16=True, logging_steps=5, lr_scheduler_type="cosine", warmup_steps=2, save_strategy="epoch",
+        eval_strategy="epoch", data_seed=7, save_total_limit=1,
+    )  # fmt: skip
+    config = config_of(args, eval_dataset=RECORDS[:2])
+    expected = {
+        "model": {"path": "model"},
+        "data": {
+            "kind": "tokens", "path": f"{tmp_path}/run/inputs/train.jsonl",
+            "eval_path": f"{tmp_path}/run/inputs/eval.jsonl", "seq_len": 16, "packing": False, "seed": 7,
+        },
+        "train": {
+            "steps": 8, "micro_batch_size": 2, "accumulate": 2, "lr": 1e-5, "schedule": "cosine", "warmup_steps": 2,
+            "weight_decay": 0.0, "betas": [0.9, 0.999], "precision": "bf16", "seed": 42,
+        },
+        "hardware": {"device": "cpu"}, "run_dir": f"{tmp_path}/run", "save_every": 3, "save_keep": 1, "eval_every": 3,
+    }  # fmt: skip
+    assert config == TrainConfig.model_validate(expected)
+    told = capsys.readouterr().err
+    assert told.startswith("args: without a meaning here:\n")
+    assert "  logging_steps: metrics.jsonl and TensorBoard" in told
+
+
+def test_fields_that_say_nothing_are_not_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(arguments(tmp_path))
+    assert (config.train.steps, config.train.micro_batch_size, config.train.precision) == (4, 8, "fp32")
+    assert (config.save_every, config.eval_every) == (500, 0)
+    told = capsys.readouterr().err.splitlines()
+    assert {line.strip().partition(":")[0] for line in told} <= {"args", "logging_dir"}  # the latter has the time in it
+
+
+def test_settings_count_before_arguments(tmp_path: Path) -> None:
+    args = arguments(tmp_path, per_device_train_batch_size=2, learning_rate=1e-5, seed=3)
+    settings = {
+        "train": {"batch_size": 5, "lr": 2e-5, "steps": 9},
+        "data": {"seq_len": 8, "packing": True},
+        "run_dir": str(tmp_path / "other"),
+        "save_every": None,
+    }
+    config = config_of(args, settings)
+    assert (config.train.batch_size, config.train.micro_batch_size, config.train.accumulate) == (5, None, None)
+    assert (config.train.lr, config.train.steps, config.train.seed) == (2e-5, 9, 3)
+    assert (config.data.packing, config.run_dir, config.save_every) == (True, str(tmp_path / "other"), None)
+
+
+def test_epochs_need_rows_that_can_be_counted(tmp_path: Path) -> None:
+    args = arguments(tmp_path, num_train_epochs=1)
+    for settings, dataset in (
+        ({"data": {"seq_len": 8, "packing": True}}, RECORDS),
+        ({}, str(tmp_path / "t.jsonl")),
+        ({"data": {"seq_len": 8, "tokenizer": "bytes"}}, [{"text": "a"}]),
+    ):
+        with pytest.raises(ConfigError, match=r"args: epochs cannot be made steps, .*give max_steps"):
+            config_of(args, settings, train_dataset=dataset)
+        steps = arguments(tmp_path, max_steps=7)
+        assert config_of(steps, settings, train_dataset=dataset).train.steps == 7
+
+
+def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path, optim="adafactor", neftune_noise_alpha=5.0, max_steps=1)
+    with pytest.raises(ConfigError) as caught:
+        config_of(args)
+    assert str(caught.value).splitlines() == [
+        "args: cannot be honoured; leave out, or set otherwise:",
+        "  neftune_noise_alpha: no noise is added to embeddings",
+        "  optim: adafactor: the optimizer is AdamW; for Muon set train.optimizer: muon",
+    ]
+
+
+def test_a_tokenizer_may_be_called_processing_class(tmp_path: Path) -> None:
+    trainer = Trainer(
+        {"data": {"seq_len": 8}},
+        model="model",
+        args=arguments(tmp_path, max_steps=1),
+        train_dataset=[{"text": "a"}],
+        processing_class="bytes",
+    )
+    assert trainer.config.data.tokenizer == "bytes"
+
+
+def test_a_whole_config_takes_no_arguments(tmp_path: Path) -> None:
+    config = config_of(arguments(tmp_path))
+    with pytest.raises(ConfigError, match="give the settings as a mapping"):
+        Trainer(config, args=arguments(tmp_path))
+
+
+def test_every_field_is_known() -> None:
+    """Of the version of Transformers that is installed."""
+    from fnmatch import fnmatchcase
+
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    table = _table(fields)
+    known = [*table.sets, *table.otherwise, *table.meaningless, *table.refused]
+    assert [name for name in sorted(fields) if not any(fnmatchcase(name, key) for key in known)] == []
+    assert LLAMA_FACTORY.sets.keys() & fields <= table.sets.keys()

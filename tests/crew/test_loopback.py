@@ -1,0 +1,51 @@
+"""A run's own Ray listens to this machine only."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+import pytest
+import ray
+from ray._private import ray_constants, services
+
+from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
+
+
+def listening() -> dict[str, str]:
+    """Address and port: the process of the family that listens there."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return {
+        f"{end.laddr.ip} {end.laddr.port}": process.name()
+        for process in family
+        for end in process.net_connections()
+        if end.status == psutil.CONN_LISTEN
+    }
+
+
+def test_nothing_listens_elsewhere(ray_address: str) -> None:
+    found = listening()
+    assert {"gcs_server", "raylet"} <= set(found.values())
+    addresses = {ipaddress.ip_address(at.split()[0].removeprefix("::ffff:")) for at in found}
+    assert all(address.is_loopback for address in addresses), found
+    assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
+
+
+def test_a_cluster_elsewhere_is_looked_for_as_ray_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One on all addresses has another node's name than 127.0.0.1."""
+    with socket.create_server(("", 0)) as on_all, socket.create_server(("127.0.0.1", 0)) as here:
+        monkeypatch.setattr(services, "get_node_ip_address", lambda: "127.0.0.2")
+        assert not is_on_loopback("127.0.0.1", on_all.getsockname()[1])
+        assert is_on_loopback("127.0.0.1", here.getsockname()[1])
+        assert is_on_loopback("localhost", here.getsockname()[1])
+        assert not is_on_loopback("127.0.0.2", on_all.getsockname()[1])
+    with pytest.raises(ConnectionRefusedError):
+        is_on_loopback("127.0.0.1", 1)
+
+
+def test_rays_own_setting_comes_back() -> None:
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    with on_loopback():
+        assert not ray_constants.ENABLE_RAY_CLUSTER
+    assert before == ray_constants.ENABLE_RAY_CLUSTER

@@ -1,0 +1,209 @@
+"""Training a model object on a data set object: the same as on files, resumed, and read back."""
+
+from __future__ import annotations
+
+import json
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from megatrain_ray import Trainer
+from megatrain_ray.data.python_objects import Objects
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.tokens.train_bpe import special_tokens, train_bpe, write_tokenizer
+from tests.support.runs import cli_here, config, losses, write_config
+from tests.support.tiny import TEXT, build_tiny
+
+WORDS = TEXT.read_bytes()
+RECORDS = [
+    {"input_ids": list(WORDS[at : at + 40]), "labels": [-100] * 9 + list(WORDS[at + 9 : at + 40])}
+    for at in range(0, 2000, 40)
+]
+
+
+class Items:
+    """A torch Dataset: items and a length, and no end of its own."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Any:
+        record = self._records[index % len(self)]
+        ids = torch.tensor(record["input_ids"])
+        return UserDict({"input_ids": ids, "labels": np.array(record["labels"]), "length": object()})
+
+
+def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
+    tree = config(run_dir, Path("unused"), data__seq_len=32, train__batch_size=2, **changes)
+    del tree["model"], tree["data"]["path"], tree["data"]["tokenizer"]
+    return tree
+
+
+def test_a_run_on_objects_is_that_on_files_and_goes_on(tmp_path: Path, ray_address: str) -> None:
+    """Records with labels, as tensors. The first start stops half-way; the second one, with new objects, goes on."""
+    folder = build_tiny(tmp_path / "model")
+
+    def trainer(steps: int, records: Any) -> Trainer:
+        tree = settings(tmp_path / "run", train__steps=steps, train__schedule="constant")
+        return Trainer(tree, model=LlamaForCausalLM.from_pretrained(folder), train_dataset=records)
+
+    assert trainer(2, Items(RECORDS)).fit().step == 2
+    written = (tmp_path / "run" / "inputs" / "train.jsonl").stat()
+    summary = trainer(4, RECORDS).fit()
+    assert (summary.step, [row["step"] for row in summary.rows]) == (4, [3, 4])
+    assert (tmp_path / "run" / "inputs" / "train.jsonl").stat() == written
+
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    files = settings(tmp_path / "files", train__steps=4, train__schedule="constant") | {"model": {"path": str(folder)}}
+    files["data"] |= {"path": str(tmp_path / "a.jsonl"), "kind": "tokens"}
+    done = cli_here("train", str(write_config(tmp_path / "config.yaml", files)))
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "files")
+
+    exported = summary.export(tmp_path / "out", "fp32")
+    loaded, read = summary.load_model("fp32"), LlamaForCausalLM.from_pretrained(exported)
+    assert type(loaded) is LlamaForCausalLM
+    assert loaded.dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), read.parameters(), strict=True))
+    assert not list((tmp_path / "run").glob(".export-*"))
+
+    with pytest.raises(ConfigError, match=r"record 3 is not that which the run began with .*train\.jsonl"):
+        trainer(5, RECORDS[:2] + RECORDS[3:]).fit()
+
+
+@pytest.mark.parametrize(
+    ("records", "kind", "line"),
+    [
+        ([{"text": "one", "other": object()}], "pretrain", {"text": "one"}),
+        ([{"messages": [{"role": "user", "content": "q"}]}], "sft", {"messages": [{"role": "user", "content": "q"}]}),
+        (Items(RECORDS), "tokens", RECORDS[0]),
+        ([{"input_ids": (1, 2), "text": "x"}], "tokens", {"input_ids": [1, 2]}),
+    ],
+)
+def test_records_are_recognised_and_written_as_files_have_them(
+    tmp_path: Path, records: Any, kind: str, line: Any
+) -> None:
+    trainer = Trainer(settings(tmp_path / "run"), model="model", train_dataset=records, tokenizer="bytes")
+    assert trainer.config.data.kind == kind
+    (tmp_path / "run").mkdir()
+    run = Run(tmp_path / "run", trainer.config)
+    with trainer._objects.written(run):  # type: ignore[arg-type]
+        written = Path(str(trainer.config.data.path))
+        assert json.loads(written.read_text().splitlines()[0]) == line
+    assert not list((tmp_path / "run").iterdir()), "what no run has begun with goes again"
+
+
+class Run:
+    """Of a run directory what objects need."""
+
+    def __init__(self, path: Path, config: Any, *, has_begun: bool = False) -> None:
+        self.path, self.config = path, config
+        self.holds_run = self.has_begun = has_begun
+
+
+def test_the_tokenizer_object_is_the_runs(tmp_path: Path) -> None:
+    """Cutting and padding, which each call of the object may set, do not make it another."""
+    (tmp_path / "own").mkdir()
+    specials = special_tokens([])
+    write_tokenizer(train_bpe(iter(["a b c"]), 300, specials), specials, tmp_path / "own")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "own")
+    objects = Objects(model="m", train_dataset="d", tokenizer=tokenizer)
+    run = Run(tmp_path, objects, has_begun=True)
+    with objects.written(run):  # type: ignore[arg-type]
+        pass
+    assert (tmp_path / "inputs" / "tokenizer" / "tokenizer.json").exists()
+    tokenizer(["a b c", "d"], truncation=True, max_length=2, padding=True)
+    with objects.written(run):  # type: ignore[arg-type]
+        pass
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(ConfigError, match="tokenizer: is another than the run began with"), objects.written(run):  # type: ignore[arg-type]
+        pass
+    assert [path.name for path in (tmp_path / "inputs").iterdir()] == ["tokenizer"]
+
+
+def test_held_out_records_may_change_and_others_may_not(tmp_path: Path) -> None:
+    given = Trainer(settings(tmp_path / "run"), model="m", train_dataset=[{"text": "a"}], tokenizer="bytes").config
+    run = Run(tmp_path, given, has_begun=True)
+    for text in "ab":
+        with Objects(eval_dataset=[{"text": text}]).written(run):  # type: ignore[arg-type]
+            assert (tmp_path / "inputs" / "eval.jsonl").read_text() == json.dumps({"text": text}) + "\n"
+    with Objects(train_dataset=[{"text": "a"}]).written(run):  # type: ignore[arg-type]
+        pass
+    for records in ([{"text": "b"}], [{"text": "a"}, {"text": "b"}], []):
+        longer = Objects(train_dataset=records).written(run)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"record [12] is not that which the run began with"), longer:
+            pass
+    assert (tmp_path / "inputs" / "train.jsonl").read_text() == json.dumps({"text": "a"}) + "\n"
+
+
+def generated() -> Iterator[Any]:
+    yield {"text": "a"}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a generator": ({"train_dataset": generated()}, "train_dataset: a generator can be gone over once only"),
+    "no records": ({"train_dataset": []}, "train_dataset: holds no record"),
+    "texts": ({"train_dataset": ["a"]}, "train_dataset: record 1: expected a mapping, got a str"),
+    "a number": ({"train_dataset": 3}, "train_dataset: expected records or a path, got a int"),
+    "no model": ({"model": torch.nn.Linear(2, 2)}, "model: expected a PreTrainedModel or a path, got a Linear"),
+    "no tokenizer": ({"tokenizer": len}, "tokenizer: expected a PreTrainedTokenizerBase or a path"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_objects_are_refused(tmp_path: Path, name: str) -> None:
+    objects, message = WRONG[name]
+    with pytest.raises(ConfigError) as caught:
+        Trainer(
+            settings(tmp_path / "run"),
+            **{"model": "m", "train_dataset": [{"text": "a"}], "tokenizer": "bytes"} | objects,
+        )
+    assert message in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_setting_and_an_object_for_it_are_refused(tmp_path: Path) -> None:
+    tree = settings(tmp_path / "run")
+    tree["data"]["path"] = "x.jsonl"
+    with pytest.raises(ConfigError, match=r"train_dataset stands for data\.path: give one of them"):
+        Trainer(tree, model="m", train_dataset=RECORDS)
+    with pytest.raises(ConfigError, match="data: expected a mapping, got 3"):
+        Trainer(tree | {"data": 3}, train_dataset=RECORDS)
+    ready = Trainer(settings(tmp_path / "run"), model="m", train_dataset="x.jsonl", tokenizer="bytes").config
+    with pytest.raises(ConfigError, match="with objects give the settings as a mapping"):
+        Trainer(ready, model="m")
+
+
+def test_a_model_object_needs_a_tokenizer_for_texts(tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(build_tiny(tmp_path / "model"))
+    with pytest.raises(ConfigError, match="tokenizer: a model object comes without one"):
+        Trainer(settings(tmp_path / "run"), model=model, train_dataset=[{"text": "a"}])
+
+
+@pytest.mark.parametrize("spoil", [lambda r: r | {"x": object()}, lambda r: r | {"messages": float}])
+def test_what_json_cannot_hold_is_named(tmp_path: Path, spoil: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    records = [{"messages": []}, spoil({"messages": []})]
+    trainer = Trainer(settings(tmp_path / "run"), model="m", train_dataset=records, tokenizer="bytes")
+    (tmp_path / "run").mkdir()
+    written = trainer._objects.written(Run(tmp_path / "run", trainer.config))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="record 2 cannot be written as JSON: it holds a "), written:
+        pass
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_what_a_model_object_has_frozen_is_frozen(tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(build_tiny(tmp_path / "model"))
+    model.model.layers[1].mlp.requires_grad_(False)
+    tree = settings(tmp_path / "run", train__freeze="embed_tokens")
+    names = [rf"^model\.layers\.1\.mlp\.{name}_proj\.weight$" for name in ("gate", "up", "down")]
+    assert Objects(model, RECORDS).fill(tree)["train"]["freeze"] == ["embed_tokens", *names]
+    assert tree["train"]["freeze"] == "embed_tokens", "the settings stay as they are"

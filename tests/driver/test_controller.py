@@ -1,0 +1,162 @@
+"""The run's policy, one tick at a time, and played through against a fake that answers in order."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain_ray.driver.policy import Action, Observation, RunPolicy
+
+
+def seen(
+    submitted: int, completed: int, saved: int = -1, *, interrupted: bool = False, saving: bool = False,
+    missed: bool = False, evaluated: int = -1, evaluating: bool = False, changed: bool = True,
+) -> Observation:  # fmt: skip
+    return Observation(submitted, completed, saved, interrupted, changed, saving, missed, evaluated, evaluating)
+
+
+@pytest.mark.parametrize(
+    ("policy", "observation", "action"),
+    [
+        (RunPolicy(10, 0), seen(0, 0), Action.STEP),
+        (RunPolicy(10, 0), seen(1, 0), Action.STEP),
+        (RunPolicy(10, 0), seen(2, 0), Action.WAIT),
+        (RunPolicy(10, 0), seen(10, 9, saving=True), Action.WAIT),
+        (RunPolicy(10, 0), seen(10, 10, saving=True), Action.WAIT),
+        (RunPolicy(10, 0), seen(10, 10), Action.SAVE),
+        (RunPolicy(10, 0), seen(10, 10, 10), Action.STOP),
+        (RunPolicy(10, None), seen(10, 10), Action.STOP),
+        (RunPolicy(10, 4), seen(4, 3, saving=True), Action.STEP),
+        (RunPolicy(10, 4), seen(7, 6, saving=True), Action.WAIT),
+        (RunPolicy(10, 4), seen(7, 6, 4), Action.STEP),
+        (RunPolicy(10, 4), seen(4, 4, missed=True), Action.STEP),
+        (RunPolicy(10, 0), seen(5, 4, interrupted=True), Action.WAIT),
+        (RunPolicy(10, 0), seen(5, 5, interrupted=True), Action.SAVE),
+        (RunPolicy(10, 0), seen(5, 5, interrupted=True, saving=True), Action.WAIT),
+        (RunPolicy(10, None), seen(5, 5, interrupted=True), Action.STOP),
+        (RunPolicy(10, 0), seen(5, 5, 5, interrupted=True), Action.STOP),
+        (RunPolicy(10, 0), seen(0, 0, interrupted=True), Action.STOP),
+        (RunPolicy(10, 0), seen(10, 10, 5, changed=False), Action.STOP),
+        (RunPolicy(10, 0), seen(10, 10, changed=False), Action.STOP),
+        (RunPolicy(10, 0), seen(7, 7, 5, interrupted=True, changed=False), Action.STOP),
+        (RunPolicy(10, 0, 4), seen(0, 0), Action.EVALUATE),
+        (RunPolicy(10, 0, 4), seen(0, 0, evaluating=True), Action.WAIT),
+        (RunPolicy(10, 0, 4), seen(0, 0, evaluated=0), Action.STEP),
+        (RunPolicy(10, 0, 4), seen(4, 3, evaluated=0), Action.WAIT),
+        (RunPolicy(10, 0, 4), seen(4, 4, evaluated=0), Action.EVALUATE),
+        (RunPolicy(10, 4, 4), seen(4, 4, evaluated=0, saving=True), Action.EVALUATE),
+        (RunPolicy(10, 4, 4), seen(4, 4, evaluated=4, saving=True), Action.STEP),
+        (RunPolicy(10, 0, 4), seen(10, 10, 10, evaluated=8), Action.EVALUATE),
+        (RunPolicy(10, 0, 4), seen(10, 10, 10, evaluated=10), Action.STOP),
+        (RunPolicy(10, 0, 4), seen(4, 4, interrupted=True, evaluated=0), Action.SAVE),
+        (RunPolicy(10, 0, 4), seen(4, 4, interrupted=True, evaluated=0, evaluating=True), Action.WAIT),
+        (RunPolicy(8, 0, 4), seen(12, 12, 12, evaluated=4), Action.STOP),
+    ],
+)
+def test_one_tick(policy: RunPolicy, observation: Observation, action: Action) -> None:
+    assert policy.tick(observation) is action
+
+
+@pytest.mark.parametrize(
+    ("policy", "observation", "saves"),
+    [
+        (RunPolicy(10, 0), seen(8, 8), False),
+        (RunPolicy(10, 0), seen(9, 8), True),
+        (RunPolicy(10, None), seen(9, 8), False),
+        (RunPolicy(10, 4), seen(3, 3), True),
+        (RunPolicy(10, 4), seen(4, 4), False),
+        (RunPolicy(10, 4), seen(4, 4, missed=True), True),
+        (RunPolicy(10, None), seen(4, 4, missed=True), False),
+    ],
+)
+def test_which_steps_are_saved(policy: RunPolicy, observation: Observation, saves: bool) -> None:
+    assert policy.saves_next(observation) is saves
+
+
+def play(
+    policy: RunPolicy, start: int = 0, interrupt_after: int | None = None, miss: frozenset[int] = frozenset()
+) -> tuple[int, list[int]]:
+    """Steps completed and saves made when every step succeeds. A save ends once the step after it has: those of `miss`
+    do not come about the first time."""
+    submitted = completed = start
+    saves, saving, missed, to_miss = ([start] if start else []), None, False, set(miss)
+    for _ in range(1000):
+        interrupted = interrupt_after is not None and completed >= interrupt_after
+        newest = saves[-1] if saves else -1
+        seen = Observation(submitted, completed, newest, interrupted, saving=saving is not None, missed=missed)
+        match policy.tick(seen):
+            case Action.STEP:
+                if policy.saves_next(seen):
+                    assert saving is None, "one save at a time"
+                    saving, missed = submitted + 1, False
+                submitted += 1
+            case Action.WAIT:
+                assert completed < submitted or saving is not None, "waits for nothing"
+                if saving is not None and (completed > saving or completed == submitted):
+                    missed = saving in to_miss
+                    to_miss.discard(saving)
+                    saves += [] if missed else [saving]
+                    saving = None
+                else:
+                    completed += completed < submitted
+            case Action.SAVE:
+                assert completed == submitted and saving is None
+                saving, missed = completed, False
+            case Action.STOP:
+                return completed, saves
+    raise AssertionError("the run does not end")
+
+
+def test_whole_runs() -> None:
+    assert play(RunPolicy(10, 0)) == (10, [10])
+    assert play(RunPolicy(10, 4)) == (10, [4, 8, 10])
+    assert play(RunPolicy(8, 4)) == (8, [4, 8])
+    assert play(RunPolicy(5, 1)) == (5, [1, 2, 3, 4, 5])
+    assert play(RunPolicy(10, None)) == (10, [])
+    assert play(RunPolicy(10, 4), start=4) == (10, [4, 8, 10])
+    assert play(RunPolicy(10, 0), interrupt_after=3) == (4, [4])
+    assert play(RunPolicy(10, None), interrupt_after=3) == (4, [])
+
+
+def test_evaluations_come_before_the_first_update_after_every_nth_and_after_the_last() -> None:
+    assert evaluations(RunPolicy(10, 4, 4)) == [0, 4, 8, 10]
+    assert evaluations(RunPolicy(8, 3, 4)) == [0, 4, 8]
+    assert evaluations(RunPolicy(2, None, 5)) == [0, 2]
+    assert evaluations(RunPolicy(10, 4, 4), start=4, evaluated=4) == [8, 10]
+    assert evaluations(RunPolicy(10, 4, 4), start=4, evaluated=0) == [4, 8, 10], "killed in the one after step 4"
+    assert evaluations(RunPolicy(10, 4, 0)) == []
+
+
+def test_a_run_is_done_when_its_last_evaluation_is_there() -> None:
+    policy = RunPolicy(10, 0, 4)
+    assert not policy.is_done(seen(8, 8, evaluated=8))
+    assert not policy.is_done(seen(10, 10, 10, evaluated=8))
+    assert policy.is_done(seen(10, 10, 10, evaluated=10))
+    assert RunPolicy(10, 0).is_done(seen(10, 10))
+    assert policy.is_done(seen(12, 12, evaluated=4)), "steps were lowered afterwards"
+
+
+def evaluations(policy: RunPolicy, start: int = 0, evaluated: int = -1) -> list[int]:
+    """After which steps a run evaluates when everything succeeds at once, saves aside."""
+    submitted = completed = start
+    made = []
+    for _ in range(100):
+        match policy.tick(seen(submitted, completed, policy.steps, evaluated=evaluated)):
+            case Action.STEP:
+                submitted += 1
+            case Action.WAIT:
+                assert completed < submitted, "waits for nothing"
+                completed += 1
+            case Action.EVALUATE:
+                assert completed == submitted, "no step is under way"
+                evaluated = submitted
+                made.append(submitted)
+            case Action.STOP:
+                return made
+            case Action.SAVE:
+                raise AssertionError("it is saved")
+    raise AssertionError("the run does not end")
+
+
+def test_a_save_that_did_not_come_about_is_made_again() -> None:
+    assert play(RunPolicy(14, 5), miss=frozenset({5})) == (14, [9, 10, 14])
+    assert play(RunPolicy(10, 0), miss=frozenset({10})) == (10, [10])

@@ -1,0 +1,154 @@
+"""The driver's side of an evaluation against a fake worker; the row; and runs through the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.data.data_worker import HeldOutData
+from megatrain_ray.driver.running_evaluation import RunningEvaluation, evaluation_row, perplexity
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.workers.gpu_worker import HeldOutLoss
+from tests.support.held_out_loss import held_out_loss
+from tests.support.reference import Recipe
+from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, write_config
+from tests.support.texts import tokens_of, write
+from tests.support.tiny import TEXT, VOCAB_SIZE, build_tiny
+
+
+def test_a_loss_is_the_mean_over_tokens_and_of_weighted_sources_the_mean_of_theirs() -> None:
+    one = evaluation_row(4, [[HeldOutLoss(6.0, 2), HeldOutLoss(1.0, 5)]], (1.0,), 0.5)
+    assert one == {"step": 4, "eval_loss": 1.0, "perplexity": math.e, "eval_tokens": 7, "eval_s": 0.5}
+    two = evaluation_row(4, [[HeldOutLoss(6.0, 2)], [HeldOutLoss(1.0, 1), HeldOutLoss(1.0, 1)]], (3, 1), 0.5)
+    assert (two["eval_loss"], two["eval_tokens"]) == ((3 * 3.0 + 1.0) / 4, 4)
+    assert two["eval_losses"] == {"0": 3.0, "1": 1.0}
+
+
+class FakeGpu:
+    """Its calls are numbers, in the order they are made."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, int]] = []
+
+    def evaluate(self, step: int, index: int) -> int:
+        self.made.append((step, index))
+        return len(self.made) - 1
+
+
+@pytest.fixture
+def held_out(tmp_path: Path) -> HeldOutData:
+    """Five batches, two and three of two sources."""
+    write(tmp_path, a="a" * 12, b="b" * 18)
+    sources = [{"path": str(tmp_path / f"{name}.txt"), "weight": weight} for name, weight in (("a", 1), ("b", 3))]
+    tree = {"path": "x", "eval_path": sources, "seq_len": 2, "tokenizer": "bytes"}
+    data = DataConfig.model_validate(tree).held_out
+    assert data is not None
+    return HeldOutData(data, tokens_of(data, tmp_path), VOCAB_SIZE, 2, 1)
+
+
+def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: HeldOutData) -> None:
+    gpu = FakeGpu()
+    running = RunningEvaluation(gpu.evaluate, held_out.open(), held_out.weights, 4)
+    assert (running.calls, gpu.made) == ([0, 1], [(4, 0), (4, 1)])
+    for call, under_way in ((1, [0, 2]), (2, [0, 3]), (0, [3, 4]), (4, [3])):
+        running.take(call, HeldOutLoss(float(call), 1))
+        assert (running.calls, running.is_over, running.row()) == (under_way, False, None)
+    assert running.progress == (4, 5)
+    running.take(3, HeldOutLoss(3.0, 1))
+    assert running.is_over
+    row = running.row()
+    assert row is not None
+    assert row["eval_losses"] == {"0": 0.5, "1": 3.0}
+    assert (row["step"], row["eval_loss"], row["eval_tokens"]) == (4, (0.5 + 3 * 3.0) / 4, 5)
+
+
+def test_one_that_is_given_up_begins_nothing_more_and_has_no_row(held_out: HeldOutData) -> None:
+    running = RunningEvaluation(FakeGpu().evaluate, held_out.open(), held_out.weights, 4)
+    running.take(0, HeldOutLoss(1.0, 1))
+    running.give_up()
+    assert running.calls == [1, 2]
+    running.take(2, HeldOutLoss(1.0, 1))
+    assert not running.is_over
+    running.take(1, HeldOutLoss(1.0, 1))
+    assert running.is_over
+    assert running.row() is None
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
+    assert perplexity(710.0) == math.inf
+    assert math.isnan(perplexity(math.nan))
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "eval_s"} for row in rows]
+
+
+def held_out_batches(tree: dict[str, Any], folder: Path) -> list[Batch]:
+    """As the run evaluates them."""
+    data = DataConfig.model_validate(tree["data"]).held_out
+    assert data is not None
+    held_out = HeldOutData(data, tokens_of(data, folder), VOCAB_SIZE, 4, 1).open()
+    return [held_out.batch(index) for index in range(held_out.num_batches)]
+
+
+def keep_rows(run_dir: Path, last_step: int) -> None:
+    """What a kill during the next evaluation leaves."""
+    rows = [json.dumps(row) + "\n" for row in evaluations(run_dir) if row["step"] <= last_step]
+    (run_dir / "evaluations.jsonl").write_text("".join(rows) + '{"step": ')
+
+
+def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: Path, ray_address: str) -> None:
+    """Dropout, packed documents, windows that fill no batch; killed in an evaluation in mid-run, and in the last."""
+    (tmp_path / "held").mkdir()
+    for name, part in {"a": slice(0, 700), "b": slice(700, 1000)}.items():
+        (tmp_path / "held" / f"{name}.txt").write_text(TEXT.read_text()[-1000:][part])
+    tree = config(
+        tmp_path / "run", build_tiny(tmp_path / "model", attention_dropout=0.2),
+        train__steps=4, eval_every=3, save_every=3, save_keep=9, data__eval_path=str(tmp_path / "held"),
+    )  # fmt: skip
+    run_dir, path = tmp_path / "run", write_config(tmp_path / "config.yaml", tree)
+    done = cli_here("train", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = evaluations(run_dir)
+    assert [row["step"] for row in rows] == [0, 3, 4]
+    assert_equals_reference(run_dir, tree, tmp_path / "out")  # the reference evaluates nothing
+
+    batches, plan = held_out_batches(tree, run_dir), plan_of(run_dir)
+    assert any(batch.segments is not None for batch in batches)
+    assert {row["eval_tokens"] for row in rows} == {sum(batch.num_supervised for batch in batches)}
+    recipe = Recipe(4, num_threads=plan.num_compute_threads, loss_chunk_tokens=plan.loss_chunk_tokens)
+    assert rows[0]["eval_loss"] == held_out_loss(tmp_path / "model", batches, recipe)
+    assert rows[-1]["eval_loss"] == held_out_loss(tmp_path / "out", batches, recipe)
+    assert f"held out  after step 4  eval_loss {rows[-1]['eval_loss']:.4f}" in done.stdout
+
+    shutil.rmtree(run_dir / "saves" / "step_4")
+    keep_rows(run_dir, 0)
+    again = cli_here("train", str(path))
+    assert again.returncode == 0, again.stderr
+    assert numbers(evaluations(run_dir)) == numbers(rows)
+
+    keep_rows(run_dir, 3)
+    last = cli_here("train", str(path))
+    assert last.returncode == 0, last.stderr
+    assert "done: step 4 (" in last.stdout
+    assert numbers(evaluations(run_dir)) == numbers(rows)
+    assert "already at step 4 of 4" in cli_here("train", str(path)).stdout
+
+
+@pytest.mark.parametrize("value", ["gone.txt", "[{path: gone.txt, weight: 1}]"])
+def test_held_out_data_that_are_not_there(tmp_path: Path, value: str) -> None:
+    tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), eval_every=1)
+    refused = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)), f"data.eval_path={value}")
+    assert refused.returncode == 2
+    assert "data.eval_path: no such file: gone.txt" in refused.stderr
+    assert not (tmp_path / "run").exists()

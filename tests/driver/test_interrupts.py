@@ -1,0 +1,172 @@
+"""Ctrl-C and SIGTERM, by real signals to this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.crew.ray_cluster import _init
+from megatrain_ray.driver.interrupts import SIGNALS, Interrupts
+
+ROOT = Path(__file__).parents[2]
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+def test_what_saves_nothing_does_not_say_that_it_saves(capfd: pytest.CaptureFixture[str]) -> None:
+    with Interrupts(saves=False) as interrupts, interrupts.put_off():
+        send(signal.SIGINT)
+    assert capfd.readouterr().err == "interrupted: stopping (once more: stop at once)\n"
+
+
+@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.parametrize("first", SIGNALS)
+def test_the_first_asks_and_the_second_ends(
+    first: signal.Signals, second: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts, interrupts.put_off():
+        assert not interrupts.requested
+        send(first)
+        assert interrupts.requested
+        assert capfd.readouterr().err.count("interrupted: saving, then stopping") == 1
+        send(second)
+    assert handlers() == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_where_nothing_can_be_saved_the_first_ends(number: signal.Signals) -> None:
+    with Interrupts() as interrupts:
+        with interrupts.put_off():
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            send(number)
+        assert not interrupts.requested
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_one_in_a_finalizer_is_not_lost(number: signal.Signals) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            send(number)
+            ended.append(True)
+
+    ended: list[bool] = []
+    deadline = time.monotonic() + 20
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        Finalized()
+        assert ended
+        while time.monotonic() < deadline:
+            pass
+
+
+def test_what_is_cleaned_up_is_not_broken_off() -> None:
+    cleaned = []
+    with Interrupts():
+        try:
+            send(signal.SIGINT)
+        except KeyboardInterrupt:
+            for number in SIGNALS:
+                send(number)
+                cleaned.append(number)
+    assert cleaned == list(SIGNALS)
+
+
+def test_nobody_needs_to_hear_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(os, "write", refuse)
+    with Interrupts() as interrupts, interrupts.put_off():
+        send(signal.SIGINT)
+        assert interrupts.requested
+
+
+def test_without_a_signal_nothing_changes() -> None:
+    before = handlers()
+    with Interrupts() as interrupts:
+        assert handlers() != before
+    assert not interrupts.requested
+    assert handlers() == before
+
+
+def test_a_signal_while_ray_starts_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray takes SIGTERM for itself: its handler would print a stack and abort."""
+
+    def init(**options: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("Ray's handler"))
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        assert signal.SIGTERM in signal.sigpending()
+
+    monkeypatch.setattr("ray.init", init)
+    before = handlers()
+    with Interrupts(), pytest.raises(KeyboardInterrupt):
+        _init("Ray did not start", "start it")
+    assert handlers() == before
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_ray_makes_its_core_to_the_end() -> None:
+    """A signal meanwhile is heard by Python as soon as that call is over, before anybody holds what it made."""
+    program = """
+import os, signal
+import ray
+from megatrain_ray.crew.ray_cluster import cluster
+from megatrain_ray.driver.interrupts import Interrupts
+
+class Core(ray._raylet.CoreWorker):
+    def __init__(self, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+
+ray._raylet.CoreWorker = Core
+try:
+    with Interrupts(), cluster(1, 0):
+        print("not heard")
+except KeyboardInterrupt:
+    print("heard")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
+
+
+def test_a_second_signal_while_ray_starts_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = []
+
+    def init(**options: object) -> None:
+        send(signal.SIGINT)
+        came.append(1)
+        send(signal.SIGINT)
+        came.append(2)
+
+    monkeypatch.setattr("ray.init", init)
+    before = handlers()
+    with Interrupts(), pytest.raises(KeyboardInterrupt):
+        _init("Ray did not start", "start it")
+    assert came == [1]
+    assert handlers() == before
+
+
+def test_outside_the_main_thread_it_leaves_handlers_alone() -> None:
+    before, within = handlers(), []
+
+    def work() -> None:
+        with Interrupts():
+            within.append(handlers())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert within == [before]

@@ -1,0 +1,81 @@
+"""A sum that waited on the host ends where it waits for its update on the device: its last contribution moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain_ray.engine.device.cpu_device import CpuDevice
+from megatrain_ray.engine.gradients.gradient_store import GradientStore
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.tier import Tier
+from tests.support.reference import Recipe
+from tests.support.run_engine import Mode, folder_source, plan_for
+from tests.support.tiny import build_tiny
+
+LAYER, SAME_REGION = 4, 1  # of six blocks, three regions in turn
+
+
+@dataclass
+class Bench:
+    store: GradientStore
+    layout: ModelLayout
+    device: CpuDevice
+
+    def gradients(self, layer: int) -> dict[str, torch.Tensor | None]:
+        segments = self.layout.layers[layer].trained_segments
+        return {segment.name: torch.randn(segment.shape) for segment in segments}
+
+    def contribute(self, layer: int, gradients: dict[str, torch.Tensor | None]) -> None:
+        """The first of two, which goes to the host and comes back."""
+        self.store.add(layer, gradients, first=True, last=False)
+        departure = self.store.suspend(layer)
+        on_host = departure.flat.clone()
+        departure.done.set_result(self.device.record())
+        fetch = self.store.fetch(layer)
+        fetch.region.copy_(on_host.view(torch.uint8))
+        fetch.done.set_result(self.device.record())
+
+    def views(self, layer: int, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        segments = self.layout.layers[layer].trained_segments
+        return {segment.name: self.layout.layers[layer].view(flat, segment.name) for segment in segments}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    source = folder_source(build_tiny(tmp_path, num_layers=6))
+    mode = Mode(sums=Tier.HOST, hbm_layers=frozenset(range(8)))
+    structure, plan = plan_for(source.factory, Recipe(1, micro_batch_size=2), mode, (4, 32))
+    device, layout = CpuDevice(), structure.layout()
+    store = GradientStore(plan, layout, device, poison=True)
+    store.begin()
+    yield Bench(store, layout, device)
+    device.close()
+
+
+def test_what_gets_no_gradient_at_last_keeps_its_sum(bench: Bench) -> None:
+    first, last = bench.gradients(LAYER), bench.gradients(LAYER)
+    without = next(iter(last))
+    bench.contribute(LAYER, first)
+    bench.store.add(LAYER, {**last, without: None}, first=False, last=True)
+    for name, total in bench.views(LAYER, bench.store.take(LAYER)).items():
+        before, value = first[name], last[name]
+        assert before is not None
+        assert value is not None
+        assert torch.equal(total, before if name == without else before + value)
+
+
+def test_the_region_is_free_behind_the_addition(bench: Bench) -> None:
+    """What is fetched to it next waits for that event, not for the one of the copy that left before."""
+    bench.contribute(LAYER, bench.gradients(LAYER))
+    left = bench.store.fetch(SAME_REGION)
+    bench.store.add(LAYER, bench.gradients(LAYER), first=False, last=True)
+    behind = bench.store.fetch(SAME_REGION)
+    assert behind.region.data_ptr() == left.region.data_ptr()
+    assert behind.after is not None
+    assert behind.after is not left.after
+    assert behind.after.done()

@@ -1,0 +1,40 @@
+"""What the chunks of a loss leave behind."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain_ray.engine.model import chunked_loss as loss
+from megatrain_ray.engine.model.chunked_loss import Objective, OpenSum, chunk_sums, chunked_loss
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["into a sum", "into one of its own"])
+def test_a_chunk_has_the_only_gradient_of_the_head(monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
+    """The head is the largest matrix: two gradients of it would be 2 GB of a small device's memory."""
+    weight = torch.randn(11, 4, dtype=torch.bfloat16, requires_grad=True)
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    take = loss._gradients
+
+    def taken(*args: Any) -> list[torch.Tensor | None]:
+        alive.append(sum(gradient() is not None for gradient in seen))
+        found = take(*args)
+        assert found[1] is not None
+        seen.append(weakref.ref(found[1]))
+        return found
+
+    monkeypatch.setattr(loss, "_gradients", taken)
+    sums = partial(chunk_sums, lambda hidden: (hidden @ weight.T).float(), Objective())
+    into = [OpenSum(torch.empty(11, 4), True)] if is_open else []
+    hidden, targets = torch.randn(1, 12, 4, dtype=torch.bfloat16, requires_grad=True), torch.arange(12)[None] % 11
+    result = chunked_loss(sums, hidden, targets, [weight], chunk_tokens=4, num_supervised=12, into=into)
+    assert alive == [0, 0, 0]
+    total = into[0].total if is_open else result.parameters[0]
+    expected = torch.nn.functional.cross_entropy((hidden @ weight.T)[0].float(), targets[0])
+    assert total is not None
+    assert torch.allclose(total.float(), torch.autograd.grad(expected, weight)[0].float(), atol=5e-3)

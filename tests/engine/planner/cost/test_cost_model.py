@@ -1,0 +1,194 @@
+"""Predictions: near what was measured on one H200, and in the proportions that can be said without measuring."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU, HardwareProfile, RatePoint, interpolate
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.flops import work_of
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan.schedule import visits
+from megatrain_ray.engine.plan.step_residency import residency_of
+from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.op_costs import Prices
+from megatrain_ray.engine.planner.cost.predict_step import predict
+from megatrain_ray.engine.planner.cost.simulate_step import Simulation
+from megatrain_ray.engine.planner.request import Candidate
+from megatrain_ray.engine.planner.search.build import build_plan
+from megatrain_ray.engine.planner.search.make_plan import make_plan
+from megatrain_ray.virtual_clock import Op, Stage
+from tests.support.costs import KEEP, LAYERS, MACHINE, OUTER, RECOMPUTE, REQUEST, predicted, shape
+from tests.support.shapes import qwen
+
+COMPILED_BYTES = 159_000  # that a compiled layer of 7B keeps of a token; 225_000 where it is not
+
+
+@pytest.mark.parametrize(
+    ("sequences", "seq_len", "policy", "updates", "measured_s", "within"),
+    [
+        (64, 1024, RECOMPUTE, True, 6.06, 0.1),
+        (64, 1024, RECOMPUTE, False, 5.95, 0.1),
+        (16, 1024, KEEP, False, 1.16, 0.1),
+        (24, 1024, KEEP, False, 1.74, 0.1),
+        (16, 1024, KEEP, True, 2.22, 0.1),
+        # Predicted too slow. Of these two the updates under the backward decide, whose rate was between 3.7 and 4.4
+        # Gparam/s, and the one predicted for all 7.6B parameters is 4.2.
+        (24, 1024, KEEP, True, 2.24, 0.2),
+        (6, 4096, KEEP, True, 2.21, 0.2),
+        # Where it waits for loads it may have had the embedding on the device.
+        (8, 1024, KEEP, False, 0.65, 0.15),
+    ],
+)
+def test_near_the_feasibility_probe(
+    sequences: int, seq_len: int, policy: ActivationPolicy, updates: bool, measured_s: float, within: float
+) -> None:
+    """One process on one H200: 7.6B parameters, compiled layers, three slots, AdamW as gradients land or not at all."""
+    profile = TYPICAL_GPU if updates else replace(TYPICAL_GPU, adamw_busy_per_s=1e15)
+    request = replace(REQUEST, clip=False, micro_batch_size=sequences, num_micro_batches=1, seq_len=seq_len)
+    prediction = predicted(request, Candidate(OUTER, policy, 3, 2), profile, kept_bytes=COMPILED_BYTES)
+    assert prediction.step_s == pytest.approx(measured_s, rel=within)
+    together = sum(prediction.compute_s.values()) + sum(prediction.exposed_s.values())
+    assert prediction.step_s == pytest.approx(together)
+    assert prediction.bottleneck == ("optimizer" if updates and sequences < 64 else "compute")
+
+
+def test_an_update_takes_the_time_of_its_bytes() -> None:
+    """26 of a parameter by which the rate was measured: state read and written, and a gradient of 2; 18 with moments in
+    bf16, by shards and by the device."""
+    structure, activations = shape()
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    request = replace(REQUEST, num_micro_batches=1)
+
+    def update_s(precision: Precision, name: str) -> float:
+        candidate = Candidate(OUTER, KEEP, 3, 2)
+        plan = build_plan(structure, activations, MACHINE, replace(request, precision=precision), candidate)
+        return Prices(plan, basis, activations).of_layer(name, 1)
+
+    for name in ("shards", "update"):
+        ratio = update_s(Precision.BF16_NARROW, name) / update_s(Precision.BF16, name)
+        assert ratio == pytest.approx(18 / 26)
+
+
+def test_near_a_run_of_the_engine() -> None:
+    """benchmarks/results/2026-11-21_h200_7b_train.json: 16 × 1024 tokens, kept, clipping, one micro-batch."""
+    prediction = predicted(replace(REQUEST, num_micro_batches=1), Candidate(OUTER, KEEP, 3, 2))
+    assert prediction.step_s == pytest.approx(2.278, rel=0.05)
+    assert prediction.model_tflops == pytest.approx(309.5, rel=0.05)
+    assert prediction.bottleneck == "optimizer"
+
+
+def test_one_eager_layer() -> None:
+    """595 model TFLOPS at 16 × 1024 tokens, forward and backward."""
+    structure, activations = shape()
+    request = replace(REQUEST, num_micro_batches=1)
+    plan = build_plan(structure, activations.times(16), MACHINE, request, Candidate(OUTER, KEEP, 3, 2))
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    prices = Prices(plan, basis, activations.times(16))
+    seconds = sum(prices(Stage.COMPUTE, Op(name, 1)) for name in ("forward", "backward"))
+    assert basis.work[1].flops(16 * 1024, 16 * 1024 * 1024) / seconds / 1e12 == pytest.approx(595, rel=0.05)
+
+
+def test_layers_outermost_hides_updates_that_clipping_puts_off() -> None:
+    layers, outer = (predicted(REQUEST, Candidate(order, RECOMPUTE, 3, 2)) for order in (LAYERS, OUTER))
+    assert outer.exposed_s["optimizer"] > 3 * layers.exposed_s["optimizer"]
+    assert layers.step_s < outer.step_s
+    assert layers.h2d_bytes < outer.h2d_bytes / 3
+    # Of the FP32 sums of its blocks, which are read and written for every second of four micro-batches.
+    blocks = sum(layer.trained.size for layer in shape()[0].layout().layers[1:-1])
+    less_s = 4 / 2 * 8 * blocks / TYPICAL_GPU.device_bytes_per_s
+    assert layers.compute_s == pytest.approx(outer.compute_s | {"backward": outer.compute_s["backward"] - less_s})
+
+
+def test_layers_on_the_device_move_nothing_and_update_themselves() -> None:
+    """26 bytes a parameter through device memory; the same compute, nothing on PCIe or on the host."""
+    on_device = {"weights": Tier.HBM, "state": Tier.HBM, "gradients": Tier.HBM, "updated_by": "gpu"}
+    candidate = Candidate(LAYERS, KEEP, 3, 2)
+    prediction, streamed = predicted(REQUEST, candidate, changes=on_device), predicted(REQUEST, candidate)
+    assert (prediction.h2d_bytes, prediction.d2h_bytes) == (0, 0)
+    assert prediction.busy_s.get("optimizer", 0) == 0
+    num_parameters = sum(math.prod(p.shape) for layer in shape()[0].layers for p in layer.parameters)
+    update_s = prediction.compute_s["update"]
+    assert update_s == pytest.approx(28 * num_parameters / TYPICAL_GPU.device_bytes_per_s)  # gradients are FP32 sums
+    assert prediction.step_s == pytest.approx(sum(streamed.compute_s.values()) + update_s)
+
+
+@pytest.mark.parametrize("sums", [Tier.HBM, Tier.HOST])
+def test_many_micro_batches_are_told_from_three(sums: Tier) -> None:
+    structure, activations = shape()
+    request = replace(REQUEST, micro_batch_size=2, num_micro_batches=9)
+    candidate = Candidate(OUTER, KEEP, 3, 2, sums)
+    plan = build_plan(structure, activations.times(2), MACHINE, request, candidate)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    prediction = predict(plan, basis, activations.times(2))
+    order = visits(len(plan.layers), 9, OUTER)
+    residency = residency_of(order, structure, basis.layout, plan)
+    prices = Prices(plan, basis, activations.times(2))
+    simulation = Simulation(plan, basis.layout, order, residency, prices)
+    simulation.step()
+    whole = simulation.step()
+    assert prediction.step_s == pytest.approx(whole.step_s, rel=1e-3)
+    assert prediction.h2d_bytes == whole.num_bytes[Stage.H2D]
+
+
+def chosen(hbm_gb: float, profile: HardwareProfile = TYPICAL_GPU, **changes: Any) -> Plan:
+    structure, activations = shape()
+    request = replace(REQUEST, **changes)
+    machine = replace(MACHINE, hbm_bytes=int(hbm_gb * 1e9), profile=profile)
+    return make_plan(structure, activations.times(request.micro_batch_size), machine, request)
+
+
+def test_the_fastest_that_fits_is_chosen() -> None:
+    """More device memory never makes a plan slower, and the split is a choice like any other."""
+    free = {"micro_batch_size": 1, "num_micro_batches": 64, "free_split": True}
+    plans = [chosen(gb, **free) for gb in (24, 80, 141)]
+    step_s = [plan.prediction.step_s for plan in plans if plan.prediction]
+    assert sorted(step_s, reverse=True) == step_s
+    assert step_s[-1] < 0.9 * step_s[0]
+    assert all(plan.micro_batch_size * plan.num_micro_batches == 64 for plan in plans)
+    fixed = [chosen(141, micro_batch_size=b, num_micro_batches=64 // b).prediction for b in (1, 4, 16, 64)]
+    assert step_s[-1] <= 1.02 * min(prediction.step_s for prediction in fixed if prediction)
+
+
+def test_the_choice_follows_the_machine() -> None:
+    """Where copies are slow sums do not travel, and weights travel once a step."""
+    free = {"micro_batch_size": 4, "num_micro_batches": 16}
+    slow = replace(TYPICAL_GPU, both_bytes_per_s=5e9)
+    assert chosen(60, slow, **free).order is LAYERS
+    assert chosen(60, slow, **free) == chosen(60, slow, **free)
+
+
+def test_boundaries_wait_on_the_host_where_the_device_is_small() -> None:
+    """64 × 1024 tokens in 16 GiB: those of 28 layers are 12 GiB, and take 4 % of a step's time on PCIe."""
+    plan = chosen(16, micro_batch_size=4, num_micro_batches=16)
+    assert (plan.order, plan.sums) == (LAYERS, Tier.HBM)
+    assert plan.boundary_bytes == 28 * 64 * 1024 * 3584 * 2
+    assert plan.prediction is not None
+    assert sum(plan.prediction.exposed_s.values()) < 0.1 * plan.prediction.step_s
+    assert not chosen(120, micro_batch_size=4, num_micro_batches=16).boundary_bytes
+
+
+def test_a_deep_model_is_planned_in_a_moment() -> None:
+    structure, activations = qwen(180, 1024, hidden=2048, heads=16, kv_heads=2, inner=8192)
+    request = replace(REQUEST, micro_batch_size=1, num_micro_batches=64, free_split=True)
+    start_s = time.process_time()
+    plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=80 << 30), request)
+    assert time.process_time() - start_s < 5.0  # 0.2 s where nothing else runs
+    assert plan.prediction is not None
+
+
+def test_rates_between_the_measured_sizes() -> None:
+    curve = (RatePoint(100.0, 10.0), RatePoint(10000.0, 1000.0))
+    assert interpolate(curve, 1000.0) == pytest.approx(100.0)
+    assert interpolate(curve, 1e9) == 1000.0
+    assert 50.0 / interpolate(curve, 50.0) == 100.0 / interpolate(curve, 100.0), "a launch, however small"
+
+
+def test_a_profile_survives_json() -> None:
+    assert HardwareProfile.from_json(TYPICAL_GPU.to_json()) == TYPICAL_GPU

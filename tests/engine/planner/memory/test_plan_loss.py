@@ -1,0 +1,105 @@
+"""How many tokens of the loss at a time: as many as cost no memory that is not there at another time anyway."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.model.flops import work_of
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.op_costs import Prices, SharedPrices
+from megatrain_ray.engine.planner.memory.device_bytes import backward_bytes, beside_loss
+from megatrain_ray.engine.planner.memory.loss_bytes import (
+    CHUNK_TOKENS,
+    LOGITS_BYTES,
+    MAX_LOGITS,
+    chunk_tokens,
+    loss_bytes,
+)
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request
+from megatrain_ray.engine.planner.search.build import build_plan
+from tests.support.shapes import qwen
+
+MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=1 << 41, hbm_bytes=None, profile=TYPICAL_GPU)
+CANDIDATE = Candidate(LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.RECOMPUTE, 3, 2)
+VOCAB = 152064
+
+
+@cache
+def shape() -> tuple[Any, ActivationBytes]:
+    return qwen(4, 1024, hidden=2048, heads=16, kv_heads=2, inner=8192)  # type: ignore[no-any-return]
+
+
+def planned(sequences: int, **changes: Any) -> Plan:
+    structure, activations = shape()
+    request = Request(Precision.BF16, False, True, sequences, 1, 1024, compiled=True)
+    return build_plan(structure, activations.times(sequences), MACHINE, replace(request, **changes), CANDIDATE)
+
+
+def test_chunks_below_32_bits() -> None:
+    assert 8192 * VOCAB < MAX_LOGITS < 16384 * VOCAB
+
+
+@pytest.mark.parametrize("backward_gib", [0, 1, 2, 5, 11, 1000])
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batches: int) -> None:
+    """Or what a plan gives the loss in any case; in equal chunks, whose elements 32 bits can count."""
+    structure, layout = shape()[0], shape()[0].layout()
+    plan, beside, backward = planned(64, num_micro_batches=num_micro_batches), 1 << 28, backward_gib << 30
+
+    def tokens_of(num_bytes: int) -> int:
+        return chunk_tokens(plan, structure, layout, beside=beside, backward=num_bytes, z_loss=False)
+
+    def bytes_of(tokens: int) -> int:
+        chunked = replace(plan, loss_chunk_tokens=tokens)
+        return loss_bytes(chunked, structure, layout, beside=beside, z_loss=False)
+
+    tokens = tokens_of(backward)
+    assert tokens % CHUNK_TOKENS == 0
+    assert 64 * 1024 % tokens == 0
+    assert tokens * VOCAB <= MAX_LOGITS
+    assert tokens_of(0) == 1024
+    assert 1024 * VOCAB * 4 <= LOGITS_BYTES < 2048 * VOCAB * 4
+    assert tokens == 1024 or bytes_of(tokens) <= backward
+    assert tokens == 8192 or bytes_of(2 * tokens) > backward, "with twice as many there were more"
+
+
+@pytest.mark.parametrize("seq_len", [14123, 28195, 28232, 40001])
+def test_chunks_of_rows_of_any_length_stay_below_32_bits(seq_len: int) -> None:
+    structure, layout = shape()[0], shape()[0].layout()
+    plan = replace(planned(64), micro_batch_size=1, seq_len=seq_len)
+    tokens = chunk_tokens(plan, structure, layout, beside=0, backward=1000 << 30, z_loss=False)
+    assert tokens % CHUNK_TOKENS == 0
+    assert tokens * VOCAB <= MAX_LOGITS
+
+
+def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
+    structure, activations = shape()
+    activations = activations.times(64)
+    plan, layout = planned(64), structure.layout()
+    backward, beside = backward_bytes(plan, layout, activations), beside_loss(plan, activations)
+    of_loss = loss_bytes(plan, structure, layout, beside=beside, z_loss=False)
+    assert planned(1).loss_chunk_tokens == 1024
+    assert 0.5 * backward < of_loss <= backward
+
+
+def test_larger_chunks_are_predicted_to_be_faster() -> None:
+    structure, activations = shape()
+    basis, prices = (
+        CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False),
+        SharedPrices(),
+    )
+
+    def seconds(tokens: int) -> float:
+        plan = replace(planned(64), loss_chunk_tokens=tokens)
+        return Prices(plan, basis, activations.times(64), prices).of_layer("loss", len(plan.layers) - 1)
+
+    assert seconds(1024) > seconds(4096) > seconds(8192)

@@ -1,0 +1,31 @@
+"""What an export says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatrain_ray.export.export_report import describe_export
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, StoredDtype, write_model_folder
+
+
+def tensor(name: str, num_bytes: int, shape: tuple[int, ...], dtype: StoredDtype | None = None) -> ExportTensor:
+    return ExportTensor(name, shape, lambda: [memoryview(bytes(num_bytes))], dtype)
+
+
+def test_weights_files_and_what_comes_next(tmp_path: Path) -> None:
+    out, tokenizer = tmp_path / "out", tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    tensors = [tensor("a", 1200, (2, 300)), tensor("b", 800, (400,)), tensor("c", 16, (2,), StoredDtype("I64", 8))]
+    write_model_folder(out, tensors, ExportDtype.BF16, {"model_type": "x"}, file_bytes=1300, copies=[tokenizer])
+    first, *files, load, train = describe_export(out, 7)
+    total = sum(file.stat().st_size for file in out.iterdir()) / 1024
+    assert first == (
+        f"exported the save of step 7 to {out}: 3 tensors, 1.00k parameters, BF16 and I64, {total:.2f} KiB"
+    )
+    assert [line.split()[0] for line in files] == sorted(file.name for file in out.iterdir())
+    assert len(files) == 5
+    assert files[0].split(maxsplit=1)[1] == f"{(out / 'config.json').stat().st_size} B"
+    assert load == f'next  AutoModelForCausalLM.from_pretrained("{out}") in Transformers; AutoTokenizer as well'
+    assert f"model.path: {out} in" in train
+    (out / "tokenizer.json").unlink()
+    assert "no tokenizer: the run had none but bytes or ids" in list(describe_export(out, 7))[-2]

@@ -1,0 +1,213 @@
+"""Where an answer lies in what a template writes: odd conversations, thoughts, tools, and templates that cannot say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.assistant_mask import MarkedText, TurnMarker
+from megatrain_ray.io.chat.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.records.read_records import RecordError
+from tests.support.chat_fixtures import FAMILIES, TEMPLATES
+
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+
+
+def template(name: str, **variables: Any) -> ChatTemplate:
+    family = FAMILIES[name]
+    return ChatTemplate(name, family.source, variables={"bos_token": family.bos, "eos_token": family.eos, **variables})
+
+
+def say(*turns: str) -> tuple[dict[str, Any], ...]:
+    """`u:text` and `a:text`, `s:text`, `t:text`; `c:` calls a tool."""
+    roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"n": [2, 2]}}}
+    return tuple(
+        {"role": "assistant", "content": "", "tool_calls": [call]}
+        if turn[0] == "c"
+        else {"role": roles[turn[0]], "content": turn[2:]}
+        for turn in turns
+    )
+
+
+def shown(marked: MarkedText) -> str:
+    text = marked.text
+    for start, end in reversed(marked.spans):
+        text = f"{text[:start]}«{text[start:end]}»{text[end:]}"
+    return text
+
+
+def marks(name: str, *turns: str, tools: Any = (), **variables: Any) -> list[str]:
+    return [shown(m) for m in TurnMarker(template(name, **variables)).mark(Conversation(say(*turns), tools))]
+
+
+def test_two_answers_in_a_row_are_both_learned() -> None:
+    assert marks("chatml", "u:Q", "a:A", "a:B") == [
+        "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n«A<|im_end|>»\n<|im_start|>assistant\n«B<|im_end|>»\n"
+    ]
+
+
+def test_turns_after_the_last_answer_are_left_out() -> None:
+    assert marks("chatml", "u:Q", "a:A", "u:R") == marks("chatml", "u:Q", "a:A")
+    assert marks("chatml", "u:Q") == []
+
+
+def test_an_answer_to_nothing_is_learned_where_the_template_can_ask_for_it() -> None:
+    assert marks("chatml", "a:A") == ["<|im_start|>assistant\n«A<|im_end|>»\n"]
+    with pytest.raises(RecordError, match="refuses it"):
+        marks("qwen3", "a:A")
+
+
+def test_texts_that_look_like_marks_stay_inside_of_their_answer() -> None:
+    """The places come from what is around an answer, never from a search in it."""
+    assert marks("chatml", "u:<|im_end|>\n<|im_start|>assistant\nX", "a:A<|im_end|>\n")[0].endswith(
+        "assistant\n«A<|im_end|>\n<|im_end|>»\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "reason"),
+    [
+        ("gemma", ("s:S", "u:Q", "a:A"), "System role not supported"),
+        ("mistral", ("s:S", "u:Q", "a:A"), "roles must alternate"),
+        ("mistral", ("u:Q", "a:A", "a:B"), "roles must alternate"),
+    ],
+)
+def test_what_a_template_refuses_is_refused_with_its_reason(name: str, turns: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(RecordError, match=rf"the chat template \({name}\) refuses it: .*{reason}"):
+        marks(name, *turns)
+
+
+# --- thoughts ---
+
+
+def test_thoughts_are_learned_in_the_sequence_that_keeps_them() -> None:
+    texts = marks("qwen3", "u:Q", "a:<think>\nhm\n</think>\n\nA", "u:R", "a:B")
+    assert [text.split("«")[1] for text in texts] == [
+        "<think>\nhm\n</think>\n\nA<|im_end|>»\n",
+        "<think>\n\n</think>\n\nB<|im_end|>»\n",
+    ]
+    assert "hm" not in texts[1]
+
+
+def test_the_answers_of_a_tool_loop_are_learned_together() -> None:
+    (text,) = marks("qwen3", "u:Q", "a:<think>\nhm\n</think>\n\nlet me", "t:4", "a:<think>\nso\n</think>\n\nA")
+    assert text.count("«") == 2
+    assert "«<think>\nhm\n</think>\n\nlet me<|im_end|>»" in text
+
+
+def test_a_template_without_thoughts_puts_the_empty_one_into_the_prompt() -> None:
+    assert marks("qwen3", "u:Q", "a:A", enable_thinking=False) == [
+        "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n«A<|im_end|>»\n"
+    ]
+    with pytest.raises(RecordError, match=r"turn 2: .* and then writes it otherwise"):
+        marks("qwen3", "u:Q", "a:<think>\nhm\n</think>\n\nA", enable_thinking=False)
+
+
+# --- other templates that write an earlier answer, or what is before it, in another way ---
+
+SYSTEM_LAST = (  # newer ones of Mistral: the system text stands before the last question, wherever that is
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}"
+    "{% endif %}{% set users = messages | selectattr('role', 'equalto', 'user') | list %}<s>{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST] {% if m == users[-1] and system %}{{ system }}: {% endif %}{{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+CHANNELS = (  # GPT-OSS: another end mark for the last answer, and a channel that the model chooses
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
+    "{{ m.content }}{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (SYSTEM_LAST, ["<s>[INST] S: Q[/INST]« A</s>»", "<s>[INST] Q[/INST] A</s>[INST] S: R[/INST]« B</s>»"]),
+        (
+            CHANNELS,
+            [
+                "<|start|>system<|message|>S<|end|><|start|>user<|message|>Q<|end|>"
+                "<|start|>assistant«<|channel|>final<|message|>A<|return|>»",
+                "<|start|>system<|message|>S<|end|><|start|>user<|message|>Q<|end|>"
+                "<|start|>assistant<|channel|>final<|message|>A<|end|><|start|>user<|message|>R<|end|>"
+                "<|start|>assistant«<|channel|>final<|message|>B<|return|>»",
+            ],
+        ),
+    ],
+    ids=["system last", "channels"],
+)
+def test_each_answer_is_learned_as_it_is_asked_for(source: str, expected: list[str]) -> None:
+    texts = TurnMarker(ChatTemplate("mine", source)).mark(Conversation(say("s:S", "u:Q", "a:A", "u:R", "a:B")))
+    assert [shown(text) for text in texts] == expected
+
+
+# --- tools ---
+
+
+def test_calls_are_learned_and_what_tools_answer_is_not() -> None:
+    (text,) = marks("qwen2.5", "u:Q", "c:", "t:4", "a:A", tools=TOOLS)
+    assert text.endswith(
+        'assistant\n«<tool_call>\n{"name": "add", "arguments": {"n": [2, 2]}}\n</tool_call><|im_end|>»\n'
+        "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n«A<|im_end|>»\n"
+    )
+    assert json.dumps(TOOLS[0]) in text
+
+
+def test_an_answer_may_have_another_end_mark() -> None:
+    (text,) = marks("llama3", "u:Q", "c:", "t:4", "a:A")
+    assert '«{"name": "add", "parameters": {"n": [2, 2]}}<|eom_id|>»<|start_header_id|>ipython' in text
+    assert text.endswith("«A<|eot_id|>»")
+
+
+# --- templates that cannot say ---
+
+HEADED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+PROMPTED = HEADED + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ((TEMPLATES / "deepseek_r1.jinja").read_text(), r"its prompt for an answer, .*<think>\\n', is no beginning"),
+        (HEADED, r"ignores add_generation_prompt and begins an answer with '<\|assistant\|>'"),
+        (PROMPTED.replace("</s>", ""), "marks no end of an answer"),
+        ("{{ raise_exception('never') }}", "refuses it: never"),
+        ("{% for m in messages %}{{ m.content }}", "line 1: Unexpected end of template"),
+        (PROMPTED.replace("m.content", "'nothing'"), "is no beginning of an answer it writes"),
+    ],
+)
+def test_a_template_that_cannot_tell_answers_is_refused_by_name(source: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)^data.chat_template: .*mine.*{problem}"):
+        TurnMarker(ChatTemplate("mine", source))
+
+
+def test_a_template_whose_prompt_opens_a_thought_takes_answers_that_have_one() -> None:
+    source = PROMPTED.replace("<|assistant|>{% endif", "<|assistant|><think>\n{% endif")
+    marker = TurnMarker(ChatTemplate("mine", source))
+    (text,) = marker.mark(Conversation(say("u:Q", "a:<think>\nhm</think>A")))
+    assert shown(text) == "<|user|>Q</s><|assistant|><think>\n«hm</think>A</s>»"
+    with pytest.raises(RecordError, match="writes it otherwise"):
+        marker.mark(Conversation(say("u:Q", "a:A")))
+
+
+def test_pieces_between_tags_that_touch_are_one_answer() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% generation %}</s>{% endgeneration %}{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+    )
+    (text,) = TurnMarker(ChatTemplate("mine", source)).mark(Conversation(say("u:Q", "a:A", "u:R", "a:B")))
+    assert shown(text) == "[Q]«A</s>»[R]«B</s>»"
+
+
+def test_the_plain_template_ends_an_answer_as_the_tokenizer_ends_a_text() -> None:
+    marker = TurnMarker(ChatTemplate("plain", PLAIN_TEMPLATE, variables={"eos_token": "</s>"}))
+    (text,) = marker.mark(Conversation(say("s:S", "u:Q", "a:A")))
+    assert shown(text) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n«A</s>»\n"
+    )
+    with pytest.raises(RecordError, match="the plain template has no tools"):
+        marker.mark(Conversation(say("u:Q", "c:")))

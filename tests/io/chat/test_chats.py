@@ -1,0 +1,307 @@
+"""Files of chats as sequences: length, what is dropped and counted, bad records, and the shipped problems."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
+from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.encode_chats import ChatEncoder, Truncation, read_chats
+from megatrain_ray.io.chat.find_chats import find_chats
+from megatrain_ray.io.records.read_records import Place
+from megatrain_ray.io.records.record_tally import BadRecords, ChatTally, Fate
+from megatrain_ray.io.tokens.sequence_writer import TokenSequence
+from megatrain_ray.io.tokens.tokenizer import load_tokenizer
+from tests.support.chat_fixtures import FAMILIES, TEMPLATES, build
+
+GSM8K = Path(__file__).parents[3] / "examples" / "gsm8k" / "train_400.jsonl"
+SHORT = "{% for m in messages %}{{ m.content }}{{ '#' if m.role == 'assistant' else ':' }}{% endfor %}"  # Q:A#
+
+
+def chat(*contents: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]}
+
+
+def write(folder: Path, *records: Any, name: str = "a.jsonl") -> str:
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    (folder / name).write_text("\n".join(lines))
+    return str(folder / name)
+
+
+def read(
+    path: str | list[str],
+    tally: ChatTally | None = None,
+    *,
+    template: str = SHORT,
+    max_tokens: int = 100,
+    truncation: Truncation = "turn",
+    vocab_size: int = 257,
+) -> list[TokenSequence]:
+    source = Path(path if isinstance(path, str) else path[0]).parent / "template.jinja"
+    source.write_text(template)
+    encoder = ChatEncoder(load_tokenizer("bytes"), load_chat_template("bytes", str(source)))
+    limits: dict[str, Any] = {"max_tokens": max_tokens, "truncation": truncation, "vocab_size": vocab_size}
+    return list(read_chats(find_chats(path), encoder, tally or ChatTally(), **limits))
+
+
+def shown(sequence: TokenSequence) -> str:
+    """The text, with the learned bytes in capitals."""
+    letters = zip(bytes(sequence.ids.astype(np.uint8)).decode(), sequence.supervised, strict=True)
+    return "".join(letter.upper() if learned else letter for letter, learned in letters)
+
+
+def test_a_sequence_is_ids_mask_and_place(tmp_path: Path) -> None:
+    (sequence,) = read(write(tmp_path, chat("q", "ab")))
+    assert shown(sequence) == "q:AB#"
+    assert (sequence.ids.dtype, sequence.supervised.dtype) == (np.uint32, np.bool_)
+    assert sequence.place == Place(tmp_path / "a.jsonl", "line", 1, read_bytes=0)
+
+
+# --- length ---
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "kept", "fates"),
+    [
+        (12, ["q:AB#rr:CDE#", "x:Y#"], []),
+        (11, ["q:AB#", "x:Y#"], [Fate.CUT_AT_TURN]),
+        (5, ["q:AB#", "x:Y#"], [Fate.CUT_AT_TURN]),
+        (4, ["q:AB", "x:Y#"], [Fate.CUT_INSIDE]),
+        (3, ["q:A", "x:Y"], [Fate.CUT_INSIDE, Fate.CUT_INSIDE]),
+    ],
+)
+def test_what_is_too_long_is_cut_after_an_answer_where_one_fits(
+    tmp_path: Path, max_tokens: int, kept: list[str], fates: list[Fate]
+) -> None:
+    path, tally = write(tmp_path, chat("q", "ab", "rr", "cde"), chat("x", "y")), ChatTally()
+    assert [shown(s) for s in read(path, tally, max_tokens=max_tokens)] == kept
+    assert list(tally.counts.elements()) == fates
+
+
+def test_a_question_that_leaves_no_room_for_an_answer_is_dropped(tmp_path: Path) -> None:
+    path, tally = write(tmp_path, chat("long", "a"), chat("q", "a")), ChatTally()
+    assert [shown(s) for s in read(path, tally, max_tokens=5)] == ["q:A#"]
+    assert tally.counts == {Fate.TOO_LONG: 1}
+
+
+def test_dropping_takes_only_what_fits_whole(tmp_path: Path) -> None:
+    path, tally = write(tmp_path, chat("q", "ab"), chat("q", "ab", "r", "c"), chat("q", "abc")), ChatTally()
+    assert [shown(s) for s in read(path, tally, max_tokens=5, truncation="drop")] == ["q:AB#"]
+    assert tally.counts == {Fate.TOO_LONG: 2}
+    assert tally.lines()[1].endswith(f"2 too long, dropped ({path}, line 2; {path}, line 3)")
+
+
+def test_answers_without_anything_between_them_are_two(tmp_path: Path) -> None:
+    record = {"messages": [*chat("q", "ab")["messages"], {"role": "assistant", "content": "cd"}]}
+    (sequence,) = read(write(tmp_path, record), max_tokens=7)
+    assert shown(sequence) == "q:AB#"
+
+
+@given(contents=st.lists(st.text("ab", min_size=1, max_size=9), min_size=2, max_size=8), max_tokens=st.integers(2, 60))
+def test_any_cut_is_a_prefix_with_something_to_learn(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[str], max_tokens: int
+) -> None:
+    path, tally = write(tmp_path_factory.mktemp("chats"), chat(*contents), chat("q", "a")), ChatTally()
+    (whole,) = (s for s in read(path) if s.place.number == 1)
+    for sequence in read(path, tally, max_tokens=max(max_tokens, 3)):
+        assert sequence.ids.size <= max(max_tokens, 3)
+        assert sequence.supervised[1:].any()
+        if sequence.place.number == 1:
+            assert whole.ids[: sequence.ids.size].tolist() == sequence.ids.tolist()
+            assert whole.supervised[: sequence.ids.size].tolist() == sequence.supervised.tolist()
+            assert sequence.ids[-1] == ord("#") or tally.counts[Fate.CUT_INSIDE]
+
+
+# --- counting ---
+
+
+def test_what_cannot_be_learned_is_dropped_and_counted(tmp_path: Path) -> None:
+    tagged = (
+        "{% for m in messages %}{% if m.content == 'x' %}{% generation %}x{% endgeneration %}{% endif %}.{% endfor %}"
+    )
+    path, tally = write(tmp_path, chat("q"), chat("q", "x", "r"), chat("q", "y")), ChatTally()
+    assert [shown(s) for s in read(path, tally, template=tagged)] == [".X."]
+    assert tally.lines() == [
+        "3 records: 1 sequences, 3 tokens, 1 of them learned",
+        f"1 without an assistant turn, dropped ({path}, line 1)",
+        f"1 without a token that its template marks as the assistant's, dropped ({path}, line 3)",
+        f"1 with turns after the last answer, which were left out ({path}, line 2)",
+    ]
+
+
+def test_the_first_token_is_nobodys_target(tmp_path: Path) -> None:
+    path, tally = write(tmp_path, chat("q", "x")), ChatTally("skip")
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        read(path, tally, template="{% generation %}x{% endgeneration %}...")
+    assert tally.counts == {Fate.NOTHING: 1}
+
+
+def test_a_token_of_prompt_and_answer_is_learned_for_its_visible_part(tmp_path: Path) -> None:
+    """Only a template in plain text makes such tokens: here ` be` begins with the space that ends the prompt."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "Ask:": 1, " be": 2, "  ": 3, "</s>": 4}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("Ask:| be|  |</s>"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = "{% for m in messages if m.role == 'assistant' %}Ask: {{ m.content }}</s>{% endfor %}"
+    template = ChatTemplate("mine", source + "{% if add_generation_prompt %}Ask: {% endif %}")
+    encoder = ChatEncoder(load_tokenizer(str(tmp_path)), template)
+    for answer, learned in [("be", [False, True, True]), (" be", [False, False, True, True])]:
+        (encoded,) = encoder.encode(Conversation(tuple(chat("q", answer)["messages"])))
+        assert encoded.supervised.tolist() == learned
+
+
+def test_a_template_that_rewrites_earlier_answers_gives_a_sequence_for_each(tmp_path: Path) -> None:
+    path, tally = write(tmp_path, chat("q", "a", "r", "b", "s", "c")), ChatTally()
+    sequences = read(path, tally, template=(TEMPLATES / "qwen3.jinja").read_text(), max_tokens=1000)
+    learned = [bytes(s.ids[s.supervised].astype(np.uint8)).decode() for s in sequences]
+    assert learned == [f"<think>\n\n</think>\n\n{answer}<|im_end|>" for answer in "abc"]
+    assert {s.place.number for s in sequences} == {1}
+    assert tally.counts == {Fate.SPLIT: 1}
+
+
+def test_nothing_to_learn_is_an_error_that_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)nothing to learn.1 records: 0 .*1 without an assistant turn, dropped"):
+        read(write(tmp_path, chat("q")))
+    with pytest.raises(ConfigError, match=r"(?s)nothing to learn.0 records"):
+        read(write(tmp_path))
+
+
+def test_an_id_outside_of_the_vocabulary_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path, chat("q", "a"), chat("q", "z"))
+    assert len(read(path, vocab_size=123)) == 2
+    with pytest.raises(ConfigError, match=r"a.jsonl, line 2 has token id 122, but the model's vocab_size is 122"):
+        read(path, vocab_size=122)
+
+
+# --- bad records ---
+
+BAD = {
+    "bad JSON": ('{"messages": [', "not valid JSON"),
+    "unknown role": ({"messages": [{"role": "model", "content": "a"}]}, "turn 1: unknown role 'model'"),
+    "refused by the template": (chat("stop", "a"), "the chat template (.*) refuses it: no"),
+    "half a character": (chat("q", "\ud83d"), "half a character: "),
+}
+
+
+@pytest.mark.parametrize("bad_records", ["error", "skip"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_record_ends_the_reading_or_is_counted(tmp_path: Path, name: str, bad_records: BadRecords) -> None:
+    record, problem = BAD[name]
+    path, tally = write(tmp_path, chat("q", "a"), record, chat("q", "b")), ChatTally(bad_records)
+    template = "{% if messages[0].content == 'stop' %}{{ raise_exception('no') }}{% endif %}" + SHORT
+    if bad_records == "error":
+        with pytest.raises(
+            ConfigError, match=rf"data.path: .*a.jsonl, line 2: .*{problem}.*set data.bad_records: skip"
+        ):
+            read(path, tally, template=template)
+    else:
+        assert [s.place.number for s in read(path, tally, template=template)] == [1, 3]
+        assert tally.counts == {Fate.BAD: 1}
+        assert "line 2: " in tally.lines()[1]
+
+
+def test_half_a_character_is_found_with_every_tokenizer(tmp_path: Path) -> None:
+    folder = build(tmp_path / "tokenizer", FAMILIES["chatml"])
+    encoder = ChatEncoder(load_tokenizer(str(folder)), load_chat_template(str(folder)))
+    path = write(tmp_path, chat("q", "\ud83d"))
+    with pytest.raises(ConfigError, match="half a character"):
+        list(read_chats(find_chats(path), encoder, ChatTally(), max_tokens=9, truncation="turn", vocab_size=999))
+
+
+def test_only_the_first_places_are_told(tmp_path: Path) -> None:
+    tally = ChatTally("skip")
+    read(write(tmp_path, chat("q", "a"), *["[]"] * 9), tally)
+    assert tally.counts[Fate.BAD] == 9
+    assert tally.lines()[1].count("line") == 3
+    assert tally.lines()[1].endswith("; …)")
+
+
+# --- several processes ---
+
+
+def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
+    """More than one process gets alone; a question without an answer, a bad record and a long one among others."""
+    folder = build(tmp_path / "tokenizer", FAMILIES["qwen3"])
+    encoder = ChatEncoder(load_tokenizer(str(folder)), load_chat_template(str(folder)))
+    long = [chat(f"{number} the cat 你好 " * 900, "It is 4. " * number, "r", "sat") for number in range(150)]
+    alpaca = {"instruction": "Sure?", "output": "Yes."}
+    write(tmp_path, *long, alpaca, name="a.jsonl")
+    write(tmp_path, chat("q"), "{", chat("q", "no " * 2000), *long[:20], chat("q", "a"), name="b.jsonl")
+    results = []
+    for num_processes in (1, 2):
+        tally = ChatTally("skip")
+        sequences = read_chats(
+            find_chats(str(tmp_path / "*.jsonl")),
+            encoder,
+            tally,
+            max_tokens=15000,
+            truncation="turn",
+            vocab_size=1000,
+            num_processes=num_processes,
+        )
+        results.append(([(s.ids.tolist(), s.supervised.tolist(), s.place) for s in sequences], tally.lines()))
+    assert results[0] == results[1]
+    assert len(results[0][0]) > 300
+    assert f"{tmp_path / 'b.jsonl'}, line 2: not valid JSON" in "\n".join(results[1][1])
+
+
+def test_a_bad_record_in_another_process_is_named(tmp_path: Path) -> None:
+    write(tmp_path, *[chat("q " * 9000, "a")] * 150, chat("q", "\ud83d"))
+    encoder = ChatEncoder(load_tokenizer("bytes"), load_chat_template("bytes"))
+    sequences = read_chats(
+        find_chats(str(tmp_path)),
+        encoder,
+        ChatTally(),
+        max_tokens=20000,
+        truncation="turn",
+        vocab_size=257,
+        num_processes=2,
+    )
+    with pytest.raises(ConfigError, match=r"a.jsonl, line 151: half a character"):
+        list(sequences)
+
+
+# --- files ---
+
+
+def test_files_folders_globs_and_lists_in_the_order_given(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.json", "note.md", "sub"):
+        (tmp_path / name).mkdir() if name == "sub" else write(tmp_path, chat("q", "a"), name=name)
+    write(tmp_path / "sub", chat("q", "a"), name="d.jsonl")
+    (tmp_path / ".cache" / "x.json").mkdir(parents=True)
+    write(tmp_path / ".cache", "{}", name="y.json")
+    names = [source.file.name for source in find_chats([str(tmp_path / "c.json"), str(tmp_path / "*.jsonl")])]
+    assert names == ["c.json", "a.jsonl", "b.jsonl"]
+    assert [s.file.name for s in find_chats(str(tmp_path))] == ["a.jsonl", "b.jsonl", "c.json", "d.jsonl"]
+    for path in ("absent.jsonl", "*.parquet"):
+        with pytest.raises(ConfigError, match="no such file or folder: "):
+            find_chats(str(tmp_path / path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no such file or folder with files of .json, "):
+        find_chats(str(tmp_path / "empty"))
+
+
+def test_the_shipped_problems_are_learned_from_answer_to_end(tmp_path: Path) -> None:
+    folder, tally = build(tmp_path / "tokenizer", FAMILIES["llama3"]), ChatTally()
+    tokenizer = load_tokenizer(str(folder))
+    encoder = ChatEncoder(tokenizer, load_chat_template(str(folder)))
+    sequences = list(
+        read_chats(find_chats(str(GSM8K)), encoder, tally, max_tokens=4096, truncation="turn", vocab_size=1000)
+    )
+    records = [json.loads(line)["messages"] for line in GSM8K.read_text().splitlines()]
+    assert len(sequences) == len(records) == tally.num_records == 400
+    assert not tally.counts
+    for sequence, (_, answer) in zip(sequences, records, strict=True):
+        expected = tokenizer.encode(answer["content"] + "<|eot_id|>")
+        assert sequence.ids[sequence.supervised].tolist() == expected.tolist()
+        assert sequence.supervised[-expected.size :].all()

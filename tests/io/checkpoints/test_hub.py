@@ -1,0 +1,134 @@
+"""Models and tokenizers by their hub id: from a server on this machine, and from the cache without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain_ray.cli import main
+from megatrain_ray.config.schema import ModelConfig
+from megatrain_ray.engine.discovery.discover import discover
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.chat_template import load_chat_template
+from megatrain_ray.io.tokens.tokenizer import load_tokenizer, tokenizer_files
+from megatrain_ray.model.model_source import open_model
+from tests.model.test_architecture import with_own_code
+from tests.support.chat_fixtures import FAMILIES, build
+from tests.support.hub import COMMIT, files_of, fill_cache, serve
+from tests.support.runs import ROOT, cli, config, losses, write_config
+from tests.support.tiny import build_tiny
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one; without a network, as in all tests."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_a_tokenizer_in_the_cache_needs_no_network(tmp_path: Path, cache: Path) -> None:
+    own = build(tmp_path / "own", FAMILIES["qwen2.5"])
+    folder = fill_cache(cache, "owner/chat", files_of(own))
+    for name in ("owner/chat", "owner/chat@main", f"owner/chat@{COMMIT}"):
+        assert load_tokenizer(name).encode("the cat").tolist() == load_tokenizer(str(own)).encode("the cat").tolist()
+        assert [file.parent for file in tokenizer_files(name)] == [folder] * 2
+        assert load_chat_template(name).source == FAMILIES["qwen2.5"].source
+
+
+def test_a_folder_of_that_name_comes_first(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_cache(cache, "owner/chat", {"tokenizer.json": b"other"})
+    build(tmp_path / "owner" / "chat", FAMILIES["qwen2.5"])
+    monkeypatch.chdir(tmp_path)
+    assert tokenizer_files("owner/chat")[0] == Path("owner/chat/tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["owner/absent", "absent", "owner/chat@other"])
+def test_without_network_and_cache_one_message_says_so(cache: Path, name: str) -> None:
+    fill_cache(cache, "owner/chat", {"tokenizer.json": b"{}"})
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(name)
+    assert str(caught.value) == (
+        f"data.tokenizer: {name.partition('@')[0]}: no such folder (relative paths start at {Path.cwd()}), and "
+        "tokenizer.json is not in the hub's cache, while the hub cannot be reached: give a local folder, or run "
+        f"`hf download {name.partition('@')[0]}` with a network"
+    )
+
+
+def test_the_command_line_exits_2_without_network_and_cache(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = config(tmp_path / "run", tmp_path, model__path="owner/absent")
+    assert main(["train", str(write_config(tmp_path / "config.yaml", tree))]) == 2
+    (told,) = capsys.readouterr().err.splitlines()  # nothing was begun
+    assert told.startswith("error: model.path: owner/absent: no such folder")
+    assert not (tmp_path / "run").exists()
+
+
+def test_code_of_a_repository_needs_trust_and_runs_from_the_cache(tmp_path: Path, cache: Path) -> None:
+    folder = fill_cache(cache, "owner/own", files_of(with_own_code(tmp_path / "own")))
+    with pytest.raises(ConfigError, match=r"Read that code, then set model\.trust_remote_code: true"):
+        open_model(ModelConfig(path="owner/own"))
+    source = open_model(ModelConfig(path="owner/own", trust_remote_code=True))
+    assert source.code == source.folder == folder
+    structure, _ = discover(source.factory, torch.float32, 1, 8)
+    source.check_weights(structure)
+
+
+def test_what_the_hub_refuses_is_named(tmp_path: Path) -> None:
+    code = """
+from megatrain_ray.config.schema import ModelConfig
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.model.model_source import open_model
+from megatrain_ray.engine.discovery.discover import discover
+for name in ("o/none", "o/model@dev", "o/text", "o/model"):
+    try:
+        source = open_model(ModelConfig(path=name))
+        source.check_weights(discover(source.factory, source.factory(None).dtype, 1, 8)[0])
+    except ConfigError as error:
+        print(error)
+"""
+    files = files_of(build_tiny(tmp_path / "model"))
+    with serve({"o/model": {"config.json": files["config.json"]}, "o/text": {}}) as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"},
+        )
+    told = done.stdout.splitlines()
+    assert len(told) == 4, done.stderr
+    assert "no such repository on the hub, or a private one" in told[0]
+    assert "but not in this revision" in told[1]
+    assert told[2] == "model.path: o/text: the repository on the hub has no config.json; pickled weights are not read"
+    assert "has no model.safetensors; pickled weights are not read" in told[3]
+
+
+def test_a_run_from_the_hub_goes_on_without_it(tmp_path: Path, ray_address: str) -> None:
+    """The plan fetches no weights."""
+    model = build_tiny(tmp_path / "model", vocab_size=320)
+    build(model, FAMILIES["qwen2.5"])
+    tree = config(tmp_path / "run", model, train__steps=1, model__path="owner/model")
+    del tree["data"]["tokenizer"]
+    path = str(write_config(tmp_path / "config.yaml", tree))
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": NOWHERE, "HF_HUB_OFFLINE": "0"}
+    with serve({"owner/model": files_of(model)}) as hub:
+        plan = cli("plan", path, **home | {"HF_ENDPOINT": hub.url})
+        assert plan.returncode == 0, plan.stderr
+        assert not [line for line in hub.asked if "safetensors" in line and line.startswith("GET")]
+        first = cli("train", path, RAY_ADDRESS=ray_address, **home | {"HF_ENDPOINT": hub.url})
+        assert first.returncode == 0, first.stderr
+    again = cli("train", path, "train.steps=2", RAY_ADDRESS=ray_address, **home)
+    assert again.returncode == 0, again.stderr
+    assert "thrown while requesting" not in again.stderr
+    assert len(losses(tmp_path / "run")) == 2
+    kept = json.loads((tmp_path / "run" / "tokenizer" / "tokenizer_config.json").read_text())
+    assert kept["eos_token"]["content"] == "<|im_end|>"

@@ -1,0 +1,105 @@
+"""Which models are refused before anything is allocated, and code that comes with a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain_ray.config.schema import ModelConfig
+from megatrain_ray.engine.discovery.discover import discover
+from megatrain_ray.engine.model.structure import build_empty
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.model.architecture import Architecture
+from megatrain_ray.model.model_source import open_model
+from tests.support.family_models import build_family, family_batches
+from tests.support.reference import Recipe, load_model
+from tests.support.run_engine import Mode, train_engine
+
+TINY: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "t5"}, "a t5 model cannot be trained: it is an encoder-decoder"),
+        ({"model_type": "bert"}, r"a bert model cannot be trained: it is an encoder.*is_decoder is false"),
+        ({"model_type": "vit"}, "Transformers has no causal language model of this type"),
+        ({"model_type": "lama"}, "'lama' is none that this version of Transformers has"),
+        ({"hidden_size": 8}, "None is none that this version of Transformers has"),
+        ({"model_type": "gpt2", "n_layers": 3}, "no n_layers; did you mean n_layer?"),
+        ({"model_type": "own", "auto_map": {}}, "needs its folder"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        open_model(ModelConfig(config=config))
+
+
+def test_an_encoder_that_is_a_decoder_is_let_in() -> None:
+    source = open_model(ModelConfig(config={"model_type": "bert", "is_decoder": True, **TINY}))
+    structure, _ = discover(source.factory, torch.float32, 1, 8)
+    assert [len(layer.modules) for layer in structure.layers] == [1, 1, 1, 1]
+
+
+def test_parameters_that_stay_in_fp32_are_refused_in_bf16() -> None:
+    config = {"model_type": "ernie4_5_moe", **TINY, "num_key_value_heads": 1, "moe_num_experts": 4, "moe_k": 2}
+    source = open_model(ModelConfig(config=config | {"moe_intermediate_size": 16, "moe_layer_end_index": 1}))
+    discover(source.factory, torch.float32, 1, 8)
+    with pytest.raises(ConfigError, match=r"keeps model\.layers\.1\..* in FP32 .* train\.precision: fp32"):
+        discover(source.factory, torch.bfloat16, 1, 8)
+
+
+def with_own_code(folder: Path) -> Path:
+    build_family("Llama", folder)
+    (folder / "modeling_own.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "own"
+    config["auto_map"] = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_models_own_code_runs_only_where_the_configuration_says_so(tmp_path: Path) -> None:
+    own, llama = with_own_code(tmp_path / "own"), build_family("Llama", tmp_path / "llama")
+    with pytest.raises(ConfigError, match=r"code of its own.*model\.trust_remote_code: true"):
+        open_model(ModelConfig(path=str(own)))
+    batches, recipe = family_batches(2), Recipe(2, micro_batch_size=2)
+    ours = train_engine(own, batches, recipe, Mode(), trust_remote_code=True)
+    assert ours.losses == train_engine(llama, batches, recipe, Mode()).losses
+
+
+def test_pickled_weights_are_refused_whoever_is_trusted(tmp_path: Path) -> None:
+    folder = with_own_code(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    source = open_model(ModelConfig(path=str(folder), trust_remote_code=True))
+    with pytest.raises(ConfigError, match="its weights are pickled, which is not read"):
+        source.weights()
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen"])
+def test_what_a_model_computes_and_nobody_stores_is_that_of_from_pretrained(tmp_path: Path, model_type: str) -> None:
+    """In bf16 too, where these two compute angles of 2048 positions in the type that is the default meanwhile."""
+    sizes = {"vocab_size": 50, "n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 32, "n_positions": 2048}
+    model = Architecture({"model_type": model_type, **sizes})(torch.float32)
+    model.save_pretrained(tmp_path)
+    source = open_model(ModelConfig(path=str(tmp_path)))
+    ours = dict(build_empty(source.factory, torch.bfloat16).named_buffers())
+    theirs = dict(load_model(tmp_path, torch.bfloat16).named_buffers())
+    assert ours.keys() == theirs.keys()
+    for name, buffer in theirs.items():
+        assert torch.equal(ours[name], buffer), name

@@ -1,0 +1,136 @@
+"""The end of what `megatrain plan` shows: the whole run, and what changes would make of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain_ray.cli import main
+from megatrain_ray.units import format_bytes
+from tests.support.runs import config, write_config
+
+SHAPE = {
+    "model_type": "qwen2", "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False, "max_position_embeddings": 1024,
+}  # fmt: skip
+LIMITS = "hardware.hbm_limit=4GiB", "hardware.ram_limit=6GiB"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    changes: dict[str, Any] = {
+        "hardware__device": "cuda", "data__path": "/nowhere.txt", "data__seq_len": 1024, "train__batch_size": 8,
+        "train__micro_batch_size": None, "train__accumulate": None, "train__steps": 7200, "save_every": 100,
+    }  # fmt: skip
+    return write_config(tmp_path / "config.yaml", config(tmp_path / "run", SHAPE, **changes))
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    return json.loads(shown(capsys, *arguments, "--json"))
+
+
+def test_each_change_is_what_a_plan_with_it_says(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, str(path), *LIMITS, "--what-if")
+    plan, of_changes = found["plan"], {row["change"]: row for row in found["what_if"]}
+    assert plan == planned(capsys, str(path), *LIMITS)
+    settings = {
+        "as it is": (),
+        "twice the RAM, 12.00 GiB": ("hardware.ram_limit=12GiB",),
+        "half the RAM, 3.00 GiB": ("hardware.ram_limit=3GiB",),
+        "twice the GPU's memory, 8.00 GiB": ("hardware.hbm_limit=8GiB",),
+        "half the GPU's memory, 2.00 GiB": ("hardware.hbm_limit=2GiB",),
+        "twice the tokens a step, 16384": ("train.batch_size=16",),
+        "half the tokens a step, 4096": ("train.batch_size=4",),
+        "a disk for spill.path, 3 GB/s": ("spill.path=/nowhere/spill",),
+        "train.grad_dtype=bf16": ("train.grad_dtype=bf16",),
+    }
+    assert of_changes.keys() == settings.keys()
+    for change, overrides in settings.items():
+        if of_changes[change]["fits"]:
+            alone = planned(capsys, str(path), *LIMITS, *overrides)
+            tokens = alone["num_micro_batches"] * alone["micro_batch_size"] * alone["seq_len"]
+            assert of_changes[change]["step_s"] == alone["prediction"]["step_s"]
+            assert of_changes[change]["tokens_per_s"] == tokens / alone["prediction"]["step_s"]
+        else:
+            assert main(["plan", str(path), *LIMITS, *overrides]) == 3
+    fit = {change: row["fits"] for change, row in of_changes.items()}
+    assert not fit["half the RAM, 3.00 GiB"]
+    assert all(fit[change] for change in fit if change.startswith(("as", "twice")))
+
+
+def test_the_table_compares_speeds(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, str(path), *LIMITS, "--what-if").partition("what if")[2].splitlines()
+    assert any("half the RAM" in line and "does not fit" in line for line in lines)
+    assert any("twice the GPU" in line and "%" in line for line in lines)
+
+
+def test_where_nothing_fits_what_would_is_shown_all_the_same(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(path), "hardware.hbm_limit=4GiB", "hardware.ram_limit=4GiB", "--what-if"]) == 3
+    shown = capsys.readouterr()
+    assert "of host RAM, 4.00 GiB available" in shown.err
+    lines = shown.out.splitlines()
+    assert any(line.startswith("as it is") and "does not fit" in line for line in lines)
+    assert any(line.startswith("a disk for spill.path") and "bound by" not in line and "." in line for line in lines)
+
+
+def test_an_odd_number_of_micro_batches_has_no_half(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, str(path), *LIMITS, "train.batch_size=3", "--what-if")["what_if"]
+    assert [row["change"] for row in found if "tokens" in row["change"]] == ["twice the tokens a step, 6144"]
+
+
+def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """7200 steps of s seconds are 2 × s hours."""
+    step_s = planned(capsys, str(path), *LIMITS)["prediction"]["step_s"]
+    run, saves, stop = shown(capsys, str(path), *LIMITS, "--price", "1.5").splitlines()[-3:]
+    assert run.startswith("run       7200 steps, 59.0M tokens in ")
+    assert run.endswith(f", {3 * step_s:.2f} at 1.5 an hour")
+    assert saves.startswith("saves     one of ")
+    assert " every 100 steps: " in saves
+    assert saves.endswith(" written a day")
+    needed = planned(capsys, str(path), *LIMITS, "--price", "1.5")["run"]["stop_wait_s"]
+    assert stop.startswith(f"stop      up to {needed} s from a signal to the end of the last save, at 3 GB/s: ")
+    assert stop.endswith(f"RAY_JOB_STOP_WAIT_TIME_S={needed}")
+    without = shown(capsys, str(path), *LIMITS, "save_every=null").splitlines()[-1]
+    assert without.startswith("run ")
+    assert " an hour" not in without
+
+
+def test_the_whole_run_in_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, str(path), *LIMITS, "--price", "1.5")
+    step_s = found["plan"]["prediction"]["step_s"]
+    assert found["run"]["seconds"] == 7200 * step_s
+    assert found["run"]["cost"] == pytest.approx(3 * step_s)
+    assert (found["run"]["spilled_bytes_per_day"], found["run"]["drive_days"]) == (0, None)
+
+
+def test_what_spills_wears_a_drive(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = "hardware.hbm_limit=4GiB", "hardware.ram_limit=5880MiB"
+    short = (*limits, "hardware.hbm_layers=0", "spill.path=/nowhere/spill")
+    plan = planned(capsys, str(path), *short)
+    spilled = sum(row["num_bytes"] for row in plan["rows"] if row["tier"] == "nvme")
+    assert spilled
+    of_day = spilled * 24 * 3600 / plan["prediction"]["step_s"]
+    *_, saves, _stop, line = shown(capsys, str(path), *short).splitlines()
+    assert saves.startswith("saves     one of ")
+    assert line == (
+        f"spilled   {format_bytes(spilled)} every step: {format_bytes(int(of_day))} written a day; a drive rated for "
+        f"1 PB written lasts {1e15 / of_day:.1f} days"
+    )
+    roomy = shown(capsys, str(path), *LIMITS, "spill.path=/nowhere/spill")
+    assert "spilled " not in roomy
+
+
+@pytest.mark.parametrize("price", ["-1", "inf", "dear"])
+def test_a_price_is_a_number(path: Path, price: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(path), f"--price={price}"])
+    assert ended.value.code == 2
+    assert f"expected a number from 0 on, got '{price}'" in capsys.readouterr().err

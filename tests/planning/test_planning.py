@@ -1,0 +1,90 @@
+"""From a configuration to a plan: lengths that the model has no positions for, how layers attend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain_ray import trainer
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.discovery.discover import Trials, discover
+from megatrain_ray.engine.model.attention import Attention
+from megatrain_ray.engine.model.parameter_rules import ParameterRules
+from megatrain_ray.engine.planner.request import Machine
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.model import discover_model
+from megatrain_ray.model.architecture import Architecture
+from megatrain_ray.planning.prepare import Prepared, prepare
+from tests.support.runs import config
+
+MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB, POSITIONS = 48, 112, 3, 4, 2, 264, 40
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": POSITIONS,
+}
+
+
+def prepared(folder: Path, shape: dict[str, Any], **changes: Any) -> Prepared:
+    tree = config(folder, LLAMA | shape, **changes)
+    return prepare(TrainConfig.model_validate(tree).resolve(), MACHINE)
+
+
+def test_no_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
+    assert prepared(tmp_path, {}, data__seq_len=POSITIONS).plan.seq_len == POSITIONS
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):
+        prepared(tmp_path, {}, data__seq_len=POSITIONS + 1)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_that_are_too_long_are_refused_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    monkeypatch.setattr(trainer, "_processes", None)
+    shape = {"model_type": "gemma3", "text_config": LLAMA} if nested else LLAMA
+    tree = config(tmp_path / "run", shape, data__seq_len=POSITIONS + 1)
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):
+        trainer.Trainer(TrainConfig.model_validate(tree)).fit()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "packing", "num_trials"),
+    [("cpu", False, 1), ("cpu", True, 1), ("cuda", False, 1), ("cuda", True, 2)],
+)
+def test_a_model_is_tried_as_often_as_its_attention_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, packing: bool, num_trials: int
+) -> None:
+    """Rows of one document have flex attention where their masks would be whole ones, rows of several have it always:
+    then two calls differ. A trial of 180 layers takes 3 s."""
+    trials = []
+    monkeypatch.setattr(
+        discover_model, "discover", lambda *args, **kwargs: trials.append(kwargs) or discover(*args, **kwargs)
+    )
+    tree = config(tmp_path, LLAMA | {"head_dim": 16}, data__packing=packing, hardware__compile=False)
+    machine = replace(MACHINE, device=device, hbm_bytes=None if device == "cpu" else 8 << 30)
+    plan = prepare(TrainConfig.model_validate(tree).resolve(), machine).plan
+    assert len(trials) == num_trials
+    assert plan.attention is Attention.SDPA
+    assert plan.packed_attention is (Attention.FLEX if num_trials == 2 else Attention.SDPA)
+
+
+@pytest.mark.parametrize("rules", [ParameterRules(), ParameterRules(freeze=("embed_tokens",))])
+def test_a_forward_is_tried_once_for_all_numbers_of_parts(rules: ParameterRules) -> None:
+    """And what is found is what a trial of each would find."""
+    factory, shape = Architecture(LLAMA, None, None), (torch.bfloat16, 1, 16)
+    trials: Trials = {}
+    for block_parts in (1, 2, 4):
+        shared = discover(factory, *shape, rules, block_parts=block_parts, trials=trials)
+        assert shared == discover(factory, *shape, rules, block_parts=block_parts)
+    assert len(trials) == 1 + bool(rules.freeze)

@@ -1,0 +1,37 @@
+"""What is said of a plan that is another one than before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.planning.plan_diff import changes, is_same_placement
+from tests.support.planned_steps import PROFILE, planned
+
+
+def test_other_rates_and_limits_alone_are_the_same_placement() -> None:
+    before = planned(PROFILE)
+    now = planned(replace(PROFILE, copy_s=2 * PROFILE.copy_s))
+    assert now.sha256 != before.sha256
+    assert is_same_placement(before, replace(now, ram_limit_bytes=now.ram_limit_bytes - 1))
+    assert changes(before, before) == ""
+
+
+def test_a_plan_of_several_hosts_from_before_it_said_so_uploads_parts() -> None:
+    plan = replace(planned(PROFILE), num_gpus=2)
+    assert changes(plan, replace(plan, gathers_slots=True)) == "uploads whole → parts"
+    tree = json.loads(replace(plan, num_hosts=2).to_json())
+    del tree["gathers_slots"]
+    assert Plan.from_json(json.dumps(tree)).gathers_slots
+    assert not Plan.from_json(json.dumps(tree | {"num_hosts": 1})).gathers_slots
+
+
+def test_what_is_placed_elsewhere_is_named() -> None:
+    before, now = planned(PROFILE), planned(PROFILE, spilled=True)
+    assert not is_same_placement(before, now)
+    told = dict(part.rsplit(" → ", 1) for part in changes(before, now).split("; "))
+    assert before.prediction is not None
+    predicted = f"predicted {before.prediction.step_s:.3g} s a step"
+    assert set(told) == {"host memory 1.00 TiB", "layers with state on disk 0", predicted}
+    assert told["layers with state on disk 0"] == str(len(now.spilled_layers))

@@ -1,0 +1,180 @@
+"""`megatrain report`: the page of runs short and long, under way, ended and dead. In a browser: test_report_page.py."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.report.svg_charts import (
+    HEIGHT,
+    MOST_BARS,
+    MOST_BUCKETS,
+    WIDTH,
+    decimate,
+    labels_of,
+    line_chart,
+    nice_numbers,
+    stacked_chart,
+)
+from megatrain_ray.run.run_dir import RunDir, RunFiles
+from megatrain_ray.run.run_history import History
+from megatrain_ray.run.run_lock import hold_lock
+from megatrain_ray.units import format_bytes
+from tests.support.report_runs import CAUSES, SPIKE, make_run
+from tests.support.runs import cli_here, plan_of
+from tests.support.settings import config
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def page_of(run_dir: Path) -> str:
+    done = cli_here("report", str(run_dir))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"wrote {run_dir / 'report.html'}\n"
+    return (run_dir / "report.html").read_text()
+
+
+def paths_of(page: str) -> dict[str, str]:
+    """By the name of the curve."""
+    return {html.unescape(name): d for d, name in re.findall(r'<path [^>]*d="([^"]*)"><title>([^<]*)</title>', page)}
+
+
+def points_of(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", path)]
+
+
+@pytest.mark.parametrize("num_rows", [5, 100_000])
+def test_everything_is_on_the_page_whatever_the_length(tmp_path: Path, num_rows: int) -> None:
+    run_dir = make_run(tmp_path / "run", num_rows, reason="the disk is full")
+    page = page_of(run_dir)
+    assert len(page) < 150_000
+    curves = paths_of(page)
+    assert curves.keys() == {
+        "training", "held out", "learning rate", "gradient norm", "tokens/s", "model TFLOPS", "compute",
+        *(cause.replace("_", " ") for cause in CAUSES),
+    }  # fmt: skip
+    for name, path in curves.items():
+        points = points_of(path)
+        assert points, name
+        assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points), name
+        assert len(points) <= 2 * MOST_BUCKETS + 2
+    text = html.unescape(page)
+    assert "failed: the disk is full" in text
+    assert "optimizer shard 0, in 1.6 s" in text
+    for row in plan_of(run_dir).rows:
+        assert row.num_bytes == 0 or f"{format_bytes(row.num_bytes)}</td>" in text
+    assert "3.00 GiB tensors, the most so far measured" in text
+    assert "disk, a step" in text
+    assert "seq_len: 8" in text
+    assert "2.13.0" in text
+    assert "The longest takes 60 s, beyond this frame." in text
+
+
+def test_the_highest_and_the_lowest_are_kept() -> None:
+    values = [1.0] * 100_000
+    values[12_345], values[98_765] = SPIKE, -SPIKE
+    kept = decimate(list(enumerate(values)))
+    assert len(kept) <= 2 * MOST_BUCKETS + 2
+    assert {(12_345, SPIKE), (98_765, -SPIKE), (0, 1.0), (99_999, 1.0)} <= set(kept)
+    assert kept == sorted(kept)
+    few = [(k, float(k)) for k in range(2 * MOST_BUCKETS)]
+    assert decimate(few) == few
+
+
+def test_bars_stack_to_the_whole_and_what_is_beyond_is_cut() -> None:
+    rows = [(k + 1, {"compute": 3.0, "h2d": 1.0}) for k in range(1000)]
+    chart = stacked_chart("seconds", rows, "s")
+    assert chart is not None
+    compute, h2d = (curve.path for curve in chart.curves)
+    assert compute.count("M") == h2d.count("M") == MOST_BARS
+    assert compute.startswith(f"M0 {HEIGHT:g}H")
+    assert f"V{HEIGHT / 4:g}H" in compute
+    assert "V0H0Z" in h2d
+    assert chart.note == ""
+    cut = stacked_chart("seconds", [(0, {"compute": 400.0, "h2d": 0.0}), *rows], "s")
+    assert cut is not None
+    assert cut.note == "The longest takes 400 s, beyond this frame."
+    assert all(0 <= float(n) <= WIDTH for curve in cut.curves for n in NUMBER.findall(curve.path))
+
+
+def test_one_point_is_a_dot_and_none_is_no_chart() -> None:
+    chart = line_chart("loss", {"loss": [(7, 2.0)], "eval": []}, (7, 7), from_zero=False)
+    assert chart is not None
+    assert [curve.path for curve in chart.curves] == ["M0 150h0"]
+    assert line_chart("loss", {"loss": []}, (0, 1)) is None
+    assert stacked_chart("seconds", [], "s") is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.0, 10.0, ["0", "5", "10"]),
+        (2.13, 2.19, ["2.14", "2.16", "2.18"]),
+        (0.0, 3.1e-4, ["0", "2e-04"]),
+        (0.0, 100_000.0, ["0", "50.0k", "100k"]),
+    ],
+)
+def test_ticks_are_round_numbers(low: float, high: float, labels: list[str]) -> None:
+    assert labels_of(nice_numbers(low, high, 3))[: len(labels)] == labels
+    assert all(low - 1e-9 <= value <= high * (1 + 1e-9) for value in nice_numbers(low, high, 3))
+
+
+def test_text_of_a_run_is_text(tmp_path: Path) -> None:
+    """Of its folder, its configuration, its history: none of it becomes a tag."""
+    evil = "<script>alert(1)</script>&\"'"
+    run_dir = make_run(tmp_path / "<img src=x>", 5, reason=evil, data__text_field=evil)
+    page = page_of(run_dir)
+    assert "<script" not in page
+    assert "<img" not in page
+    assert html.unescape(page).count(evil) >= 2
+    assert "A &lt;processor&gt;" in page
+
+
+def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", 5))
+    assert not re.search(r"https?:|//|\bsrc=|\bhref=|url\(|@import|<link|<script|<iframe", page)
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_a_run_without_a_step(tmp_path: Path) -> None:
+    with RunDir.open(config(run_dir=str(tmp_path / "run"))) as opened:
+        opened.begin("{}", 0)
+        History(opened.path).begin(0, 4, "abc")
+        page = page_of(opened.path)
+    told = ("starting, process", "No update was made yet.", "No plan that this version reads.", "Nothing was compared")
+    for text in told:
+        assert text in page
+    assert "<svg" not in page
+
+
+def test_a_run_that_is_still_going_and_one_that_died(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", 5)
+    with hold_lock(run_dir):
+        assert '<p class="state running">running, process' in page_of(run_dir)
+    assert '<p class="state died">died: killed' in page_of(run_dir)
+
+
+def test_rows_of_other_versions_and_numbers_that_are_none(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", 5)
+    with RunFiles(run_dir).metrics_file.open("a") as file:
+        for row in ({"step": 6}, {"step": 7, "loss": None, "step_s": 1.0, "exposed_s": None}, {"step": 8, "loss": "1"}):
+            file.write(json.dumps(row) + "\n")
+        file.write('{"step": 9, "lo')
+    page = page_of(run_dir)
+    assert len(points_of(paths_of(page)["training"])) == 5
+    assert ">not finite<" in page
+
+
+def test_out_names_another_file_and_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", 5)
+    done = cli_here("report", str(run_dir), "--out", str(tmp_path / "mine.html"))
+    assert done.returncode == 0
+    assert (tmp_path / "mine.html").exists()
+    assert not (run_dir / "report.html").exists()
+    done = cli_here("report", str(tmp_path))
+    assert done.returncode == 2
+    assert "holds no run" in done.stderr

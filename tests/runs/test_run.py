@@ -1,0 +1,230 @@
+"""Whole runs through the command line and real actors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from tests.metrics.test_metric_sinks import scalars
+from tests.support.runs import (
+    ROOT,
+    assert_equals_reference,
+    cli,
+    cli_here,
+    command,
+    config,
+    exported_masters,
+    losses,
+    plan_of,
+    rows,
+    write_config,
+)
+from tests.support.tiny import build_tiny
+
+Row = dict[str, Any]
+
+STEPS = 120  # of a run that is interrupted: more than are made before the signal is heard
+
+PARITY_ROWS: dict[str, tuple[Row, bool, tuple[LoopOrder, ActivationPolicy, int, int]]] = {
+    # name: (settings, tied with dropout, what the plan must say: order, activations, micro-batches, shards)
+    "one-micro-batch": (
+        {"train__batch_size": 4},  # the plan chooses
+        False,
+        (LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 1, 1),
+    ),
+    "layers-outer": (
+        {"hardware__num_shards": 3, "train__seed": 5},
+        True,
+        (LoopOrder.LAYERS_OUTER, ActivationPolicy.KEEP, 4, 3),
+    ),
+    "sums-on-the-device": (
+        {"hardware__hbm_limit": 1_800_000, "train__precision": "bf16"},
+        False,
+        (LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 4, 1),
+    ),
+    "some-recomputed": (
+        {"hardware__num_shards": 2, "hardware__hbm_limit": 1_300_000, "train__clip": None, "train__precision": "bf16"},
+        False,
+        (LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.RECOMPUTE, 4, 2),
+    ),
+    "recomputed": (
+        {"hardware__num_shards": 2, "hardware__hbm_limit": 1_100_000, "train__clip": None, "train__precision": "bf16"},
+        False,
+        (LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, 4, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARITY_ROWS)
+def test_parity_through_the_command_line(tmp_path: Path, ray_address: str, name: str) -> None:
+    """Memory limits choose the mode, as a user would; the plan tells which it was."""
+    settings, tied, expected = PARITY_ROWS[name]
+    model = build_tiny(tmp_path / "model", tied=tied, attention_dropout=0.1 if tied else 0.0)
+    tree = config(tmp_path / "run", model, **settings)
+    path = write_config(tmp_path / "config.yaml", tree)
+    done = cli_here("train", str(path))
+    assert done.returncode == 0, done.stderr
+    plan = plan_of(tmp_path / "run")
+    assert (plan.order, plan.layers[1].activations, plan.num_micro_batches, plan.num_shards) == expected
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+
+
+def leftovers(pid: int) -> list[str]:
+    """What an embedded Ray of that driver left in /tmp."""
+    return [p.name for p in Path("/tmp").iterdir() if p.name.startswith(f"megatrain-{pid}-")]
+
+
+def arenas_mapped(pid: int) -> set[str]:
+    """What they hold; their names begin with megatrain- and the run's own eight digits."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line.split("/memfd:megatrain-")[1].split(" ")[0][9:] for line in lines if "/memfd:megatrain-" in line}
+
+
+def interrupt(path: Path, run_dir: Path, number: signal.Signals) -> str:
+    """Trains in a process with an embedded Ray, some steps further; then a signal to the whole process group, as a
+    terminal or a scheduler sends it. What was written to standard error."""
+    enough = len(rows(run_dir)) + 4
+    process = subprocess.Popen(
+        command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while len(rows(run_dir)) < enough and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)  # for the run, not for the test: any step will do
+    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    mapped = {pid: arenas for pid in family if (arenas := arenas_mapped(pid))}
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    states = sorted(name for arenas in mapped.values() for name in arenas if name.startswith("state-"))
+    assert states == ["state-0", "state-1"], "each shard maps its own state, and nobody else does"
+    assert all(len([a for a in arenas if a.startswith("state-")]) <= 1 for arenas in mapped.values())
+    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    assert not leftovers(process.pid)
+    assert enough <= len(rows(run_dir)) < STEPS
+    return errors
+
+
+def test_ctrl_c_while_the_driver_plans_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Ray and the run's processes have begun by then."""
+    path = write_config(tmp_path / "config.yaml", config(tmp_path / "run", build_tiny(tmp_path / "model")))
+    process = subprocess.Popen(
+        command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stderr
+    assert any("reading the model's configuration" in line for line in process.stderr)
+    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (130, "interrupted: nothing more was saved; the same command resumes\n")
+    assert len(family) > 4
+    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    assert not leftovers(process.pid)
+    assert not (tmp_path / "run").exists()
+
+
+def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, ray_address: str) -> None:
+    """Interrupted twice; then a new process on another cluster with other save settings; the reference in the end."""
+    tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=STEPS, hardware__num_shards=2)
+    path = write_config(tmp_path / "config.yaml", tree)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert "the same command resumes" in interrupt(path, tmp_path / "run", number)
+    done = cli("train", str(path), "save_every=100", "save_keep=1", "hardware.num_shards=3", RAY_ADDRESS=ray_address)
+    assert done.returncode == 0, done.stderr
+    assert len(rows(tmp_path / "run")) == STEPS
+    assert [p.name for p in (tmp_path / "run" / "saves").iterdir()] == [f"step_{STEPS}"]
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+    again = cli_here("train", str(path))
+    assert again.returncode == 0
+    assert f"already at step {STEPS}" in again.stdout
+
+
+def test_ten_steps_are_four_and_six(tmp_path: Path, ray_address: str) -> None:
+    """Resuming in a new process from the save after 4 updates, in mid-epoch, is bit for bit the whole run; TensorBoard
+    shows the steps that were made twice once."""
+    model = build_tiny(tmp_path / "model", attention_dropout=0.1)
+    tree = config(tmp_path / "run", model, save_every=4, save_keep=5, train__precision="bf16")
+    path = write_config(tmp_path / "config.yaml", tree)
+    assert cli_here("train", str(path)).returncode == 0
+    whole = rows(tmp_path / "run")
+    masters = exported_masters(tmp_path / "run", tmp_path / "whole")
+    for step in (8, 10):
+        shutil.rmtree(tmp_path / "run" / "saves" / f"step_{step}")
+    done = cli("train", str(path), "save_every=0", RAY_ADDRESS=ray_address)
+    assert done.returncode == 0, done.stderr
+    resumed = rows(tmp_path / "run")
+    assert [row["step"] for row in resumed] == list(range(1, 11))
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert (ours["loss"], ours["grad_norm"], ours["lr"]) == (theirs["loss"], theirs["grad_norm"], theirs["lr"])
+    for name, master in exported_masters(tmp_path / "run", tmp_path / "resumed").items():
+        assert torch.equal(master, masters[name]), name
+    drawn = scalars(tmp_path / "run" / "tensorboard")
+    assert [step for step, _ in drawn["loss"]] == list(range(1, 11))
+    assert [value for _, value in drawn["loss"]] == pytest.approx([row["loss"] for row in resumed])
+    assert {"lr", "grad_norm", "tokens_per_s", "exposed_s/optimizer"} <= drawn.keys()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Path:
+    """A whole run from random weights, and its configuration beside it. Tests leave it as it is."""
+    shape = {
+        "model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("made")
+    tree = config(folder / "run", shape, train__steps=2, train__precision="bf16")
+    done = cli_here("train", str(write_config(folder / "config.yaml", tree)))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_resume_refuses_other_settings(made: Path) -> None:
+    path = str(made / "config.yaml")
+    before = sorted(p.relative_to(made) for p in (made / "run").rglob("*"))
+    refused = cli_here("train", path, "train.lr=2e-3", "train.steps=3")
+    assert refused.returncode == 2
+    assert "train.lr: 0.001 -> 0.002" in refused.stderr
+    assert "train.steps" not in refused.stderr
+    assert cli_here("train", path, "resume=false").returncode == 2
+    assert sorted(p.relative_to(made) for p in (made / "run").rglob("*")) == before
+
+
+def test_export_generates(made: Path, tmp_path: Path) -> None:
+    """The exported folder is an ordinary Hugging Face model."""
+    from transformers import AutoModelForCausalLM
+
+    assert losses(made / "run")[0] == pytest.approx(5.55, abs=0.3)
+    assert cli_here("export", str(made / "run"), str(tmp_path / "hf")).returncode == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.dtype == torch.bfloat16
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    ids = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
+    assert ids.shape == (1, 8)
+    inspected = cli_here("inspect", str(made / "run"))
+    assert inspected.returncode == 0, inspected.stderr
+    assert "step 2: good" in inspected.stdout
+
+
+def test_python_api(tmp_path: Path, ray_address: str) -> None:
+    """Trainer in a process that is connected to Ray already."""
+    from megatrain_ray import TrainConfig, Trainer
+
+    model = build_tiny(tmp_path / "model")
+    tree = config(tmp_path / "run", model, train__steps=3, save_every=None)
+    summary = Trainer(TrainConfig.model_validate(tree)).fit()
+    assert summary.step == 3
+    assert summary.loss == losses(tmp_path / "run")[-1]
+    assert not list((tmp_path / "run" / "saves").iterdir())

@@ -1,0 +1,164 @@
+"""Runs on chats through the command line and real actors, and what is refused before one is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from megatrain_ray.cli import main
+from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.data.data_worker import open_stream
+from megatrain_ray.io.batching.batch_stream import IGNORED, Batch
+from tests.support.chat_fixtures import FAMILIES, build
+from tests.support.runs import ROOT, assert_equals_reference, cli_here, config, losses, rows, write_config
+from tests.support.texts import tokens_of
+from tests.support.tiny import build_tiny
+
+GSM8K = ROOT / "examples" / "gsm8k"
+FAMILY = FAMILIES["qwen2.5"]
+VOCAB_SIZE = 320
+Tree = dict[str, Any]
+
+
+def settings(folder: Path, **changes: Any) -> Tree:
+    """A tiny model and tokenizer on the shipped problems."""
+    model = build_tiny(folder / "model", vocab_size=VOCAB_SIZE)
+    tree = config(folder / "runs" / "run", model, **changes)
+    tree["data"] = {
+        "kind": "sft",
+        "path": str(GSM8K / "train_400.jsonl"),
+        "tokenizer": str(build(folder / "tokenizer", FAMILY)),
+        "seq_len": 250,
+        "packing": False,
+    }
+    return tree
+
+
+def batches_of(tree: Tree, run_dir: Path) -> list[Batch]:
+    data, train = DataConfig.model_validate(tree["data"]), tree["train"]
+    stream = open_stream(data, tokens_of(data, run_dir, VOCAB_SIZE), VOCAB_SIZE, train["batch_size"])
+    return [stream.next_batch() for _ in range(train["steps"])]
+
+
+def assert_answers_are_learned(tree: Tree, batches: list[Batch]) -> None:
+    """Of each row its answer and the end mark, or the beginning of that, where the row is too short for all."""
+    tokenizer = tokenizers.Tokenizer.from_file(f"{tree['data']['tokenizer']}/tokenizer.json")
+    lines = (GSM8K / "train_400.jsonl").read_text().splitlines()
+    problems = {m[0]["content"]: m[1]["content"] for m in (json.loads(line)["messages"] for line in lines)}
+    for batch in batches:
+        assert batch.num_supervised == int((batch.targets != IGNORED).sum()) > 0
+        for ids, targets in zip(batch.input_ids.tolist(), batch.targets.tolist(), strict=True):
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            question = text.partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+            learned = tokenizer.decode([t for t in targets if t != IGNORED], skip_special_tokens=False)
+            answer = problems[question] + FAMILY.ending
+            is_cut = answer.startswith(learned) and learned != "" and targets[-1] != IGNORED
+            assert learned == answer or is_cut
+
+
+def test_a_run_on_chats_equals_the_reference_and_goes_on_where_it_was_saved(tmp_path: Path, ray_address: str) -> None:
+    tree = settings(tmp_path, train__steps=4, train__batch_size=3, save_every=2, save_keep=9)
+    run_dir = Path(tree["run_dir"])
+    path = write_config(tmp_path / "config.yaml", tree)
+    first = cli_here("train", str(path))
+    assert first.returncode == 0, first.stderr
+    assert "\n400 records: " in first.stderr
+    assert "too long, cut inside an answer" in first.stderr
+    whole = losses(run_dir)
+    shutil.rmtree(run_dir / "saves" / "step_4")
+    second = cli_here("train", str(path))
+    assert second.returncode == 0, second.stderr
+    assert "records: " not in second.stderr
+    assert losses(run_dir) == whole
+
+    batches = batches_of(tree, run_dir)
+    assert [row["tokens"] for row in rows(run_dir)] == [batch.num_supervised for batch in batches]
+    assert_answers_are_learned(tree, batches)
+    assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
+    exported = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
+    assert exported["chat_template"] == FAMILY.source
+    assert not (tmp_path / "export" / "chat_template.jinja").exists()
+
+
+def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, ray_address: str) -> None:
+    tree = settings(tmp_path, train__steps=3, train__batch_size=2)
+    chats = [
+        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b" * n}]}
+        for n in range(5, 30)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "packing": True}
+    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
+    assert done.returncode == 0, done.stderr
+    run_dir = Path(tree["run_dir"])
+    batches = batches_of(tree, run_dir)
+    assert all(batch.segments is not None for batch in batches)
+    assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
+
+
+def line(file: Path, record: Any) -> str:
+    file.write_text(json.dumps(record) + "\n")
+    return str(file)
+
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "robot", "content": "a"}]
+
+# name: (what is done to the settings, what the message says)
+CASES: dict[str, tuple[Callable[[Path, Tree], None], str]] = {
+    "unknown role": (
+        lambda f, t: t["data"].update(path=line(f / "a.jsonl", {"messages": TURNS})),
+        "a.jsonl, line 1: turn 2: unknown role 'robot'; expected one of system, developer, user, assistant, tool. Fix "
+        "the record, or set data.bad_records: skip",
+    ),
+    "a key of the other kind": (
+        lambda f, t: t["data"].update(text_field="body"),
+        "data.text_field: goes with data.kind: pretrain, and data.kind is sft; leave the key out",
+    ),
+    "a key of chats for texts": (
+        lambda f, t: t["data"].update(kind="pretrain", truncation="drop"),
+        "data.truncation: goes with data.kind: sft or tokens, and data.kind is pretrain; leave the key out",
+    ),
+    "no template there": (
+        lambda f, t: t["data"].update(chat_template=str(f / "gone.jinja")),
+        "data.chat_template: cannot read",
+    ),
+    "no data set there": (
+        lambda f, t: t["data"].update(dataset="one"),
+        "data.dataset goes with one dataset_info.json and nothing else",
+    ),
+    "nothing to learn": (
+        lambda f, t: t["data"].update(path=line(f / "a.jsonl", {"messages": TURNS[:1]})),
+        "data.path: nothing to learn\n1 records: 0 sequences",
+    ),
+    "variables of the renderer's own": (
+        lambda f, t: t["data"].update(chat_template_args={"tools": []}),
+        "data.chat_template_args: tools is what the program gives a template itself; expected a variable of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    spoil, message = CASES[name]
+    tree = settings(tmp_path)
+    spoil(tmp_path, tree)
+    path = write_config(tmp_path / "config.yaml", tree)
+    capsys.readouterr()
+    assert main(["train", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert sum(line.startswith("error: ") for line in shown.splitlines()) == 1
+    assert "Traceback" not in shown
+    assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
+
+
+def test_the_example_can_be_planned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", str(GSM8K / "config.yaml")]) == 0
+    assert "loss" in capsys.readouterr().out

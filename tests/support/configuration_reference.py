@@ -1,0 +1,107 @@
+"""The table of settings in docs/configuration.md, made from the configuration's own classes. Run as a module it writes
+the table into the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import yaml
+from pydantic import BeforeValidator
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.values import Group
+from megatrain_ray.units import parse_size
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+BEGIN, END = "<!-- made by python -m tests.support.configuration_reference -->\n", "<!-- end -->\n"
+MORE = {
+    "model.attention": "data.md", "data.kind": "data.md", "data.path": "data.md", "data.dataset": "sft_data.md",
+    "data.eval_path": "data.md#held-out-data", "data.chat_format": "sft_data.md", "data.chat_template": "sft_data.md",
+    "data.truncation": "sft_data.md", "data.packing": "data.md", "train.trainable": "freezing.md",
+    "train.freeze": "freezing.md", "train.groups": "freezing.md", "train.optimizer": "muon.md",
+    "train.moments": "narrow_moments.md", "lora": "lora.md",
+    "eval_every": "metrics.md#evaluationsjsonl", "log.wandb": "metrics.md", "log.mlflow": "metrics.md",
+    "log.trace": "trace.md", "save_compress": "save_format.md", "hardware.profile": "hardware_profile.md",
+    "hardware.nodes": "numa.md", "hardware.num_gpus": "several_gpus.md",
+    "hardware.num_hosts": "several_hosts.md",
+    "spill.path": "hardware_profile.md#the-disk-of-spillpath",
+}  # fmt: skip
+NAMES = {"integer": "whole number", "number": "number", "string": "text", "array": "list", "object": "mapping"}
+
+
+def table() -> str:
+    schema = TrainConfig.model_json_schema()
+    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    for key, field in _fields(TrainConfig):
+        more = f" ([{Path(MORE[key].split('#')[0]).stem}]({MORE[key]}))" if key in MORE else ""
+        meaning = " ".join(field.description.split()).replace("|", "\\|")
+        values = "size, null" if parse_size in _validators(field) else _values(_property(schema, key), schema)
+        lines.append(f"| {key} | {values} | {_default(field)} | {meaning}{more} |")
+    return "\n".join(lines) + "\n"
+
+
+def _fields(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in group.model_fields.items():
+        inner = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_group(kind)), None)
+        if inner is not field.annotation:
+            yield prefix + name, field
+        if inner is not None and get_origin(field.annotation) is not tuple:  # a group, or one that may be null
+            yield from _fields(inner, f"{prefix}{name}.")
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Group)
+
+
+def _validators(field: Any) -> list[Any]:
+    """Of a key that may be null, too: functions that read its value."""
+    annotated = [field, *(part for part in get_args(field.annotation) if get_origin(part) is Annotated)]
+    metadata = [item for part in annotated for item in (part.metadata if part is field else part.__metadata__)]
+    return [item.func for item in metadata if isinstance(item, BeforeValidator)]
+
+
+def _property(schema: dict[str, Any], key: str) -> dict[str, Any]:
+    """What JSON schema says of a key."""
+    node = schema
+    for name in key.split("."):
+        node = _resolved(node, schema)["properties"][name]
+    return node
+
+
+def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    parts = (*node.get("allOf", ()), *node.get("anyOf", ()))
+    reference = node.get("$ref") or next((part["$ref"] for part in parts if "$ref" in part), None)
+    return schema["$defs"][reference.rpartition("/")[2]] if reference else node
+
+
+def _values(node: dict[str, Any], schema: dict[str, Any]) -> str:
+    if "anyOf" in node:
+        return ", ".join(dict.fromkeys(_values(_resolved(part, schema), schema) for part in node["anyOf"]))
+    if "enum" in node:
+        return ", ".join(str(value).lower() if isinstance(value, bool) else value for value in node["enum"])
+    if node["type"] in ("boolean", "null"):
+        return "true, false" if node["type"] == "boolean" else "null"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node and node[name] < 2**53]
+    return " ".join([NAMES[node["type"]], " and ".join(bounds)]).strip()
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
+    if value is None:
+        return "–"
+    return str(yaml.safe_dump(value, default_flow_style=True)).removesuffix("...\n").strip()
+
+
+def written(page: str) -> str:
+    """The page with today's table."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

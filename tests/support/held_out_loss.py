@@ -1,0 +1,34 @@
+"""What an evaluation must give: the plain model's mean loss on held-out batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from tests.support import reference
+from tests.support.reference import Named, Recipe, Sequences
+
+
+def held_out_loss(folder: Path, batches: Iterable[Sequences], recipe: Recipe, masters: Named | None = None) -> float:
+    """Mean cross-entropy over the supervised tokens of all batches: the model's own forward in evaluation mode, whole
+    logits. `masters`: weights in the place of the folder's."""
+    total, num_supervised = 0.0, 0
+    with reference.torch_threads(recipe.num_threads), torch.no_grad():
+        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        model = reference.load_model(folder, dtype).to(recipe.device).eval()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        masters = masters or reference._beginning(folder, recipe, model).masters
+        reference._set_weights([(name, p) for name, p in model.named_parameters() if name in masters], masters)
+        for batch in batches:
+            inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
+            targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
+            packed = reference._positions(batch.segments, len(inputs), recipe)
+            for i, t, p in zip(inputs, targets, packed, strict=True):
+                logits = model(input_ids=i, use_cache=False, **p).logits.float()
+                total += F.cross_entropy(logits.flatten(0, 1), t.flatten(), ignore_index=-100, reduction="sum").item()
+                num_supervised += int((t != -100).sum())
+    return total / num_supervised

@@ -1,0 +1,78 @@
+"""A stand-in for the library kvikio, which works on machines with CUDA's driver only: files are read and written as by
+its threads, without them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatrain_ray.io.storage.blob_store import Block
+from tests.support.apart_device import ApartMemory
+
+
+class IOFuture:
+    def __init__(self, done: Future[int]) -> None:
+        self._done = done
+
+    def get(self) -> int:
+        return self._done.result()
+
+
+class CuFile:
+    """Errors have the texts of kvikio 26.10."""
+
+    def __init__(self, file: Path | str, flags: str = "r") -> None:
+        assert flags == "r+", "what is there is updated"
+        try:
+            self._fd = os.open(file, os.O_RDWR)
+        except OSError as error:
+            raise RuntimeError(
+                f"Unable to open file. Linux system call error at: file_utils.cpp:160: {error.strerror}"
+            ) from None
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def pread(self, buf: Block, size: int | None = None, file_offset: int = 0) -> IOFuture:
+        return _submitted("pread", os.preadv, self._fd, [_content(buf)], file_offset)
+
+    def pwrite(self, buf: Block, size: int | None = None, file_offset: int = 0) -> IOFuture:
+        return _submitted("pwrite", os.pwrite, self._fd, _content(buf), file_offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _content(buf: Block) -> memoryview:
+    """Of the host's memory, and of what is a GPU's here."""
+    return buf.content if isinstance(buf, ApartMemory) else memoryview(buf)  # type: ignore[arg-type]  # a buffer
+
+
+def _submitted(name: str, call: Any, *arguments: Any) -> IOFuture:
+    done = Future[int]()
+    try:
+        done.set_result(call(*arguments))
+    except OSError as error:
+        done.set_exception(RuntimeError(f"KvikIO failure at: posix_io.hpp:90: POSIX error on {name}: {error.strerror}"))
+    if not done.exception() and done.result() == 0:
+        done = Future[int]()
+        done.set_exception(RuntimeError(f"KvikIO failure at: posix_io.hpp:173: POSIX error on {name}: EOF"))
+    return IOFuture(done)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """For the rest of a test `import kvikio` finds it. Returns the settings that are made."""
+    settings: dict[str, Any] = {}
+    library, defaults = ModuleType("kvikio"), ModuleType("kvikio.defaults")
+    setattr(library, "CuFile", CuFile)  # noqa: B010, a module has no such attribute for mypy
+    setattr(library, "defaults", defaults)  # noqa: B010
+    setattr(defaults, "set", settings.update)  # noqa: B010
+    monkeypatch.setitem(sys.modules, "kvikio", library)
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", defaults)
+    return settings

@@ -1,0 +1,73 @@
+"""What a recipe of the reference comes to in the engine."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from megatrain_ray.config.schema import LoraConfig
+from megatrain_ray.engine.layout.parameter_group import ParameterGroup
+from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.model.lora import LoraRules
+from megatrain_ray.engine.model.micro_batch import micro_batches_of
+from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.lr_schedule import learning_rate
+from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
+from megatrain_ray.engine.step.engine import UpdateSettings
+from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.io.batching.batch_stream import Batch
+from tests.support.reference import Recipe
+
+
+def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
+    groups = (
+        GroupRule((g.match,), ParameterGroup(True, (g.lr or recipe.lr) / recipe.lr, g.weight_decay, g.muon))
+        for g in recipe.groups
+    )
+    kind = LoraRules if has_pairs else ParameterRules
+    return kind(recipe.trainable, recipe.freeze, tuple(groups), recipe.muon is not None)
+
+
+def lora_of(recipe: Recipe) -> LoraConfig | None:
+    """The settings that go on from the recipe's adapter."""
+    if recipe.adapter is None:
+        return None
+    theirs = json.loads((recipe.adapter / "adapter_config.json").read_text())
+    return LoraConfig(
+        match=tuple(rf"(^|\.){re.escape(name)}$" for name in theirs["target_modules"]),
+        rank=theirs["r"],
+        alpha=theirs["lora_alpha"],
+        dropout=theirs["lora_dropout"],
+        path=str(recipe.adapter),
+    )
+
+
+def muon_of(recipe: Recipe) -> Muon | None:
+    theirs = recipe.muon
+    if theirs is None:
+        return None
+    return Muon(theirs.momentum, theirs.nesterov, theirs.ns_steps, LrAdjustment(theirs.adjust_lr))
+
+
+def hyper_of(recipe: Recipe) -> Hyper:
+    seed = recipe.seed if recipe.moments == "bf16" else None
+    return Hyper(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe), seed)
+
+
+def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
+    micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
+    objective = Objective(recipe.z_loss, recipe.label_smoothing)
+    return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed, objective)
+
+
+def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:
+    lr = learning_rate(
+        step,
+        peak=recipe.lr,
+        min_lr=recipe.min_lr,
+        steps=recipe.steps,
+        warmup_steps=recipe.warmup_steps,
+        schedule=recipe.schedule,  # type: ignore[arg-type]
+    )
+    return UpdateSettings(lr, adam_step, recipe.clip)

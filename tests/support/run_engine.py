@@ -1,0 +1,302 @@
+"""Runs the engine in one process: real streamer, slots, shards and updates, no Ray. For tests of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatrain_ray.config.schema import LoraConfig, ModelConfig
+from megatrain_ray.engine.device.cpu_device import CpuDevice
+from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.discovery.discover import discover
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.attention import Attention
+from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.model.lora import AdaptedFactory
+from megatrain_ray.engine.model.micro_batch import micro_batches_of
+from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
+from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, Plan
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
+from megatrain_ray.engine.planner.request import Candidate, Machine, Request
+from megatrain_ray.engine.planner.search.build import build_plan
+from megatrain_ray.engine.shards.device_shard import DeviceShard
+from megatrain_ray.engine.step.engine import Engine, StepReport
+from megatrain_ray.engine.step.warm_up import Coming
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.storage.blob_store import BlobStore
+from megatrain_ray.model.model_source import ModelSource, open_model
+from megatrain_ray.virtual_clock import CostModel, Record, Timeline, unit_cost
+from tests.support.host_state import HostState, blob_in_memory
+from tests.support.local_host import LocalHost
+from tests.support.recipes import hyper_of, lora_of, muon_of, rules_of, schedule, step_input
+from tests.support.reference import Recipe
+
+MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a step runs, beside what its numbers depend on."""
+
+    order: LoopOrder = LoopOrder.MICRO_BATCHES_OUTER
+    activations: ActivationPolicy = ActivationPolicy.KEEP
+    num_shards: int = 1
+    num_fragments: int = 1
+    num_block_slots: int = 2
+    num_edge_slots: int = 2
+    sums: Tier = Tier.HBM
+    gradients: Tier = Tier.HOST
+    num_waiting: int = 0
+    boundaries: Tier = Tier.HBM
+    segment: int = 1
+    kept: Tier = Tier.HBM
+    num_staying: int = 0  # blocks at the end that keep on the device all the same
+    packed_attention: Attention = Attention.SDPA
+    hbm_layers: frozenset[int] = frozenset()
+    activation_budget: float | None = None  # of compiled layers; None: none is compiled
+    captured: bool = False
+    mlp_chunk_tokens: int = 0  # 0: all at once
+    spilled: frozenset[int] = frozenset()  # layers whose state is on disk and passes through two slots
+    stored: frozenset[int] = frozenset()  # layers whose gradients wait on disk, through the same
+    on_disk: frozenset[int] = frozenset()  # layers of `spilled` whose working copies are there, too
+    packed: bool = False  # in fewer bytes there
+    to_disk: frozenset[int] = frozenset()  # of layers whose activations are elsewhere, those on disk
+    num_windows: int = 3  # that these pass through
+    window_bytes: int = 4096
+    windows: Tier = Tier.HOST
+    block_parts: int = 1  # into which blocks are divided, at most
+    poison: bool = True
+
+
+@dataclass
+class EngineResult:
+    """What a run left behind, and what it did."""
+
+    plan: Plan
+    layout: ModelLayout
+    reports: list[StepReport] = field(default_factory=list)
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    exp_avg: dict[str, Tensor] = field(default_factory=dict)
+    exp_avg_sq: dict[str, Tensor] = field(default_factory=dict)
+    records: list[tuple[Record, ...]] = field(default_factory=list)
+    device_bytes: int = 0
+    evaluations: list[float] = field(default_factory=list)  # mean of the held-out batches, before and after every step
+
+    @property
+    def losses(self) -> list[float]:
+        return [r.loss for r in self.reports]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [r.grad_norm for r in self.reports]
+
+    def count(self, *names: str) -> int:
+        """Operations of these names in all steps."""
+        return sum(record.op.name in names for records in self.records for record in records)
+
+    def moved(self, name: str) -> int:
+        """Bytes, by operations of this name in all steps."""
+        return sum(r.op.num_bytes for records in self.records for r in records if r.op.name == name)
+
+
+def folder_source(folder: Path, *, trust_remote_code: bool = False) -> ModelSource:
+    return open_model(ModelConfig(path=str(folder), trust_remote_code=trust_remote_code))
+
+
+def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> tuple[ModelStructure, Plan]:
+    """The plan of one mode: a candidate chosen by the test, everything else as the product does it. `batch`: sequences
+    and their length."""
+    request = _request_of(recipe, mode, batch)
+    structure, activations = discover(
+        factory,
+        request.precision.working_dtype,
+        recipe.micro_batch_size,
+        request.seq_len,
+        rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory)),
+        compiled=request.compiled,
+        chunked=mode.mlp_chunk_tokens > 0,
+        block_parts=mode.block_parts,
+    )
+    if mode.mlp_chunk_tokens:
+        activations = activations.in_chunks() or activations
+    candidate = _candidate_of(mode, len(structure.layers) - 2)
+    plan = build_plan(structure, activations, MACHINE, request, candidate)
+    return structure, _with_chosen(plan, recipe, mode, structure.layout(mode.num_fragments))
+
+
+def _request_of(recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> Request:
+    num_sequences, seq_len = batch
+    return Request(
+        precision=Precision.of(recipe.precision, recipe.moments),
+        round_gradients=recipe.grad_dtype == "bf16",
+        clip=recipe.clip is not None,
+        micro_batch_size=recipe.micro_batch_size,
+        num_micro_batches=num_sequences // recipe.micro_batch_size,
+        seq_len=seq_len,
+        num_shards=mode.num_shards,
+        num_fragments=mode.num_fragments,
+        packed_attention=mode.packed_attention,
+        compiled=mode.activation_budget is not None,
+        mlp_chunk_tokens=mode.mlp_chunk_tokens,
+    )
+
+
+def _candidate_of(mode: Mode, num_blocks: int) -> Candidate:
+    budget = mode.activation_budget or 0.0
+    return Candidate(
+        order=mode.order,
+        activations=mode.activations,
+        num_block_slots=mode.num_block_slots,
+        num_edge_slots=mode.num_edge_slots,
+        sums=mode.sums,
+        gradients=mode.gradients,
+        num_waiting=mode.num_waiting,
+        boundaries=mode.boundaries,
+        segment=mode.segment,
+        hbm_layers=mode.hbm_layers,
+        activation_budget=budget,
+        num_late=0 if mode.kept is Tier.HBM else num_blocks,
+        late_budget=budget,
+        kept=mode.kept,
+        num_staying=mode.num_staying,
+    )
+
+
+def _with_chosen(plan: Plan, recipe: Recipe, mode: Mode, layout: ModelLayout) -> Plan:
+    """The plan with what no candidate chooses: chunks of the loss, and what is on disk."""
+    changes: dict[str, Any] = {
+        "num_compute_threads": recipe.num_threads,
+        "captured": mode.captured,
+        "disk_packed": mode.packed,
+    }
+    if recipe.loss_chunk_tokens:
+        changes["loss_chunk_tokens"] = recipe.loss_chunk_tokens
+    if mode.spilled | mode.stored:
+        plan = with_spilled(plan, tuple(_on_disk(plan, mode)), layout)
+        changes |= {"state_slots": 2, "extent_elements": 1 << 13}
+    if mode.to_disk:
+        layers = tuple(_with_activations_on_disk(plan, mode))
+        changes |= {"layers": layers, "num_windows": mode.num_windows, "window_bytes": mode.window_bytes}
+        changes["windows"] = mode.windows
+    if mode.stored:
+        sizes = layout.gradient_bytes(plan.wire_dtype.itemsize, mode.hbm_layers)
+        staying = sum(size for i, size in enumerate(sizes) if i not in plan.passing_layers)
+        changes["slab_bytes"] = staying + max(sizes[i] for i in plan.passing_layers)
+    return dataclasses.replace(plan, **changes)
+
+
+def _on_disk(plan: Plan, mode: Mode) -> Iterator[LayerPlan]:
+    for i, layer in enumerate(plan.layers):
+        state = Tier.NVME if i in mode.spilled else layer.state
+        gradients = Tier.NVME if i in mode.stored else layer.gradients
+        weights = Tier.NVME if i in mode.on_disk else layer.weights
+        yield dataclasses.replace(layer, state=state, gradients=gradients, weights=weights)
+
+
+def _with_activations_on_disk(plan: Plan, mode: Mode) -> Iterator[LayerPlan]:
+    for i, layer in enumerate(plan.layers):
+        moved = {kind: Tier.NVME for kind in ("boundary", "kept") if getattr(layer, kind) is Tier.HOST}
+        yield dataclasses.replace(layer, **moved) if i in mode.to_disk else layer
+
+
+def train_engine(
+    folder: Path,
+    batches: Iterable[Batch],
+    recipe: Recipe,
+    mode: Mode,
+    *,
+    cost: CostModel = unit_cost,
+    make_device: Callable[[Timeline, int], Device] = lambda timeline, threads: CpuDevice(timeline, threads),
+    trust_remote_code: bool = False,
+    held_out: Sequence[Batch] = (),
+    lora: LoraConfig | None = None,
+    disk: Callable[[int], tuple[BlobStore, str]] = lambda num_bytes: (blob_in_memory(num_bytes), "spill"),
+) -> EngineResult:
+    """Trains the model of `folder` on one batch an update through the engine. `lora`: pairs, if not those of the
+    recipe's adapter. `disk`: where activations wait, of so many bytes, by store and name."""
+    batches = list(batches)
+    source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
+    source = dataclasses.replace(source, expert_groups=mode.block_parts)
+    structure, plan = plan_for(source.factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
+    state = HostState(structure.layout(mode.num_fragments), plan, recipe)
+    state.load(source.weights())
+
+    async def train() -> EngineResult:
+        timeline = Timeline(cost)
+        device = make_device(timeline, recipe.num_threads)
+        weights = state.disk_weights(poison=mode.poison) if plan.weights_on_disk else None
+        host = LocalHost(plan, state.layout, state.working, state.shards, timeline, disk=weights)
+        if plan.hbm_layers:
+            state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
+            state.device_shard.load(source.weights())
+        spill = disk(plan.activation_file_bytes) if plan.disk_activations else None
+        engine = Engine(
+            source.factory, structure, plan, device, host,
+            muon=muon_of(recipe), device_shard=state.device_shard, spill=spill, poison=mode.poison,
+        )  # fmt: skip
+        return await Training(engine, host, timeline, recipe, EngineResult(plan, state.layout)).run(batches, held_out)
+
+    try:
+        result = asyncio.run(train())
+        result.masters = state.named(state.masters())
+        result.frozen = state.frozen()
+        result.exp_avg = state.named(state.whole("m"))
+        result.exp_avg_sq = state.second_moments()
+    finally:
+        for shard in state.shards:
+            shard.close()
+    return result
+
+
+@dataclass(frozen=True)
+class Training:
+    """An engine and its host for as long as a training lasts, and what comes of it."""
+
+    engine: Engine
+    host: LocalHost
+    timeline: Timeline
+    recipe: Recipe
+    result: EngineResult
+
+    async def run(self, batches: Sequence[Batch], held_out: Sequence[Batch]) -> EngineResult:
+        try:
+            objective = Objective(self.recipe.z_loss, self.recipe.label_smoothing)
+            packed = any(batch.segments is not None for batch in batches)
+            await self.engine.rehearse(Coming(objective, packed, evaluates=bool(held_out)))
+            await self._evaluate(held_out, 0)
+            for step, batch in enumerate(batches, 1):
+                await self._step(step, batch)
+                if step == len(batches):
+                    await self.engine.drain(step)
+                self.result.records.append(self.timeline.records)
+                self.timeline.clear()
+                await self._evaluate(held_out, step)
+            self.result.device_bytes = self.engine.device.memory().reserved_bytes
+        finally:
+            await self.host.close()
+            await self.engine.close()
+        return self.result
+
+    async def _step(self, step: int, batch: Batch) -> None:
+        adam_step = 1 + sum(not report.skipped for report in self.result.reports)
+        settings = schedule(step, adam_step, self.recipe)
+        self.result.reports.append(await self.engine.step(step_input(step, batch, self.recipe), settings))
+
+    async def _evaluate(self, batches: Sequence[Batch], generation: int) -> None:
+        if not batches:
+            return
+        cut = [micro_batches_of(batch, self.recipe.micro_batch_size) for batch in batches]
+        parts = [await self.engine.evaluate(micro_batches, generation) for micro_batches in cut]
+        self.result.evaluations.append(sum(parts) / sum(batch.num_supervised for batch in batches))
+        assert self.engine.device.take_exposed() == {}, "no step waited for what an evaluation waited for"
+        self.timeline.clear()

@@ -1,0 +1,57 @@
+"""Tiny Llama models with the same weights everywhere, and fixed batches of the shipped text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
+from megatrain_ray.io.batching.windows import cut
+from tests.support.texts import corpus_of
+
+TEXT = Path(__file__).parents[2] / "examples" / "data" / "tinyshakespeare.txt"
+VOCAB_SIZE = 257
+
+
+def build_tiny(
+    folder: Path,
+    *,
+    tied: bool = False,
+    attention_dropout: float = 0.0,
+    num_layers: int = 3,
+    vocab_size: int = VOCAB_SIZE,
+    seed: int = 0,
+) -> Path:
+    """Writes a model of 64 hidden units, 4 heads and 2 key-value heads, whose weights depend on nothing but `seed`."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        attention_dropout=attention_dropout,
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.05 * noise if parameter.dim() > 1 else 1 + 0.1 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_batches(num_batches: int, batch_size: int = 4, seq_len: int = 32) -> list[Batch]:
+    """The first batches of the shipped text, shuffled with seed 0, as bytes."""
+    return text_batches(num_batches, batch_size, seq_len)
+
+
+def text_batches(num_batches: int, batch_size: int, seq_len: int, *, seed: int = 0) -> list[Batch]:
+    windows = cut(corpus_of(TEXT.read_bytes()), seq_len=seq_len, packing=True, vocab_size=VOCAB_SIZE)
+    stream = BatchStream(windows, batch_size=batch_size, shuffle=True, seed=seed)
+    return [stream.next_batch() for _ in range(num_batches)]
