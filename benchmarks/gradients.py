@@ -24,8 +24,8 @@ from transformers.initialization import no_init_weights
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.tokenize_data import tokenize
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
 from megatrain_ray.engine.step.engine import Engine, UpdateSettings
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.io.batching.batch_stream import Batch

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.plan.plan import Tier
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
 from megatrain_ray.engine.step.engine import Engine, UpdateSettings
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming

@@ -86,17 +86,7 @@ def upwards(module: str, code: str) -> list[str]:
 def test_imports_point_downwards() -> None:
     found = {module_name(path): upwards(module_name(path), path.read_text()) for path in sources()}
     offenders = {f"{module} imports {name}" for module, names in found.items() for name in names}
-    assert sorted(offenders - STILL) == []
-
-
-# To be cut: definitions that stand in the wrong file.
-STILL = {
-    "megatrain_ray.engine.host.interfaces imports megatrain_ray.engine.shards.adam_shard",
-    "megatrain_ray.engine.host.shared_host imports megatrain_ray.engine.shards.adam_shard",
-    "megatrain_ray.engine.host.signal_words imports megatrain_ray.engine.shards.adam_shard",
-    "megatrain_ray.engine.spill.disk_weights imports megatrain_ray.engine.host.interfaces",
-    "megatrain_ray.planning.stop_deadline imports megatrain_ray.driver.policy",
-}
+    assert sorted(offenders) == []
 
 
 @pytest.mark.parametrize(

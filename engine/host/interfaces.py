@@ -15,17 +15,29 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.host.momenta import MomentumPart
+from megatrain_ray.engine.layout.model_layout import WeightPart
+from megatrain_ray.engine.optimizer.adamw import Rates
 from megatrain_ray.engine.plan.residency import FragmentId
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
 
 EVERY_GENERATION = 1 << 62  # larger than any
 
 
-class WeightPart(NamedTuple):
-    """Of a working copy: `values` (1-D) from element `start` of the layer's flat on."""
+@dataclass(frozen=True)
+class UpdateHeader:
+    """What is fixed before the first write of an update. `update`: its number, from 1. `adam_step`: AdamW's own count,
+    which skipped updates do not advance. `scale`: multiplies gradients, an FP32 value. `skip`: change nothing. `save`:
+    a save wants the generation that this update makes; no layer may go beyond it before it is written or copied."""
 
-    start: int
-    values: torch.Tensor
+    update: int
+    adam_step: int
+    lr: float
+    scale: float
+    skip: bool
+    save: bool = False
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(torch.tensor(float(self.adam_step)), self.lr, self.scale)
 
 
 class HostWeights(NamedTuple):

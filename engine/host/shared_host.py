@@ -16,14 +16,13 @@ import torch
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.host.gradient_slab import FollowedSlab, SlabPool, held_slab_bytes
-from megatrain_ray.engine.host.interfaces import HostWeights, Lease
+from megatrain_ray.engine.host.interfaces import HostWeights, Lease, UpdateHeader
 from megatrain_ray.engine.host.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.host.signal_words import HostWords, Placed
 from megatrain_ray.engine.host.working_arena import WorkingArena
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
 from megatrain_ray.engine.spill.disk_weights import DiskWeights
 from megatrain_ray.errors import DeadlineError, MegatrainError
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from megatrain_ray.engine.host.interfaces import EVERY_GENERATION
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
+from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, UpdateHeader
 from megatrain_ray.errors import DeadlineError, MegatrainError, ShardFailedError
 from megatrain_ray.io.words.atomic_words import Words
 

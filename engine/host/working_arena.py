@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatrain_ray.engine.host.interfaces import WeightPart
 from megatrain_ray.engine.layout.flat_layout import Span
-from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.model_layout import ModelLayout, WeightPart
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 

@@ -9,10 +9,19 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
+
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, Span, starts_of
 
 DIRECTION_BYTES = 2  # of an element of what Muon orthogonalised
 PART_ELEMENTS = 64  # of what a host's or a rank's part is a multiple: of a flat that 64 × ranks divides all are equal
+
+
+class WeightPart(NamedTuple):
+    """Of a working copy: `values` (1-D) from element `start` of the layer's flat on."""
+
+    start: int
+    values: torch.Tensor
 
 
 class HostShare(NamedTuple):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import Hyper, Rates
+from megatrain_ray.engine.optimizer.adamw import Hyper
 from megatrain_ray.engine.optimizer.kernel_choice import NATIVE, open_kernel
 from megatrain_ray.engine.optimizer.undo_log import Journal, Part, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import Build
@@ -21,24 +21,6 @@ from megatrain_ray.engine.shards.shard_state import ShardState
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.spans import Row
-
-
-@dataclass(frozen=True)
-class UpdateHeader:
-    """What is fixed before the first write of an update. `update`: its number, from 1. `adam_step`: AdamW's own count,
-    which skipped updates do not advance. `scale`: multiplies gradients, an FP32 value. `skip`: change nothing. `save`:
-    a save wants the generation that this update makes; no layer may go beyond it before it is written or copied."""
-
-    update: int
-    adam_step: int
-    lr: float
-    scale: float
-    skip: bool
-    save: bool = False
-
-    @property
-    def rates(self) -> Rates:
-        return Rates(torch.tensor(float(self.adam_step)), self.lr, self.scale)
 
 
 class Gradient(NamedTuple):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.device.device import Device, Event
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper
 from megatrain_ray.engine.optimizer.undo_log import Part
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
 from megatrain_ray.engine.shards.shard_state import ShardState
 from megatrain_ray.engine.weights.restore import as_saved, restore_pieces
 from megatrain_ray.engine.weights.weight_source import WeightSource

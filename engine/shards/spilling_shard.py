@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.flat_layout import Run, Span
 from megatrain_ray.engine.optimizer.block_pool import Job
 from megatrain_ray.engine.plan.spill_layout import GRADIENT, WORKING, Extent
-from megatrain_ray.engine.shards.adam_shard import AdamShard, Gradient, UpdateHeader
+from megatrain_ray.engine.shards.adam_shard import AdamShard, Gradient
 from megatrain_ray.engine.shards.shard_state import fill, load_master
 from megatrain_ray.engine.spill.spill_ring import SpillRing
 from megatrain_ray.engine.weights.weight_source import WeightSource

@@ -19,9 +19,8 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.device.task_failures import first_failure
-from megatrain_ray.engine.host.interfaces import WeightPart
 from megatrain_ray.engine.layout.flat_layout import Span
-from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.model_layout import ModelLayout, WeightPart
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.plan.spill_layout import WORKING, Extent, SpillLayout

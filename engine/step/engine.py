@@ -26,7 +26,7 @@ from megatrain_ray.engine.gradients.gradient_offloader import GradientOffloader
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.gradients.muon_directions import Orthogonalizer
 from megatrain_ray.engine.gradients.step_gradients import StepGradients
-from megatrain_ray.engine.host.interfaces import Host
+from megatrain_ray.engine.host.interfaces import Host, UpdateHeader
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.skeleton import Skeleton
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -38,7 +38,6 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import Residency
 from megatrain_ray.engine.plan.schedule import Visit, forward_visits
 from megatrain_ray.engine.plan.step_residency import residency_of
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
 from megatrain_ray.engine.shards.device_shard import DeviceShard, UpdateGate
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator

@@ -19,6 +19,7 @@ from megatrain_ray.engine.device.ranks import Ranks
 from megatrain_ray.engine.gradients.gradient_offloader import Departure, Transfer
 from megatrain_ray.engine.gradients.interfaces import GradientTaker, LayerSource
 from megatrain_ray.engine.gradients.muon_directions import Orthogonalizer
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import LayerCall
 from megatrain_ray.engine.layer_calls.part_memory import leaving, let_go, noting_saved, own_of_glue
@@ -32,7 +33,6 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Phase, Visit
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
 from megatrain_ray.engine.shards.device_shard import DeviceShard, UpdateGate
 from megatrain_ray.engine.step.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.weights_stream.bound_modules import BoundModules

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatrain_ray.config.schema import TrainConfig
-
-# The GPU worker gets the next step before it has answered the last: a round trip through Ray takes longer than the
-# time between two small steps.
-STEPS_AHEAD = 2
+from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
 
 
 class Action(Enum):

@@ -15,7 +15,6 @@ import ray
 from megatrain_ray.config.schema import SaveCompression
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.driver.policy import STEPS_AHEAD
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
 from megatrain_ray.engine.plan.plan import Plan
@@ -44,6 +43,7 @@ from megatrain_ray.io.saves.save_folder import (
     write_part,
 )
 from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
 from megatrain_ray.workers.gpu_worker import Progress
 
 PROBE_VALUES = 4 << 20  # 16 MiB

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatrain_ray.driver.policy import STEPS_AHEAD
 from megatrain_ray.engine.plan.plan import Plan
+
+# The GPU worker gets the next step before it has answered the last: a round trip through Ray takes longer than the
+# time between two small steps.
+STEPS_AHEAD = 2
 
 # Read by Ray's job supervisor, whose environment is the head's with the job's env_vars, and which the driver inherits.
 VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"

@@ -13,7 +13,7 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.host.gradient_slab import SlabPool
-from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, HostWeights, Lease
+from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, HostWeights, Lease, UpdateHeader
 from megatrain_ray.engine.host.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.host.working_arena import WorkingArena
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -23,7 +23,7 @@ from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
 from megatrain_ray.engine.planner.cost.simulated_slab import SimulatedSlab
 from megatrain_ray.engine.planner.cost.simulated_windows import SimulatedWindows
-from megatrain_ray.engine.shards.adam_shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.spill.disk_weights import DiskWeights
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 

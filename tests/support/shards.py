@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.host.signal_words import HostWords
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -23,7 +24,7 @@ from megatrain_ray.engine.optimizer.kernel_choice import NATIVE
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.optimizer.undo_log import Journal
 from megatrain_ray.engine.optimizer.update_kernel import Build
-from megatrain_ray.engine.shards.adam_shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.weights.weight_source import WeightSource
 
 MUON = Muon(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=LrAdjustment.ORIGINAL)

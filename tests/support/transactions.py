@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
@@ -20,7 +21,7 @@ from megatrain_ray.engine.optimizer.kernel_choice import NATIVE
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, Journal
 from megatrain_ray.engine.optimizer.update_kernel import Build
-from megatrain_ray.engine.shards.adam_shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shards.adam_shard import AdamShard
 from tests.support.shards import shard_over
 
 NUM_GRADIENTS = 4

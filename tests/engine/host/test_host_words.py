@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.host.signal_words import NUM_HEADERS
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from tests.support.shards import header, new_words
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain_ray.engine.shards.adam_shard import UpdateHeader
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.shards.save_gate import LayerState
 from megatrain_ray.engine.shards.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError

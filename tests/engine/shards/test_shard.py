@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.undo_log import Journal
-from megatrain_ray.engine.shards.adam_shard import AdamShard, UpdateHeader
+from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.shards.shard_state import LOAD_ELEMENTS
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.saves.save_folder import Piece
