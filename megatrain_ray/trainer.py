@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import ray
-
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import log_to, say
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.convert.training_arguments import with_arguments
-from megatrain_ray.crew.failure_budget import FailureBudget
+from megatrain_ray.crew.failures import FailureBudget
 from megatrain_ray.crew.placement import CrewSpec, Placement
 from megatrain_ray.crew.ray_cluster import Daemons, cluster, in_ray_job, joins_cluster
 from megatrain_ray.crew.ray_resources import check_device
@@ -196,7 +194,7 @@ def _processes(config: TrainConfig, machine: Machine, startup: Startup) -> Itera
     with ExitStack() as stack:
         with startup.phase("starting Ray and importing Transformers"), importing(TRANSFORMERS):
             daemons = stack.enter_context(cluster(spec.num_processes, spec.num_gpus))
-            check_device(hardware.device, machine.device, ray.nodes())
+            check_device(hardware.device, machine.device)
             placement = Placement(spec)
         try:
             yield daemons, placement

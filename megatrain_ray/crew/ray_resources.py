@@ -70,9 +70,13 @@ def _able(bundle: Bundle, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(node["NodeManagerAddress"] for node in having)
 
 
-def check_device(asked: str, found: str, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError where `auto` means the CPU because the driver is not where the cluster's GPUs are. `asked`,
-    `found`: of hardware.device."""
+def check_device(asked: str, found: str, nodes: Sequence[Mapping[str, Any]] | None = None) -> None:
+    """Raises ConfigError where `auto` means the CPU because the driver is not where the cluster's GPUs are.
+
+    asked, found: hardware.device as it is set, and as it was resolved on this machine.
+    nodes: as `ray.nodes` lists them; None: asks it.
+    """
+    nodes = ray.nodes() if nodes is None else nodes
     if asked == "auto" and found == "cpu" and (others := _with("GPU", 1.0, nodes)):
         raise ConfigError(
             f"hardware.device: torch sees no GPU on this machine, but the cluster has some on {', '.join(others)}; "

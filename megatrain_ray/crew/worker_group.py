@@ -33,8 +33,7 @@ from megatrain_ray.crew.actor_role import (
     result_or_cause,
 )
 from megatrain_ray.crew.crew_posts import check_run_dir, owner_post, shard_post, warn_of_memory
-from megatrain_ray.crew.failure_budget import FailureBudget
-from megatrain_ray.crew.failures import FaultWatch, Unwatched
+from megatrain_ray.crew.failures import FailureBudget, FaultWatch, Unwatched
 from megatrain_ray.crew.gpu_worker_group import GpuSide
 from megatrain_ray.crew.placement import Placement, crew_spec
 from megatrain_ray.crew.work_calls import WorkCalls
@@ -449,7 +448,11 @@ class Crew:
         self._check_cluster()
         deadline_s = time.monotonic() + within_s
         while self._placement is not None:
-            self._placement.check_hosts()
+            try:
+                self._placement.check_hosts()
+            except MegatrainError:
+                self._check_cluster()  # names the process of ours that the node died of since the look above
+                raise
             if time.monotonic() >= deadline_s or self._prepared.plan.num_hosts == 1:
                 return
             time.sleep(CHECK_S)

@@ -17,8 +17,7 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.console.progress import ProgressView, make_progress
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.console.step_split import describe_split
-from megatrain_ray.crew.failure_budget import FailureBudget
-from megatrain_ray.crew.failures import Faults
+from megatrain_ray.crew.failures import FailureBudget, Faults
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.ray_cluster import Daemons, in_ray_job
 from megatrain_ray.crew.worker_group import Crew

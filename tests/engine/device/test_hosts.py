@@ -251,9 +251,10 @@ def test_a_run_dir_that_another_host_does_not_share_is_told(monkeypatch: pytest.
 
     def check() -> None:
         place, owners = SimpleNamespace(addresses=["10.0.0.1", "10.0.0.2"]), [Owner(name) for name in seen]
-        crew_posts.check_run_dir(SimpleNamespace(config=SimpleNamespace(run_dir="/runs/a")), place, owners)  # type: ignore[arg-type]
+        prepared = SimpleNamespace(config=SimpleNamespace(run_dir="/runs/a"))
+        crew_posts.check_run_dir(prepared, place, owners, lambda: None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(crew_posts, "answer", lambda late, call: call)
+    monkeypatch.setattr(crew_posts, "answer", lambda late, call, check: call)
     monkeypatch.setattr(crew_posts, "SAME_S", 0.0)
     with pytest.raises(ConfigError) as refused:
         check()
