@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatrain_ray.io.files.owned_folder import SHARED, FolderKind, NotOwnedError, OwnedFolder, remove_owned
+from megatrain_ray.io.files.owned_folder import SHARED, FolderKind, OwnedFolder, remove_owned, why_not_owned
 from megatrain_ray.run.run_lock import lock_holder
 
 CONFIG = "examples/tiny_llama.yaml"
@@ -44,11 +44,10 @@ def begin_anew() -> None:
     if FOLDER.exists() or FOLDER.is_symlink():
         if holder := lock_holder(RUN):
             sys.exit(f"{RUN} is in use by process {holder}: end it, then start again")
-        try:
-            remove_owned(FOLDER, FolderKind.SCRATCH)
-        except (NotOwnedError, OSError) as error:
-            sys.exit(f"{error}; move {FOLDER} away, then start again")
-        print(f"deleted {FOLDER}, which an earlier demo made")
+        if reason := why_not_owned(FOLDER, FolderKind.SCRATCH):
+            sys.exit(f"{reason}; move {FOLDER} away, then start again")
+        print(f"deleting {FOLDER}, which an earlier demo made")
+        remove_owned(FOLDER, FolderKind.SCRATCH)
     FOLDER.parent.mkdir(exist_ok=True)
     OwnedFolder.make(FOLDER, FolderKind.SCRATCH, mode=SHARED).release()
 

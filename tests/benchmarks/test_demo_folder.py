@@ -33,7 +33,7 @@ def test_the_demo_says_what_it_deletes(tmp_path: Path, demo: ModuleType, capsys:
     with hold_lock(tmp_path / demo.RUN), pytest.raises(SystemExit, match="runs/demo/run is in use by process"):
         demo.begin_anew()
     demo.begin_anew()
-    assert capsys.readouterr().out == "deleted runs/demo, which an earlier demo made\n"
+    assert capsys.readouterr().out == "deleting runs/demo, which an earlier demo made\n"
     assert [path.name for path in (tmp_path / demo.FOLDER).iterdir()] == ["owner.json"]
 
 
