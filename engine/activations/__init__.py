@@ -1,1 +1,1 @@
-"""Offloads activations to host or disk and brings them back before their backward."""
+"""Offloads activations to host memory or disk and reloads them before their backward."""

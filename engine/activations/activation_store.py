@@ -1,11 +1,12 @@
-"""Activations that do not wait on the device: what enters a layer, and what its forward keeps, leave for the host, or
-for the disk, behind the forward and come back ahead of the backward; or what enters is let go of and computed again
-(LayerCall.replay). Compute thread only.
+"""Offloads activations after a layer's forward and reloads them before its backward. Compute thread only.
 
-The tensors stay what they are, for the model and for autograd alike; their storage is emptied, once the copy has left
-where there is one, and filled again. That is safe where nothing reads them in between: of what enters the trial forward
-tells (discovery/private_inputs.py), of what is kept the storage itself (owned_storages.py). Whoever did would find no
-memory.
+Activations are what enters a layer (its boundary) and what its forward keeps for the backward. They are offloaded to
+host memory or disk. Instead, a layer's boundary may be dropped and computed again (LayerCall.replay).
+
+The tensor objects stay the same for the model and for autograd. Only their storage is emptied, after the copy has left
+if there is one, and filled again later. That is safe if nothing reads them in between. For boundaries the trial forward
+finds that out (discovery/private_inputs.py). For what is kept, the storage's own reference count tells
+(owned_storages.py). A reader in between would find no memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatrain_ray.virtual_clock import Op
 
 
 class Entry(NamedTuple):
-    """What one micro-batch left of one layer."""
+    """Identifies the activations of one kind that one micro-batch left in one layer."""
 
     kind: Activations
     layer: int
@@ -36,7 +37,10 @@ class Entry(NamedTuple):
 
 
 def held_activation_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """What they take on the host: as planned, but less where memory is aliased."""
+    """Return the host memory to allocate for offloaded activations, in bytes.
+
+    That is the planned amount, or less if the layout aliases host memory.
+    """
     if layout.aliased_size is None:
         return plan.host_activation_bytes
     largest = max(max(layer.boundary_bytes, layer.kept_bytes) for layer in plan.layers)
@@ -45,11 +49,17 @@ def held_activation_bytes(plan: Plan, layout: ModelLayout) -> int:
 
 
 class ActivationStore:
-    """What is away now."""
+    """Tracks offloaded activations by layer and micro-batch, and reloads them before their backward.
+
+    They are in host memory or on disk.
+    """
 
     def __init__(self, plan: Plan, device: Device, held_bytes: int, file: ActivationFile | None = None) -> None:
-        """`held_bytes`: of host memory, which is taken in turn where the plan has more. `file`: where some are on
-        disk."""
+        """Allocate the host memory for offloaded activations.
+
+        held_bytes: host memory to allocate. If the plan has more, activations reuse this memory in turn.
+        file: holds the activations on disk; None: the plan has none there.
+        """
         self._plan = plan
         self._device = device
         self._places = HostPlaces(device, plan.host_activation_bytes, held_bytes)
@@ -57,13 +67,13 @@ class ActivationStore:
         self._next: dict[Stop, Stop] = {}
         self._away: dict[Entry, OnHost | OnDisk] = {}
         self._leaving: list[OnHost | OnDisk] = []
-        self._unread: list[Entry] = []  # of those on disk, what has left since something came back
+        self._unread: list[Entry] = []  # entries on disk, offloaded since the last reload
         self._numbers: dict[Stop, int] = {}
-        self._absent: dict[Entry, set[int]] = {}  # storages, by identity
-        self._wanted: dict[Entry, int] = {}  # of those on disk, the number of the stop that they come back for
+        self._absent: dict[Entry, set[int]] = {}  # identities of the storages that are offloaded now
+        self._wanted: dict[Entry, int] = {}  # entries on disk: number of the stop that reloads them
 
     def begin(self, visits: Sequence[Visit]) -> None:
-        """Before a step of these visits."""
+        """Prepare for a step with these visits. Forgets everything about the step before."""
         order = stops(visits)
         self._next = dict(itertools.pairwise(order))
         self._numbers = {stop: i for i, stop in enumerate(order)}
@@ -85,14 +95,20 @@ class ActivationStore:
         kept: Sequence[torch.Tensor],
         between: Sequence[torch.UntypedStorage] = (),
     ) -> None:
-        """Behind the forward of a micro-batch through a layer, which `entered` entered and for whose backward `kept`
-        was saved (Residents.saving), and `between` by the forward of the block that it is a part of: nobody reads what
-        leaves of them until `bring_back`, or a replay of the layer before. What left behind the forward before has left
-        by the time that this one has been computed."""
+        """Offload the activations of one micro-batch, after its forward through `layer`.
+
+        Nobody reads what is offloaded until `bring_back`, or until a replay of the layer if that is earlier. This call
+        also releases the device memory of what the previous call offloaded: the compute stream waits for those copies,
+        which run under this layer's forward.
+
+        entered: tensors that entered the layer.
+        kept: tensors that were saved for the layer's backward (Residents.saving).
+        between: storages saved by the forward of the block that the layer is a part of.
+        """
         plan = self._plan.layers[layer]
         if plan.boundary is None:
             for storage in _storages(entered):
-                storage.resize_(0)  # for what is submitted next
+                storage.resize_(0)  # work that is submitted next may use the memory
         leaving: list[OnHost | OnDisk] = []
         for kind in away(plan):
             of_kind = _storages(entered)
@@ -106,9 +122,11 @@ class ActivationStore:
             self._leaving = leaving
 
     def bring_back(self, stop: Stop) -> None:
-        """Ahead of it: what it needs is there again for what is submitted next; what the next one needs is on its
-        way."""
-        if self._unread and stop in self._numbers:  # the head has none
+        """Make the activations needed by `stop` resident, and start the transfers for the stop after it.
+
+        Work that is submitted next may read them: the compute stream waits for their copies.
+        """
+        if self._unread and stop in self._numbers:  # the head needs nothing back
             self._read_ahead()
         now = self._entries(stop)
         coming = self._entries(self._next[stop]) if stop in self._next else []
@@ -118,27 +136,27 @@ class ActivationStore:
         for entry in (*now, *coming):
             self._away[entry].fetch()
         for entry in now:
-            # From here on the memory is freed with the tensors, and the place is somebody else's behind what is
-            # submitted next.
+            # From here on the device memory is freed with the tensors. The host memory may be reused by copies that are
+            # ordered after the work submitted next.
             self._device.wait(self._away.pop(entry).back(), "h2d")
             del self._absent[entry]
-        if not self._away:  # the next micro-batch, where they come one after the other, has the same places
+        if not self._away:  # so that the next micro-batch reuses the same memory, if they run one after the other
             self._places.clear()
             if self._file:
                 self._file.clear()
 
     def check_there(self, tensor: torch.Tensor) -> None:
-        """Raises RuntimeError for one that is away: what is about to read it would read anything."""
+        """Raise RuntimeError if `tensor` is offloaded, because a reader would get arbitrary values."""
         if any(tensor.untyped_storage()._cdata in storages for storages in self._absent.values()):
             raise RuntimeError("a backward reads what has not come back: this is a defect of the plan")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the transfers to and from disk. Idempotent."""
         if self._file:
             self._file.close()
 
     def _entries(self, stop: Stop) -> list[Entry]:
-        """What is away and comes back for it."""
+        """Return the offloaded entries that `stop` needs."""
         return [entry for entry in self._needed(stop) if entry in self._away]
 
     def _needed(self, stop: Stop) -> list[Entry]:
@@ -160,7 +178,10 @@ class ActivationStore:
         return kept
 
     def _read_ahead(self) -> None:
-        """All that this sweep leaves on disk has left: from here on it is read in the order in which it is wanted."""
+        """Start to read activations from disk, in the order of the stops that need them.
+
+        Called when the forwards have offloaded all that goes to disk before the next reload.
+        """
         self._let_go()
         assert self._file is not None
         coming = (self._away[entry] for entry in sorted(self._unread, key=lambda entry: self._wanted[entry]))
@@ -168,7 +189,10 @@ class ActivationStore:
         self._unread.clear()
 
     def _let_go(self) -> None:
-        """What left last frees its memory, for what is submitted next."""
+        """Release the device memory of what was offloaded last; work submitted next may use it.
+
+        The compute stream waits for the copies first.
+        """
         for left in self._leaving:
             self._device.wait(left.gone(), "d2h")
             for storage in left.storages:
@@ -177,5 +201,5 @@ class ActivationStore:
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each once."""
+    """Return the storages of the tensors, each once."""
     return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())

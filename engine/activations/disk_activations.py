@@ -1,10 +1,12 @@
-"""ActivationFile: activations that wait on disk, and the windows between it and the memory that they leave. Windows are
-pinned memory of the host, or where the store moves that (Plan.windows) memory of the device.
+"""Stores activations on disk and moves them through staging buffers, which this code calls windows.
 
-Out of the device block by block: a copy into a window, and from there into the blob, once the copy has ended. Back in
-the order in which they are wanted: read into windows as far ahead as there are any, and copied as soon as there is
-memory on the device. What has begun to leave has all windows before anything is read, so neither waits for the other.
-Copies and transfers are submitted by the event loop of SpillTransfers; a thread for each direction waits for copies.
+Windows are pinned host memory, or device memory if the store can move that (Plan.windows).
+
+Offloading works block by block: copy a block into a window, and write it to the blob once the copy has ended. Reloading
+follows the order in which activations are needed: read blocks ahead as long as windows are free, and copy them as soon
+as there is device memory for them. An activation that has begun to leave gets all its windows before anything is read,
+so the two directions do not wait for each other. The event loop of SpillTransfers submits copies and transfers. One
+thread for each direction waits for copies.
 """
 
 from __future__ import annotations
@@ -33,11 +35,15 @@ from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
 from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Op, Stage
 
-POISON = 0xFF  # as bf16 and fp32 a NaN
+POISON = 0xFF  # bytes that are a NaN in bf16 and in fp32
 
 
 class _Copying(NamedTuple):
-    """Of all blocks: after which event, and when it ends on the virtual clock."""
+    """Describes the copies of all blocks of one entry.
+
+    after: events that must come before the copies.
+    end_s: when the copies end on the virtual clock.
+    """
 
     after: tuple[Event, ...]
     end_s: float
@@ -45,35 +51,43 @@ class _Copying(NamedTuple):
 
 @dataclass(eq=False)
 class OnDisk:
-    """What one layer left of one micro-batch, from its departure until it is back. `memory`: 1-D uint8 of each storage
-    as long as copies of it are to be submitted."""
+    """Tracks what one layer left of one micro-batch, from its offload until it is reloaded.
+
+    memory: 1-D uint8 view of each storage, as long as copies of it are still to be submitted.
+    """
 
     file: ActivationFile
     op: Op
     storages: list[torch.UntypedStorage]
     blocks: Sequence[Block]
     memory: list[torch.Tensor]
-    last_out: Event | None = None  # of all copies out of the device, once they are submitted
-    last_in: Event | None = None  # of all copies back
-    num_written: int = 0  # blocks
-    num_back: int = 0
-    coming: _Copying | None = None  # once there is memory for it
+    last_out: Event | None = None  # last copy out of the device, once all are submitted
+    last_in: Event | None = None  # last copy back, once all are submitted
+    num_written: int = 0  # blocks on disk
+    num_back: int = 0  # blocks whose copy back is submitted
+    coming: _Copying | None = None  # set once it has device memory again
     is_written: asyncio.Event = field(default_factory=asyncio.Event)
     is_wanted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def gone(self) -> Event:
-        """After which nothing reads its storages; the host waits until that is submitted."""
+        """Return the event after which nothing reads its storages.
+
+        The host waits until all copies out of the device are submitted.
+        """
         return self.file.wait(lambda: self.last_out, "d2h", f"{self} to be written")
 
     def fetch(self) -> None:
-        """Takes memory for it, which is filled as blocks come. Idempotent."""
+        """Allocate device memory for it, which is filled as blocks arrive from disk. Idempotent."""
         if self.coming is None:
             for storage, tensor_bytes in zip(self.storages, self.sizes, strict=True):
                 storage.resize_(tensor_bytes)
             self.file.want(self)
 
     def back(self) -> Event:
-        """After which its storages have what they had; the host waits until that is submitted."""
+        """Return the event after which its storages have their contents again.
+
+        The host waits until all copies back are submitted.
+        """
         return self.file.wait(lambda: self.last_in, "h2d", f"{self} to be read")
 
     def __str__(self) -> str:
@@ -81,7 +95,7 @@ class OnDisk:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of its storages."""
+        """Return the size of each storage in bytes."""
         sizes = [0] * len(self.storages)
         for block in self.blocks:
             for part in block.parts:
@@ -90,13 +104,19 @@ class OnDisk:
 
 
 class ActivationFile:
-    """Of one plan. `send`, `expect`, `want`, `wait` and `clear` are the compute thread's."""
+    """Offloads activations of one plan to a blob on disk and reloads them.
+
+    `send`, `expect`, `want`, `wait` and `clear` are for the compute thread only.
+    """
 
     def __init__(self, plan: Plan, device: Device, store: BlobStore, name: str, *, poison: bool = False) -> None:
-        """`name`: of a blob in `store`, of `plan.activation_file_bytes`; it moves blocks of the device where the plan
-        has windows there. `poison`: windows that are let go of are filled with NaN.
+        """Allocate the windows and open the blob.
 
-        Raises MegatrainError for a blob that is not there.
+        store, name: the blob, which has `plan.activation_file_bytes`. The store must move device memory if the plan has
+            windows there.
+        poison: fill released windows with NaN.
+
+        Raises MegatrainError if there is no such blob.
         """
         size, count = plan.window_bytes, plan.num_windows
         memory = _memory(device, plan.windows, count * size)
@@ -106,7 +126,7 @@ class ActivationFile:
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for i in range(count):
             self._free.put_nowait(i)
-        self._leaving, self._reading = asyncio.Lock(), asyncio.Lock()  # whose turn it is to take windows
+        self._leaving, self._reading = asyncio.Lock(), asyncio.Lock()  # serialize who takes windows
         self._places = Places(plan)
         account = device.timeline.account
         self._clock = SimulatedFile(count * size, lambda stage, op, *after: account(stage, op, after))
@@ -114,21 +134,24 @@ class ActivationFile:
         self._waiters = {stage: ThreadPoolExecutor(1, f"activations {stage.value}") for stage in (Stage.D2H, Stage.H2D)}
         words = windows_of(plan).num_blocks(plan.disk_activations)
         checksums = Checksums(Words(aligned_block(WORD_BYTES * words), words), 0)
-        timeout_s = transfer_deadline_s(plan.total_bytes(Tier.NVME))  # whose disk this is, too
+        timeout_s = transfer_deadline_s(plan.total_bytes(Tier.NVME))  # state and gradients may share this disk
         self._transfers = SpillTransfers(store, name, checksums, timeout_s, self._wake, device.checksum)
         self._transfers.open()
 
     def begin(self) -> None:
-        """A step."""
+        """Prepare for a step."""
         self.clear()
         self._clock.begin()
 
     def clear(self) -> None:
-        """Nothing is away."""
+        """Reset the allocator of disk space. Call only when nothing is offloaded."""
         self._places.clear()
 
     def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OnDisk:
-        """Behind what was submitted."""
+        """Offload `storages` to disk.
+
+        The device copies are ordered after all work submitted to the compute stream so far.
+        """
         blocks = self._places.take(op.layer, [storage.nbytes() for storage in storages])
         sent = OnDisk(self, op, storages, blocks, [bytes_of(storage) for storage in storages])
         after = self._device.record()
@@ -137,28 +160,38 @@ class ActivationFile:
         return sent
 
     def expect(self, coming: Sequence[OnDisk]) -> None:
-        """All of these have gone, and come back in this order."""
+        """Start to read these entries back, in this order. All of them have been sent."""
         self._clock.expect([each.op for each in coming], self._device.timeline.now(Stage.COMPUTE))
         for each in coming:
             self._transfers.submit(self._read(each))
 
     def want(self, coming: OnDisk) -> None:
-        """Its storages have memory, which something submitted before may use."""
+        """Let blocks of an entry be copied to the device: its storages have memory again.
+
+        The copies are ordered after all work submitted so far, which may still use that memory.
+        """
         after = self._device.record()
-        assert coming.last_out is not None  # it is gone
+        assert coming.last_out is not None  # it was offloaded
         coming.memory = [bytes_of(storage) for storage in coming.storages]
         coming.coming = _Copying((after, coming.last_out), self._clock.fetch(coming.op, after.at_s))
         self._transfers.submit(self._want(coming))
 
     def wait(self, last: Callable[[], Event | None], cause: str, what: str) -> Event:
-        """The compute thread waits until the last of some copies is submitted. Raises what kept one from that."""
+        """Block the compute thread until the last of some copies is submitted, and return its event.
+
+        Raises the error that kept a copy from being submitted, or DeadlineError.
+
+        last: returns the event, or None as long as there is none.
+        cause: cause of the exposed time.
+        what: the thing waited for, for messages.
+        """
         if (event := last()) is not None:
             return event
         with self._device.exposed(cause), self._changed:
             return self._transfers.wait_for(self._changed, last, what)
 
     def close(self) -> None:
-        """Whoever waits fails, and what is on its way is given up. Idempotent."""
+        """Make waiting threads fail and cancel transfers in flight. Idempotent."""
         self._transfers.close()
         for waiter in self._waiters.values():
             waiter.shutdown()
@@ -167,7 +200,7 @@ class ActivationFile:
         with self._changed:
             self._changed.notify_all()
 
-    # What follows runs on the event loop.
+    # All methods below run on the event loop of SpillTransfers.
 
     async def _send(self, sent: OnDisk, copying: _Copying) -> None:
         async with self._leaving:
@@ -203,14 +236,14 @@ class ActivationFile:
         event = self._copy(Stage.H2D, coming, block, window, coming.coming)
         coming.num_back += 1
         if coming.num_back == len(coming.blocks):
-            coming.memory, coming.storages = [], []  # they are the tensors' alone
-            coming.last_in = event  # of copies that end in the order in which they were submitted
+            coming.memory, coming.storages = [], []  # drop these references: only the tensors hold the memory now
+            coming.last_in = event  # copies of a stage end in the order of submission
             self._wake()
         await self._reached(Stage.H2D, event)
         await self._let_go(window, Stage.H2D, coming.op, event)
 
     def _span(self, name: str, moved: OnDisk, block: Block) -> AbstractContextManager[None]:
-        """The block of this function is at the disk with a block of it."""
+        """Trace one disk transfer of one block of `moved`, for as long as the context lasts."""
         op = moved.op
         return self._device.spans.span(Row.DISK, f"{name} {op.name}", op.layer, op.micro_batch, block.extent.nbytes)
 
@@ -218,7 +251,11 @@ class ActivationFile:
         coming.is_wanted.set()
 
     async def _reached(self, stage: Stage, event: Event) -> None:
-        """Copies of a stage end one after the other, so one thread is enough, and none that moves blocks waits."""
+        """Wait until the event has come.
+
+        One thread for each stage is enough, because copies of a stage end one after the other. So no thread that moves
+        blocks has to wait.
+        """
         await asyncio.get_running_loop().run_in_executor(self._waiters[stage], event.synchronize)
 
     def _copy(self, stage: Stage, moved: OnDisk, block: Block, window: int, copying: _Copying) -> Event:
@@ -233,7 +270,10 @@ class ActivationFile:
         return self._device.block(self._windows[window][: block.extent.nbytes])
 
     async def _let_go(self, window: int, stage: Stage, op: Op, copied: Event) -> None:
-        """`copied`: the last copy of the stage from it, or into it."""
+        """Return a window to the free ones, after poisoning it if that is on.
+
+        copied: the last copy of the stage out of the window, or into it.
+        """
         if self._poison is not None:
             pair = self._windows[window], self._poison
             await self._reached(stage, self._device.copy_part(stage, [pair], op, (copied,), copied.at_s))
@@ -241,7 +281,7 @@ class ActivationFile:
 
 
 def _memory(device: Device, tier: Tier, num_bytes: int) -> torch.Tensor:
-    """1-D uint8, at a multiple of ALIGN_BYTES, on the device or pinned on the host."""
+    """Return 1-D uint8 memory that begins at a multiple of ALIGN_BYTES, on the device or pinned on the host."""
     if tier is Tier.HBM:
         memory = device.allocate(num_bytes + ALIGN_BYTES)
         return memory[-memory.data_ptr() % ALIGN_BYTES :][:num_bytes]

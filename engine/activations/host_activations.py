@@ -1,4 +1,4 @@
-"""Activations that wait on the host, in pinned memory."""
+"""Holds offloaded activations in pinned host memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from megatrain_ray.virtual_clock import Op, Stage
 
 @dataclass
 class OnHost:
-    """What one layer left of one micro-batch. `places`: where each storage's bytes are. `event`: of the last copy, out
-    or in."""
+    """Tracks what one layer left of one micro-batch.
+
+    places: host memory of each storage's bytes.
+    event: the last copy, out of the device or back.
+    is_back: whether the copy back is submitted.
+    """
 
     device: Device
     op: Op
@@ -25,29 +29,33 @@ class OnHost:
     is_back: bool = False
 
     def gone(self) -> Event:
-        """After which nothing reads its storages."""
+        """Return the event after which nothing reads its storages."""
         return self.event
 
     def fetch(self) -> None:
-        """Takes memory for it, which is filled. Idempotent."""
+        """Allocate device memory for it and submit the copy back. Idempotent."""
         if self.is_back:
             return
         for storage, place in zip(self.storages, self.places, strict=True):
             storage.resize_(place.nbytes)
-        after = [self.device.record(), self.event]  # the first: of memory that something submitted before may use
+        after = [self.device.record(), self.event]  # the first: work submitted before may use the memory
         pairs = [(bytes_of(storage), place) for storage, place in zip(self.storages, self.places, strict=True)]
         self.event, self.is_back = self.device.copy_all(Stage.H2D, pairs, self.op, after), True
 
     def back(self) -> Event:
-        """After which its storages have what they had."""
+        """Return the event after which its storages have their contents again."""
         return self.event
 
 
 class HostPlaces:
-    """Taken from the memory's start on until all of it is free again."""
+    """Allocates pinned host memory from its start on, until `clear` frees all of it at once."""
 
     def __init__(self, device: Device, planned_bytes: int, held_bytes: int) -> None:
-        """`held_bytes`: of memory, which is taken in turn where the plan has more."""
+        """Allocate and pin the memory.
+
+        planned_bytes: what activations may take by the plan.
+        held_bytes: memory to allocate. If the plan has more, allocations start again at its beginning.
+        """
         self._device = device
         self._planned_bytes = planned_bytes
         self._memory = torch.empty(held_bytes, dtype=torch.uint8)
@@ -59,14 +67,17 @@ class HostPlaces:
         self._taken_bytes = self._end = 0
 
     def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OnHost:
-        """Behind what was submitted."""
+        """Offload `storages` to the host.
+
+        The copy is ordered after all work submitted to the compute stream so far.
+        """
         places = [self._take(storage.nbytes()) for storage in storages]
         pairs = [(place, bytes_of(storage)) for storage, place in zip(storages, places, strict=True)]
         event = self._device.copy_all(Stage.D2H, pairs, op, [self._device.record()])
         return OnHost(self._device, op, storages, places, event)
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        """1-D uint8. Raises MegatrainError beyond what the plan has."""
+        """Allocate 1-D uint8 memory. Raises MegatrainError if it exceeds the planned bytes."""
         self._taken_bytes += num_bytes
         if self._taken_bytes > self._planned_bytes:
             raise MegatrainError(

@@ -1,1 +1,1 @@
-"""Adds gradients up, measures their norm and offloads them to the host."""
+"""Accumulates gradients, measures their norm and offloads them to the host."""

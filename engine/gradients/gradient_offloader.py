@@ -1,7 +1,8 @@
-"""GradientOffloader: the event loop's side of gradients. It moves them between device slots and the host's slab.
+"""Moves gradients between device slots and the host's slab, on the event loop.
 
-A gradient departs when its sum is complete and lands at the sink. Where sums do not fit the device they also depart
-after each micro-batch and come back before the next one adds to them: then the slab holds them in between.
+A gradient is offloaded when its sum is complete, and then goes to the sink. Where sums do not fit on the device,
+partial sums are offloaded after each micro-batch too, and reloaded before the next one adds to them. The slab holds
+them in between.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from megatrain_ray.virtual_clock import Op, Stage
 
 @dataclass(frozen=True)
 class Departure:
-    """Copy `flat` to the host once `after` is reached; `done` gets the event after which `flat` may be written again.
+    """Requests to copy `flat` to the host once `after` is reached.
 
-    `final`: the gradient is complete and goes to the sink; else it stays in its lease until it is fetched, or until
-    Muon's directions complete it.
+    done: gets the event after which `flat` may be written again.
+    final: whether the gradient is complete and goes to the sink. Otherwise it stays in its lease until it is fetched,
+        or until Muon's directions complete it.
     """
 
     layer: int
@@ -38,7 +40,11 @@ class Departure:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Copy a layer's unfinished sum back into `region`, which is empty after `after` (None: already)."""
+    """Requests to copy a layer's partial sum from the host back into `region`.
+
+    after: gets the event after which `region` is empty; None: it is empty already.
+    done: gets the event of the copy.
+    """
 
     layer: int
     region: torch.Tensor
@@ -48,7 +54,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class MomentumFetch:
-    """Copy a layer's first moments into the region that `of` names."""
+    """Requests to copy a layer's first moments into the region of the request `of`."""
 
     of: Fetch
 
@@ -59,8 +65,14 @@ class MomentumFetch:
 
 @dataclass(frozen=True)
 class Completion:
-    """Copy a layer's directions (`flat`, as large as its gradient) to the host as a Departure, and let its gradient,
-    which is there, go to the sink with them."""
+    """Requests to copy a layer's Muon directions to the host, and to hand its gradient to the sink with them.
+
+    The gradient is on the host already, from a `Departure` that was not final.
+
+    flat: the directions, one element for each element of the gradient.
+    after: event after which `flat` may be read.
+    done: gets the event after which `flat` may be written again.
+    """
 
     layer: int
     flat: torch.Tensor
@@ -75,25 +87,31 @@ class _InFlight(NamedTuple):
     lease: Lease
     done: Event
     directions: Lease | None = None
-    flat: torch.Tensor | None = None  # what is copied: its memory must not be given to anything else before
+    flat: torch.Tensor | None = None  # source of the copy: keeps its memory allocated until the copy has ended
 
 
 class GradientOffloader:
-    """Transfers in the order of submission: what a fetch needs was submitted before it, so it never waits here."""
+    """Runs transfer requests in the order of submission.
+
+    A fetch never blocks the queue, because the offload it depends on was submitted first.
+    """
 
     def __init__(self, device: Device, host: Host) -> None:
         self._device = device
         self._host = host
-        # No maxsize: a region is used again only after what left it has left, so one transfer out and one in for each
-        # region, those of momenta and directions too, are the most that wait here. A full queue would have nobody to
-        # tell.
+        # No maxsize: a region is reused only after its last contents have left. So at most one transfer out and one in
+        # for each region (those of momenta and directions too) are queued. If the queue were full, submit_nowait could
+        # not wait.
         self._transfers: asyncio.Queue[Transfer | None] = asyncio.Queue()
         self._in_flight: asyncio.Queue[_InFlight | None] = asyncio.Queue(maxsize=64)
         self._unfinished: dict[int, _InFlight] = {}
         self._error: BaseException | None = None
 
     async def run(self, update: int) -> None:
-        """Serves one step: returns when every gradient has landed, after `submit_nowait(None)`."""
+        """Serve one step. Return when every gradient has landed, after `submit_nowait(None)`.
+
+        update: number of the update that consumes the gradients.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump(update), name="gradient pump")
@@ -103,13 +121,13 @@ class GradientOffloader:
             raise
 
     def submit_nowait(self, transfer: Transfer | None) -> None:
-        """Event loop only; None says that the step has no more."""
+        """Queue a transfer; None says that the step has no more. Event loop only."""
         self._transfers.put_nowait(transfer)
         if self._error is not None:
             self._fail(self._error)
 
     def _fail(self, error: BaseException) -> None:
-        """Whoever waits for a transfer must not wait for a pump that is gone."""
+        """Fail all queued transfers, so that nobody waits for a pump that has ended."""
         self._error = error
         while not self._transfers.empty():
             transfer = self._transfers.get_nowait()
@@ -124,7 +142,7 @@ class GradientOffloader:
                 if not transfer.done.done():
                     transfer.done.set_exception(MegatrainError(f"a gradient could not move: {error!r}"))
                 raise
-            del transfer  # and with it the memory of a gradient that has left
+            del transfer  # drops the last reference to the memory of an offloaded gradient
         await self._in_flight.put(None)
 
     async def _move(self, transfer: Transfer, update: int) -> None:
@@ -161,7 +179,7 @@ class GradientOffloader:
             lease = await self._host.lease_direction(completion.layer, update)
         op = Op("complete", completion.layer, num_bytes=completion.flat.nbytes)
         source = completion.flat.view(torch.uint8)
-        # A stage keeps the order of its copies, and fails with the first: the gradient is there before.
+        # Copies of a stage run in order, and after one fails so do all later ones. So the gradient is there first.
         done = self._device.copy(Stage.D2H, lease.region, source, op, [gradient.done, completion.after])
         completion.done.set_result(done)
         await self._in_flight.put(_InFlight(gradient.lease, done, lease))

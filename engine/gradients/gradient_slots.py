@@ -1,4 +1,4 @@
-"""Where gradients are on the device: regions that layers take in turn. Compute thread only."""
+"""Holds gradients on the device in regions that layers use in turn. Compute thread only."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from megatrain_ray.errors import DeadlineError
 
 
 class GradientSlots:
-    """Regions that layers' gradients occupy in turn (`regions_of`)."""
+    """Allocates device regions that layers' gradients occupy in turn (`regions_of`)."""
 
     def __init__(
         self, device: Device, sizes_bytes: Sequence[int], needed: Mapping[int, int], timeout_s: float, *, poison: bool
     ) -> None:
-        """`needed`: bytes of each layer that has a gradient here, in the order of a backward. `timeout_s`: of waiting
-        for a region."""
+        """Allocate the regions.
+
+        sizes_bytes: size of each region.
+        needed: bytes of the gradient of each layer that uses a region here, in the order of a backward.
+        timeout_s: limit of the wait for a region.
+        """
         self._device = device
         self._timeout_s = timeout_s
         self._poison = poison
@@ -30,7 +34,7 @@ class GradientSlots:
         self._empty: list[Future[Event] | None] = [None] * len(self._regions)
 
     def take(self, layer: int, num_bytes: int) -> torch.Tensor:
-        """The layer's region, to be written once what left it last has left."""
+        """Return the layer's region for writing. Waits until the gradient that was there has left."""
         index = self._index[layer]
         future = self._empty[index]
         if future is not None:
@@ -40,23 +44,32 @@ class GradientSlots:
         return self._regions[index][:num_bytes]
 
     def fetch(self, layer: int, num_bytes: int) -> Fetch:
-        """A request to fill the layer's region from the host."""
+        """Return a request to fill the layer's region from the host."""
         index = self._index[layer]
         return Fetch(layer, self._regions[index][:num_bytes], self._empty[index], Future())
 
     def leave(self, layer: int) -> Future[Event]:
-        """The region's gradient may go; the future gets the event after which it is empty."""
+        """Say that the layer's gradient may leave its region.
+
+        The caller sets the result of the returned future: the event after which the region is empty.
+        """
         future: Future[Event] = Future()
         self._empty[self._index[layer]] = future
         return future
 
     def reset(self) -> None:
-        """Between steps: everything has left."""
+        """Mark all regions as empty. Call between steps, when every gradient has left."""
         self._empty = [None] * len(self._regions)
 
 
 def wait_for(device: Device, future: Future[Event], cause: str, timeout_s: float) -> None:
-    """The compute thread waits until a transfer is submitted, the compute stage until it is done."""
+    """Block the compute thread until a transfer is submitted, and the compute stage until it has ended.
+
+    Raises DeadlineError after `timeout_s`.
+
+    future: gets the event of the transfer.
+    cause: cause of the exposed time.
+    """
     with device.exposed(cause):
         try:
             event = future.result(timeout_s)

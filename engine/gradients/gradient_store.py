@@ -1,6 +1,6 @@
-"""Gradients on the device: sums over micro-batches in flat slots, and exact norms. Compute thread only.
+"""Accumulates gradients on the device, in flat slots, and computes exact norms. Compute thread only.
 
-What moves between these slots and the host is gradient_offloader.py's business.
+gradient_offloader.py moves gradients between these slots and the host.
 """
 
 from __future__ import annotations
@@ -22,34 +22,44 @@ from megatrain_ray.engine.model.chunked_loss import OpenSum
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.virtual_clock import SUM_OVER_GPUS, Op
 
-SMALL_ELEMENTS = 1 << 20  # a guess: fewer should take a GPU less time than the launch of their copy
+SMALL_ELEMENTS = 1 << 20  # a guess: a GPU should copy fewer elements in less time than the launch takes
 
 
 class _Sum(NamedTuple):
-    """A layer's gradient: padded, and of each parameter a view of that, by name."""
+    """Holds a layer's gradient as a padded 1-D tensor, and a view of it for each parameter, by name."""
 
     flat: torch.Tensor
     views: Mapping[str, torch.Tensor]
 
 
 class Completed(NamedTuple):
-    """What a backward leaves to the update: sums that wait on the device, by layer, and norms by parameter."""
+    """Holds what a backward leaves for the update.
+
+    sums: complete gradients that wait on the device, by layer.
+    norms: gradient norms by parameter.
+    """
 
     sums: Mapping[int, _Sum]
     norms: Mapping[str, torch.Tensor]
 
 
 class GradientStore:
-    """One flat sum for each layer of which something is trained, from the first contribution to departure."""
+    """Holds one flat sum for each layer that trains something.
+
+    A sum exists from the first contribution until the gradient is offloaded or taken by the update.
+    """
 
     def __init__(
         self, plan: Plan, layout: ModelLayout, device: Device, ranks: Ranks | None = None, *, poison: bool
     ) -> None:
-        """`ranks`: None where there is one."""
+        """Allocate the gradient slots that the plan asks for.
+
+        ranks: the ranks of the run; None: there is one.
+        """
         self._ranks = ranks or OneRank()
         self._parts = RankParts(layout, self._ranks.rank, self._ranks.size)
         self._sums_whole = plan.sums_whole
-        # The transfer's own bound, which names what is stuck, comes first.
+        # Longer than the transfer's own limit: that error names what is stuck, so it should come first.
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
         leaving = [layer for layer in layout.updated if layer not in plan.waiting_layers]
@@ -68,9 +78,11 @@ class GradientStore:
         self._leaving = slots(plan.leaving_slot_bytes, leaving, plan.wire_dtype) if plan.leaving_slot_bytes else None
         self._wire_dtype = plan.wire_dtype
         self._waiting = plan.waiting_layers
-        # Of these the ones whose unfinished sums come and go; the last contribution moves the sum to where it waits.
+        # Of these, layers whose partial sums are offloaded between micro-batches. The last contribution moves the sum
+        # to the memory in which it waits for the update.
         self._moving = self._waiting if self.waits_on_host else frozenset()
-        # Sums that outlive micro-batches here have a place for good; others take what activations have left.
+        # Sums that stay on the device between micro-batches get memory for the whole run. Others are allocated in the
+        # last visit, from memory that activations have released.
         self._places: dict[int, torch.Tensor] = {}
         if not plan.gradients_are_brief:
             self._places = {layer: device.allocate(self._num_bytes(layer)) for layer in sorted(self._waiting)}
@@ -78,8 +90,8 @@ class GradientStore:
         self._open: dict[int, _Sum] = {}
         self._added: frozenset[str] = frozenset()
         self._paired = plan.paired_layers
-        self._earlier: list[Mapping[str, torch.Tensor | None]] = []  # a micro-batch's that wait for the next one's
-        self._begins = False  # the sum begins with them
+        self._earlier: list[Mapping[str, torch.Tensor | None]] = []  # held back for the next micro-batch's
+        self._begins = False  # whether the sum begins with `_earlier`
         self._fetched: dict[int, Fetch] = {}
         self.norms: dict[str, torch.Tensor] = {}
 
@@ -94,21 +106,26 @@ class GradientStore:
         self.norms.clear()
 
     def fetch(self, layer: int) -> Fetch:
-        """Asks for the layer's unfinished sum, ahead of `add`."""
+        """Return a request to reload the layer's partial sum. Call before `add`."""
         self._fetched[layer] = self._sums.fetch(layer, self._num_bytes(layer))
         return self._fetched[layer]
 
     def open_sums(self, layer: int, names: Collection[str], *, first: bool) -> dict[str, OpenSum]:
-        """Of these parameters of the layer, for what is added to them before `add`, which then leaves them as they
-        are."""
+        """Return the sums of these parameters of the layer, for a caller that adds to them itself.
+
+        Call before `add`, which then leaves the sums of these parameters as they are.
+        """
         views = self._total(layer).views
         self._added = frozenset(names)
         return {name: OpenSum(views[name], first) for name in names}
 
     def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None:
-        """Adds one micro-batch's gradients of a layer. A parameter that got none contributes zeros.
+        """Add one micro-batch's gradients of a layer. A parameter without a gradient contributes zeros.
 
-        `first`: the sum begins here; `last`: and ends here.
+        For paired layers, one micro-batch's gradients may be held back and added together with the next one's.
+
+        first: whether the sum begins here.
+        last: whether the sum ends here.
         """
         if layer in self._paired and not last and not self._earlier:
             self._earlier, self._begins = [gradients], first
@@ -131,7 +148,10 @@ class GradientStore:
         *,
         begins: bool,
     ) -> None:
-        """out = total + one or two contributions, by parameter. `begins`: there is no total yet."""
+        """Compute out = total + one or two contributions, for each parameter.
+
+        begins: whether there is no total yet.
+        """
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, target in out.items():
             values = [value for of_one in contributions if (value := of_one.get(name)) is not None]
@@ -149,13 +169,17 @@ class GradientStore:
         _copy(copied)
 
     def suspend(self, layer: int) -> Departure:
-        """Lets the unfinished sum go to the host until `fetch`."""
+        """Return a request to offload the layer's partial sum to the host, where it stays until `fetch`."""
         flat = self._open.pop(layer).flat
         return Departure(layer, flat, self._device.record(), self._sums.leave(layer), final=False)
 
     def finish(self, layer: int) -> Departure | None:
-        """Adds up what the ranks have, rounds where asked, measures each parameter's norm (of what the optimizer
-        receives, in FP32), lets this rank's part go. None for one that waits: `take` or `depart` has it."""
+        """Complete a layer's gradient; return a request to offload this rank's part of it.
+
+        Sums the gradient over the ranks and rounds it if the plan says so. Measures each parameter's norm, in FP32, of
+        the values that the optimizer receives. Returns None if the gradient waits on the device: `take` or `depart`
+        gets it later.
+        """
         own, flat, layout = self._parts.gradient_span(layer), self._open[layer].flat, self._layout.layers[layer]
         if self._ranks.size > 1:
             with self._device.compute(Op(SUM_OVER_GPUS, layer, num_bytes=flat.nbytes)):
@@ -170,56 +194,76 @@ class GradientStore:
         return Departure(layer, leaving, self._device.record(), done, final=not layout.num_muon)
 
     def completed(self) -> Completed:
-        """What the backward that is over has left, for `restore`."""
+        """Return what the last backward has left, for `restore`."""
         return Completed(dict(self._open), dict(self.norms))
 
     def restore(self, completed: Completed) -> None:
-        """As if a backward had left this now: the tensors are the same, what is in them may be another step's."""
+        """Put the store into the state in which a backward left it, as returned by `completed`.
+
+        The tensors are the same as when it was made. Their values may be those of another step.
+        """
         self._open, self.norms = dict(completed.sums), dict(completed.norms)
 
     def take(self, layer: int) -> torch.Tensor:
-        """The complete gradient of a layer whose gradient waits, 1-D, padded, for what is submitted next."""
+        """Return the complete gradient of a layer whose gradient waits on the device: 1-D, padded.
+
+        It is valid for work that is submitted next.
+        """
         return self._open.pop(layer).flat
 
     def depart(self, layer: int) -> Departure:
-        """Lets it go to the host. It has left before its place is written again: a forward needs every update."""
+        """Return a request to offload a complete gradient that waited on the device.
+
+        No event protects its memory. That memory is reused in the next step's backward at the earliest, and by then
+        every update has run, because a forward needs every update.
+        """
         own = self._parts.gradient_span(layer)
         flat = self._open.pop(layer).flat[own.start : own.stop]
         return Departure(layer, flat, self._device.record(), Future(), final=True)
 
     def _measure(self, layer: int, flat: torch.Tensor) -> None:
-        """Of this rank's part: `total_norm` adds up the rest."""
+        """Record the norms of this rank's part of the layer's gradient. `total_norm` adds up all ranks."""
         views = self._parts.views(layer, flat)
-        # As clip_grad_norm_ takes them: on a GPU a few launches for all of them.
+        # As clip_grad_norm_ computes norms: on a GPU a few launches for all parameters.
         norms = torch._foreach_norm(list(views.values()), 2.0, dtype=torch.float32) if views else ()
         self.norms.update(zip(views, norms, strict=True))
 
     def _round_in_place(self, layer: int) -> None:
-        """To values of the type of what leaves, in that of the sum: an update makes the same of both."""
+        """Round the layer's sum to values of the offload dtype, and keep the dtype of the sum.
+
+        An update computes the same from both.
+        """
         if self._wire_dtype is not self._sum_dtype:
             for view in self._open[layer].views.values():
                 view.copy_(view.to(self._wire_dtype))
 
     def recall(self, layer: int) -> Fetch:
-        """Asks for this rank's part of the layer's complete gradient, which waits on the host, when no sum is on the
-        device any more."""
+        """Return a request to reload this rank's part of the layer's complete gradient from the host.
+
+        Call when no sum is on the device any more.
+        """
         num_bytes = self._parts.gradient_span(layer).size * self._wire_dtype.itemsize
         self._fetched[layer] = self._sums.fetch(layer, num_bytes)
         return self._fetched[layer]
 
     def recalled(self, layer: int) -> torch.Tensor:
-        """It, 1-D, until `let_go`."""
+        """Return the gradient requested by `recall` as a 1-D tensor.
+
+        It stays valid until `let_go(layer)`.
+        """
         fetch = self._fetched.pop(layer)
         wait_for(self._device, fetch.done, "h2d", self._timeout_s)
         return fetch.region.view(self._wire_dtype)
 
     def let_go(self, layer: int) -> None:
-        """What was submitted is the last that reads the recalled gradient."""
+        """Release the recalled gradient after the work submitted so far, which is the last to read it."""
         self._sums.leave(layer).set_result(self._device.record())
 
     def total_norm(self) -> torch.Tensor:
-        """The norm of the parameters' norms, in the order of `model.parameters()`, as torch takes it. `norms` are those
-        of whole parameters from here on."""
+        """Return the norm of the parameters' norms, in the order of `model.parameters()`, as torch does.
+
+        Afterwards `norms` holds the norms of whole parameters, over all ranks.
+        """
         if self._ranks.size > 1:
             self._add_norms()
         norms = torch.stack([self.norms[name] for name in self._layout.parameter_order])
@@ -227,7 +271,10 @@ class GradientStore:
         return total
 
     def _add_norms(self) -> None:
-        """Of all ranks. In FP64, which holds the square of every FP32 number."""
+        """Combine the norms of all ranks' parts into norms of whole parameters.
+
+        Squares are added in FP64, which can hold the square of every FP32 number.
+        """
         names = self._layout.parameter_order
         nothing = torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
         squares = torch.stack([self.norms.get(name, nothing) for name in names]).double().square()
@@ -235,7 +282,7 @@ class GradientStore:
         self.norms = dict(zip(names, squares.sqrt().float(), strict=True))
 
     def _total(self, layer: int) -> _Sum:
-        """Where the layer's sum is, or begins to be."""
+        """Return the layer's sum. If there is none, reload the requested one or begin a new one."""
         if layer in self._waiting and layer not in self._moving and layer not in self._open:
             return self._begin_waiting(layer)
         if layer not in self._open:
@@ -252,12 +299,12 @@ class GradientStore:
         return _Sum(flat, self._layout.layers[layer].trained_views(flat))
 
     def _begin_waiting(self, layer: int) -> _Sum:
-        """Where a gradient waits for its update, nothing of it yet."""
+        """Begin a sum in the memory where the gradient waits for its update. It holds no values yet."""
         self._open[layer] = self._sum(layer, self._place(layer).view(self._sum_dtype))
         return self._open[layer]
 
     def _place(self, layer: int) -> torch.Tensor:
-        """Bytes for a sum that waits."""
+        """Return uint8 memory for a sum that waits on the device."""
         place = self._places.get(layer)
         if place is None:
             place = torch.empty(self._num_bytes(layer), dtype=torch.uint8, device=self._device.torch_device)
@@ -267,21 +314,27 @@ class GradientStore:
         return self._layout.layers[layer].trained.size * self._sum_dtype.itemsize
 
     def _rounded(self, layer: int) -> tuple[torch.Tensor, Future[Event]]:
-        """What leaves, 1-D, padded; of this rank's part alone there is more than memory."""
+        """Return the padded 1-D gradient to offload, and the future that is to get the event of its departure.
+
+        With several ranks only this rank's part of the tensor has meaningful values.
+        """
         total = self._open.pop(layer).flat
         if self._leaving is None:
             return total, self._sums.leave(layer)
         num_bytes = total.numel() * self._wire_dtype.itemsize
         leaving = self._leaving.take(layer, num_bytes).view(self._wire_dtype)
-        # Not the padding: it was never written.
+        # Copy views, not the whole tensor: the padding was never written.
         views = self._parts.views
         _copy(zip(views(layer, leaving).values(), views(layer, total).values(), strict=True))
-        self._sums.leave(layer).set_result(self._device.record())  # what is fetched to its place waits for this
+        self._sums.leave(layer).set_result(self._device.record())  # a fetch into this region waits for it
         return leaving, self._leaving.leave(layer)
 
 
 def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Into the first of each pair. The small ones at once: a launch each is most of the time of a small layer."""
+    """Copy the second tensor of each pair into the first.
+
+    Small ones are copied together: with a launch for each, launches would take most of a small layer's time.
+    """
     targets, sources = [], []
     for target, source in pairs:
         if source.numel() < SMALL_ELEMENTS:

@@ -1,5 +1,8 @@
-"""Where a step finds its layers and leaves its gradients: streamed and stored in training; in the measurement of the
-resident ceiling always there, and thrown away."""
+"""Defines where a step gets its layers from and where it leaves its gradients.
+
+In training layers are streamed and gradients are stored. To measure the resident ceiling, all layers stay on the device
+and gradients are discarded.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ from megatrain_ray.engine.plan.residency import FragmentId
 
 
 class LayerSource(Protocol):
-    """Implemented by LayerStreamer, NoStreamer and ResidentLayers."""
+    """Provides the layers of each visit. Implemented by LayerStreamer, NoStreamer and ResidentLayers."""
 
     def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
-        """The visit's fragments on the device, in use until the block ends. Compute thread only."""
+        """Return a context that yields the visit's fragments on the device.
+
+        They are in use until the context ends. Compute thread only.
+        """
 
 
 class GradientTaker(Protocol):
-    """Implemented by GradientStore, which says what each of these is for, and NoGradients."""
+    """Receives gradients. Implemented by GradientStore, which documents each method, and by NoGradients."""
 
     waits_on_host: bool
     norms: dict[str, torch.Tensor]

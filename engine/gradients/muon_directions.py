@@ -1,8 +1,8 @@
-"""Orthogonalizer: Muon's directions of all matrices of a layer that are this rank's, made on the device. Compute thread
-only.
+"""Computes Muon's directions on the device, for all matrices of a layer that this rank owns. Compute thread only.
 
-Without clipping a layer's are made in its backward, while its gradient is there. With it the scale is known after the
-backward: gradients wait on the host, come back layer by layer in the order of the update, and directions leave.
+A direction is the orthogonalized momentum of a matrix. Without clipping, a layer's directions are computed in its
+backward, while its gradient is on the device. With clipping, the scale is known only after the backward. Gradients then
+wait on the host and are reloaded layer by layer in the order of the update; the directions are offloaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from megatrain_ray.virtual_clock import Op
 
 
 class Orthogonalizer:
-    """Of one plan; nothing of it is state: what it makes is thrown away once every shard has the update."""
+    """Computes Muon's directions for one plan.
+
+    None of it is state: the directions are discarded once every shard has the update.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,11 @@ class Orthogonalizer:
         rank: int = 0,
         poison: bool,
     ) -> None:
-        """`rank`: this one among those of the plan."""
+        """Allocate device memory for momenta and directions.
+
+        transfer: submits a transfer request.
+        rank: this rank among those of the plan.
+        """
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
         def slots(sizes: tuple[int, ...], itemsize: int) -> GradientSlots:
@@ -59,27 +66,38 @@ class Orthogonalizer:
         self._asked: dict[int, Fetch] = {}
 
     def begin(self) -> None:
-        """Before a step."""
+        """Prepare for a step."""
         self._momenta.reset()
         self._directions.reset()
         self._asked.clear()
 
     def expect(self, layer: int) -> None:
-        """The layer's gradient will be complete after the work that is submitted next."""
+        """Request the momenta of a layer whose gradient the work submitted next will complete.
+
+        Does nothing with clipping: `run` requests them then.
+        """
         if self._in_backward and self._layout.layers[layer].num_muon:
             self._ask(layer)
 
     def complete(self, departure: Departure) -> None:
-        """Lets a complete gradient go; without clipping its directions with it."""
+        """Submit the offload of a complete gradient.
+
+        Without clipping, also compute and offload the directions of a layer that Muon trains something of.
+        """
         if departure.final or not self._in_backward:
             self._transfer(departure)
             return
         completion = self._direct(departure.layer, departure.flat, 1.0)
-        self._transfer(replace(departure, after=self._device.record()))  # until here the gradient was read
+        self._transfer(replace(departure, after=self._device.record()))  # the directions read the gradient until here
         self._transfer(completion)
 
     def run(self, scale: float) -> None:
-        """After the backward of a clipped step. `scale`: of its update."""
+        """Compute and offload all directions of a clipped step, after its backward.
+
+        Does nothing without clipping.
+
+        scale: clip scale of the update.
+        """
         for layer in () if self._in_backward else self._layout.with_muon:
             self._transfer(self._store.recall(layer))
             self._ask(layer)
@@ -93,7 +111,10 @@ class Orthogonalizer:
         self._transfer(MomentumFetch(fetch))
 
     def _direct(self, layer: int, gradient: torch.Tensor, scale: float) -> Completion:
-        """Submits the work. `gradient`: this rank's part, 1-D; is only read."""
+        """Submit the computation of a layer's directions; return the request to offload them.
+
+        gradient: this rank's part, 1-D. It is only read.
+        """
         own, fetch = self._parts.gradient_span(layer), self._asked.pop(layer)
         wait_for(self._device, fetch.done, "h2d", self._timeout_s)
         momentum = fetch.region.view(torch.float32)

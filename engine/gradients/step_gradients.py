@@ -1,5 +1,8 @@
-"""When gradients of a step leave the device: most of them in its backward; those that waited there until the scale of a
-clipped update was known beside the next forward. Event loop only, unless a method says otherwise."""
+"""Decides when the gradients of a step leave the device.
+
+Most leave in the step's backward. Gradients that waited on the device for the scale of a clipped update leave
+concurrently with the next forward. Event loop only, unless a method says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +14,51 @@ from megatrain_ray.engine.gradients.gradient_offloader import Departure, Gradien
 
 
 class StepGradients:
-    """One step after the other: `move` beside its compute until `end_step`, then `send_waiting`."""
+    """Moves the gradients of one step after the other.
+
+    `move` runs concurrently with the step's compute until `end_step`. Then comes `send_waiting`.
+    """
 
     def __init__(self, offloader: GradientOffloader) -> None:
         self._offloader = offloader
         self._loop = asyncio.get_running_loop()
         self._waiting: list[Departure] = []
-        self._leaving: asyncio.Task[None] | None = None  # of those that waited
+        self._leaving: asyncio.Task[None] | None = None  # the task of `send_waiting`
 
     def transfer(self, transfer: Transfer) -> None:
-        """From the compute thread: submits it."""
+        """Submit a transfer. Call from the compute thread."""
         self._loop.call_soon_threadsafe(self._offloader.submit_nowait, transfer)
 
     def keep_waiting(self, departures: Iterable[Departure]) -> None:
-        """From the compute thread: these are for `send_waiting`."""
+        """Store these requests for `send_waiting`. Call from the compute thread."""
         self._waiting = list(departures)
 
     async def move(self, update: int) -> None:
-        """Moves what is submitted for this update, after all of the update before."""
+        """Run the transfers that are submitted for this update, after all those of the update before."""
         await self.all_left()
         await self._offloader.run(update)
 
     def end_step(self) -> None:
-        """The step submits no more."""
+        """Say that the step submits no more transfers."""
         self._offloader.submit_nowait(None)
 
     def send_waiting(self, update: int) -> None:
-        """Begins to, once `move` has returned."""
+        """Start to offload the gradients that waited on the device. Call after `move` has returned."""
         if self._waiting:
             self._leaving = self._loop.create_task(self._send(update), name="waiting gradients")
 
     async def _send(self, update: int) -> None:
-        """As the shards make room."""
-        while self._waiting:  # nothing else may keep the memory of one that has left
+        """Offload the waiting gradients one by one, as the shards make room for them."""
+        while self._waiting:  # pop: no other reference may keep the memory of an offloaded gradient
             self._offloader.submit_nowait(self._waiting.pop(0))
         self._offloader.submit_nowait(None)
         await self._offloader.run(update)
 
     async def all_left(self) -> None:
-        """Raises what kept a gradient from leaving."""
+        """Wait until all waiting gradients have been offloaded.
+
+        Raises the error that kept one from that.
+        """
         leaving, self._leaving = self._leaving, None
         if leaving is None:
             return
@@ -59,7 +68,7 @@ class StepGradients:
             raise first_failure(failures) from None
 
     async def cancel(self) -> None:
-        """Idempotent."""
+        """Cancel the offload of waiting gradients. Idempotent."""
         if self._leaving is not None:
             self._leaving.cancel()
             await asyncio.gather(self._leaving, return_exceptions=True)

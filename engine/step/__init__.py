@@ -1,1 +1,1 @@
-"""Runs one step: the compute thread, the event loop, and the engine that joins them."""
+"""Runs one step. Holds the engine, which joins the compute thread and the event loop."""

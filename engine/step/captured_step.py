@@ -1,9 +1,11 @@
-"""A step as a graph that the device keeps: forward, loss, backward and norms of all its micro-batches, captured before
-the first step and launched at once in each. The host then spends no time on layers: where they are small, launching
-them one by one takes it longer than the device computes.
+"""Captures a whole step as one device graph, and launches that graph in every step.
 
-For plans in which every layer lives on the device. What a step brings with it is copied to where the capture read it;
-what it leaves, gradients and norms, is where the capture wrote it.
+The graph holds the forward, loss, backward and norms of all micro-batches. It is captured before the first step. The
+host then spends no time on layers. Where layers are small, launching their kernels one by one takes the host longer
+than the device needs to compute them.
+
+This works for plans in which every layer lives on the device. The inputs of a step are copied to where the capture read
+them. Its results, gradients and norms, are where the capture wrote them.
 """
 
 from __future__ import annotations
@@ -30,16 +32,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Place(MicroBatch):
-    """A micro-batch on the device, where a capture reads it. `packed`: rows of its steps have positions."""
+    """Holds a micro-batch in the device memory that a capture reads.
+
+    packed: whether rows of the captured steps have positions.
+    """
 
     packed: bool = False
 
     @property
     def is_packed(self) -> bool:
-        return self.packed  # the values are not looked at: they are another step's next time
+        return self.packed  # does not look at the values: the next step has others
 
     def fill(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """With one of the same shapes from host memory. `upload`: Device.upload."""
+        """Copy a micro-batch of the same shapes from host memory into this one.
+
+        upload: `Device.upload`.
+        """
         self.input_ids.copy_(upload(micro_batch.input_ids))
         self.targets.copy_(upload(micro_batch.targets))
         if self.positions is not None and micro_batch.positions is not None:
@@ -47,7 +55,7 @@ class _Place(MicroBatch):
 
 
 class _Graph(NamedTuple):
-    """A captured step: what it reads, and where it leaves what it brings."""
+    """Holds a captured step: the inputs it reads, the capture itself, and the results it writes."""
 
     places: tuple[_Place, ...]
     capture: Capture
@@ -56,7 +64,10 @@ class _Graph(NamedTuple):
 
 
 class CapturedStep:
-    """Launches steps like those that `capture` was told of as graphs, and runs others. Compute thread only."""
+    """Launches steps of the kinds that were captured as graphs, and runs all others uncaptured.
+
+    Compute thread only.
+    """
 
     def __init__(
         self,
@@ -66,19 +77,24 @@ class CapturedStep:
         submit: Callable[[StepInput], Submitted],
         store: GradientStore,
     ) -> None:
-        """`submit`: all of a step but the wait at its end, which `runner` does. `store`: where a step leaves gradients
-        and norms."""
+        """Create it without any captured graph.
+
+        submit: submits all of a step except the wait at its end. `runner` does that wait.
+        store: receives the gradients and norms of a step.
+        """
         self._plan = plan
         self._device = device
         self._runner = runner
         self._submit = submit
         self._store = store
-        self._graphs: dict[bool, _Graph] = {}  # by whether rows have positions: all of a step have, or none
+        self._graphs: dict[bool, _Graph] = {}  # key: whether rows have positions (in a step all rows have, or none has)
         self._num_supervised = torch.ones((), dtype=torch.float32, device=device.torch_device)
 
     def capture(self, coming: Coming) -> None:
-        """Captures a step of each kind to come, or none where one of them cannot be captured: memory is counted for
-        one or the other. Raises torch.OutOfMemoryError."""
+        """Capture a step of each kind described by `coming`, or none if one of them cannot be captured.
+
+        The plan counts memory for captured steps or for uncaptured ones, not for both. Raises torch.OutOfMemoryError.
+        """
         try:
             for packed in (False, True) if coming.packed else (False,):
                 self._graphs[packed] = self._graph_of(coming, packed=packed)
@@ -87,7 +103,10 @@ class CapturedStep:
             log.warning("steps run uncaptured, layer by layer: %s", error)
 
     def run(self, step: StepInput) -> StepOutput:
-        """As StepRunner.run, of a step whose update waits for its norm."""
+        """Run a step whose update waits for its norm, as `StepRunner.run` does, and return its output.
+
+        The step runs uncaptured if no graph fits it or if there are several ranks.
+        """
         graph = self._graphs.get(step.micro_batches[0].positions is not None)
         if graph is None or step.world.size > 1:
             return self._runner.read(self._submit(step))
@@ -101,13 +120,16 @@ class CapturedStep:
         return self._runner.read(graph.submitted)
 
     def close(self) -> None:
-        """When the device has nothing to do any more. Idempotent."""
+        """Free the captured graphs. Call when the device has no work left. Idempotent."""
         for graph in self._graphs.values():
             graph.capture.close()
         self._graphs.clear()
 
     def _graph_of(self, coming: Coming, *, packed: bool) -> _Graph:
-        """After the same step uncaptured: what is made when it is first used is there then. Raises CaptureError."""
+        """Capture one step, after running the same step uncaptured.
+
+        The uncaptured run creates whatever is made on first use. Raises CaptureError if the step cannot be captured.
+        """
         places = tuple(self._place(packed=packed) for _ in range(self._plan.num_micro_batches))
         step = StepInput(0, places, World(self._num_supervised), 0, coming.objective)
         self._submit(step)
@@ -124,7 +146,7 @@ class CapturedStep:
         return _Graph(places, capture, *found[0])
 
     def _place(self, *, packed: bool) -> _Place:
-        """With tokens that are all the same, in two documents where it is packed."""
+        """Return a micro-batch of zero tokens for the capture to read, with two documents a row if `packed`."""
         shape, device = (self._plan.micro_batch_size, self._plan.seq_len), self._device.torch_device
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         positions = torch.arange(self._plan.seq_len, device=device) % (self._plan.seq_len // 2 + 1)

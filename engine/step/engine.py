@@ -1,7 +1,7 @@
-"""The engine: device, slots, streamer and gradients of one plan, and the asyncio side of a step.
+"""Joins the device, slots, streamer and gradients of one plan, and runs the asyncio side of a step.
 
-One compute thread runs the step; the event loop moves what moves. `Engine` is what a GpuWorker actor holds, and it
-runs as well in any process with an event loop.
+One compute thread runs the step. The event loop moves data and waits for it. `Engine` is what a GpuWorker actor holds.
+It also runs in any process that has an event loop.
 """
 
 from __future__ import annotations
@@ -59,8 +59,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What a step's update needs that the gradients do not tell. `adam_step`: AdamW's own count if not skipped.
-    `save`: a save wants the generation that the update makes."""
+    """Holds what a step's update needs besides the gradients.
+
+    adam_step: AdamW's own step count, if this update is not skipped.
+    clip: maximum gradient norm; None: no clipping.
+    save: whether a save wants the generation that this update makes.
+    """
 
     lr: float
     adam_step: int
@@ -70,8 +74,12 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class StepReport:
-    """`cross_entropy` as in StepOutput. `grad_norm` before clipping. `exposed_s`: seconds the compute stage waited, by
-    cause."""
+    """Reports the result, time and memory of one step.
+
+    cross_entropy: as in `StepOutput`.
+    grad_norm: global gradient norm before clipping.
+    exposed_s: seconds that the compute stage waited, by cause.
+    """
 
     step: int
     loss: float
@@ -85,17 +93,22 @@ class StepReport:
 
 
 class Engine:
-    """Runs steps one after the other. Create and use on one event loop; `close` frees everything."""
+    """Runs steps one after the other. Create it and use it on one event loop. `close` frees everything."""
 
     def __init__(
         self, factory: ModelFactory, structure: ModelStructure, plan: Plan, device: Device, host: Host, *,
         muon: Muon | None = None, device_shard: DeviceShard | None = None, gate: UpdateGate | None = None,
         spill: tuple[BlobStore, str] | None = None, ranks: Ranks | None = None, poison: bool = False,
     ) -> None:  # fmt: skip
-        """`muon`: its constants, where it trains something. `device_shard`: the layers that live on the device, where
-        there are any; `gate`: where these are saved. `spill`: a blob of `Plan.activation_file_bytes`, where activations
-        wait on disk, by its store and name. `ranks`: where others compute the rest of a step. `poison` fills released
-        device memory with NaN: a use after release becomes a wrong loss."""
+        """Allocate the slots and build all components that the plan asks for.
+
+        muon: Muon's constants, if Muon trains something.
+        device_shard: weights and optimizer state of the layers that live on the device, if there are any.
+        gate: tells a save about the device's updates, if those layers are saved.
+        spill: store and name of a blob of `Plan.activation_file_bytes`, if the plan has activations on disk.
+        ranks: the other GPU workers of the run, if there are any; each computes a part of the step.
+        poison: fill released device memory with NaN, so that a use after release becomes a wrong loss.
+        """
         self.device = device
         self._plan = plan
         self._host = host
@@ -171,8 +184,10 @@ class Engine:
         return ActivationStore(plan, device, held_activation_bytes(plan, self._layout), file)
 
     async def rehearse(self, coming: Coming) -> None:
-        """Compiles what steps like those need compiled, and captures them where the plan says so; before the first
-        one."""
+        """Compile what steps like `coming` need, and capture them if the plan says so.
+
+        Call before the first step.
+        """
 
         def run() -> None:
             self._rehearsal.run(coming)
@@ -182,9 +197,10 @@ class Engine:
         await self.on_compute_thread(run)
 
     async def step(self, step: StepInput, settings: UpdateSettings) -> StepReport:
-        """One step: update `step.step` is committed when it returns, not yet done.
+        """Run one step and return its report.
 
-        Raises MegatrainError when a gradient is not finite and there is no clipping to skip the step by.
+        Update `step.step` is committed on return, but it has not yet reached every layer. Raises MegatrainError if a
+        gradient is not finite and there is no clipping, because the update has then begun and cannot be skipped.
         """
         start = time.perf_counter()
         header = None
@@ -216,21 +232,29 @@ class Engine:
         )
 
     def _end_on_timeline(self) -> None:
-        """The next step begins when this one has computed and its gradients have landed."""
+        """Advance the virtual clock to the end of the step.
+
+        The next step begins when this step has computed and its gradients have landed.
+        """
         timeline = self.device.timeline
         end_s = max(timeline.now(Stage.COMPUTE), timeline.now(Stage.D2H))
         timeline.host_waits(end_s)
         timeline.stage_waits(Stage.COMPUTE, end_s)
 
     async def drain(self, generation: int) -> None:
-        """Between steps: waits until every layer has the generation. Raises what kept a gradient from leaving."""
+        """Wait between steps until every layer has this generation.
+
+        Raises the error that kept a gradient from being offloaded.
+        """
         await self._gradients.all_left()
         await self._host.drain(generation)
 
     async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
-        """Cross-entropy of the weights of this generation, summed over the supervised tokens of all ranks: the model in
-        evaluation mode, in the plan's loop order, nothing else changed. Between steps; waits until every layer has its
-        update."""
+        """Return the cross-entropy of this generation's weights, summed over the supervised tokens of all ranks.
+
+        The model runs in evaluation mode, in the plan's loop order; nothing else changes. Call between steps. Waits
+        first until every layer has its update.
+        """
         await self.drain(generation)
         order = forward_visits(len(self._plan.layers), len(micro_batches), self._plan.order)
 
@@ -242,7 +266,7 @@ class Engine:
 
         computing = self.on_compute_thread(run)
         total = await self._stream(self._residency_of(order), generation, computing)
-        await self.on_compute_thread(self.device.take_exposed)  # no step waited for it
+        await self.on_compute_thread(self.device.take_exposed)  # discard it: no step waited in an evaluation
         return total
 
     def _residency_of(self, visits: Sequence[Visit]) -> Residency:
@@ -251,7 +275,10 @@ class Engine:
     async def _stream(
         self, residency: Residency, generation: int, compute: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, None]
     ) -> T:
-        """Compute thread, h2d pump and what else there is together; the first failure ends all of them."""
+        """Run the compute thread, the h2d pump and `others` concurrently; return the result of `compute`.
+
+        The first failure cancels all of them and is raised.
+        """
         self.streamer.begin(residency, generation)
         try:
             async with asyncio.TaskGroup() as group:
@@ -290,11 +317,12 @@ class Engine:
             self._gradients.end_step()
 
     async def _clip(self, update: int, output: StepOutput, settings: UpdateSettings, clip: float) -> None:
-        """Commits the update, now that its scale is known, and makes the directions that need it."""
+        """Commit the update, now that its scale is known, and submit the work that needs the scale."""
         at_s = self.device.timeline.now(Stage.COMPUTE)
         self.device.timeline.host_waits(at_s)
         scale = clip_scale(output.grad_norm, clip)
-        # Before the directions: those of later layers wait for room until earlier layers are updated.
+        # Commit before making Muon's directions: those of later layers wait for room in the slab, which comes free as
+        # earlier layers are updated.
         header = _header(update, settings, scale, skip=output.bad_parameter is not None)
         await self._commit(header, at_s)
 
@@ -311,11 +339,11 @@ class Engine:
 
     @property
     def whereabouts(self) -> str:
-        """What the compute thread does, for the message about a step that does not end."""
+        """Return what the compute thread is doing, for the message about a step that does not end."""
         return self._evaluator.whereabouts or self.runner.whereabouts
 
     async def on_compute_thread(self, function: Callable[[], T]) -> T:
-        """Runs it where every torch call that computes runs."""
+        """Run `function` on the compute thread, where every torch call that computes runs; return its result."""
 
         def run() -> T:
             with self.device.activate():
@@ -324,7 +352,7 @@ class Engine:
         return await self._loop.run_in_executor(self._thread, run)
 
     async def close(self) -> None:
-        """Stops the compute thread and the device. Idempotent."""
+        """Stop the compute thread and the device, and cancel gradient transfers. Idempotent."""
         await self._gradients.cancel()
         self._thread.shutdown()
         if self._activations:
@@ -335,7 +363,10 @@ class Engine:
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """The coefficient of torch.nn.utils.clip_grad_norm_, in its FP32 arithmetic; 1.0 when clipping does not bite."""
+    """Return the scale that clips gradients of this norm to `max_norm`; 1.0 if the norm is small enough.
+
+    This is the coefficient of torch.nn.utils.clip_grad_norm_, in its FP32 arithmetic.
+    """
     coefficient = max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
     return float(torch.clamp(coefficient, max=1.0))
 

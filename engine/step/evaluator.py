@@ -1,4 +1,4 @@
-"""Evaluation on the compute thread: the step's forward and cross-entropy, and nothing else of it."""
+"""Evaluates on the compute thread: runs only the forward and the cross-entropy of a step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from megatrain_ray.virtual_clock import Op
 
 
 class Evaluator:
-    """Forwards with the model in evaluation mode. Draws no random numbers, keeps nothing for a backward, and leaves
-    the model in the mode it was in. Compute thread only."""
+    """Runs forwards with the model in evaluation mode.
+
+    Draws no random numbers, keeps nothing for a backward, and leaves the model in the mode it was in. Compute thread
+    only.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,10 @@ class Evaluator:
         self.whereabouts = ""  # empty while nothing is evaluated; read by other threads
 
     def run(self, micro_batches: Sequence[MicroBatch], visits: Sequence[Visit]) -> float:
-        """Cross-entropy summed over the supervised tokens: in FP32 over a chunk, over chunks in double on the host."""
+        """Return the cross-entropy summed over the supervised tokens of all micro-batches.
+
+        Each chunk is summed in FP32 on the device. The sums of chunks are added in double precision on the host.
+        """
         passes = [
             ForwardPass(self._skeleton.forward_of(micro_batch, self._device.upload)) for micro_batch in micro_batches
         ]

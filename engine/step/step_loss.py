@@ -1,4 +1,4 @@
-"""The head's visit: a micro-batch's loss, with its gradients at once. Compute thread only."""
+"""Computes a micro-batch's loss and its gradients together, in the visit to the head. Compute thread only."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from megatrain_ray.virtual_clock import Op
 
 @dataclass(frozen=True)
 class LossShare:
-    """What a micro-batch's loss is a share of. `num_supervised`: target tokens, as in World; `num_parts`:
-    micro-batches, both of the step over all ranks."""
+    """Says what a micro-batch's loss is a share of. Both counts are of the step over all ranks.
+
+    num_supervised: target tokens, as in `World`.
+    num_parts: micro-batches.
+    """
 
     objective: Objective
     num_supervised: int | torch.Tensor
@@ -34,8 +37,12 @@ class LossShare:
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """Shares of the step's loss, one a chunk and then that of side outputs; plain cross-entropy of each chunk;
-    gradients by parameter, but of those whose sum over the step has them already."""
+    """Holds the loss of one micro-batch and the gradients of the head.
+
+    losses: shares of the step's loss, one for each chunk, then one for side outputs if there are any.
+    cross_entropies: plain cross-entropy of each chunk, as a share of the step's.
+    gradients: by parameter name; None if nothing flowed, or if the gradient was already added to the step's sum.
+    """
 
     losses: list[torch.Tensor]
     cross_entropies: list[torch.Tensor]
@@ -43,7 +50,7 @@ class MicroBatchLoss:
 
 
 class StepLoss:
-    """Norm, head and loss are the model's own; what is here calls them in chunks."""
+    """Calls the model's own norm, head and loss in chunks of tokens."""
 
     def __init__(
         self,
@@ -66,12 +73,15 @@ class StepLoss:
 
     @property
     def compiled(self) -> CompiledCall | None:
-        """What of it is to be compiled before the first step."""
+        """Return the loss function if it is to be compiled before the first step, else None."""
         return self._chunk_sums if isinstance(self._chunk_sums, CompiledCall) else None
 
     def run(self, j: int, forward_pass: ForwardPass, targets: torch.Tensor, share: LossShare) -> MicroBatchLoss:
-        """Of micro-batch `j`, whose forward is over but for the head's own modules; sends its gradient into the
-        forward pass. targets: [B, T]."""
+        """Compute the loss of micro-batch `j` and send the gradient of its hidden state into the forward pass.
+
+        forward_pass: has run all calls except the head's own modules.
+        targets: `[B, T]`.
+        """
         hidden = forward_pass.final_hidden
         with self._bound() as named:
             with self._device.compute(Op("loss", self._head, j)):
@@ -79,7 +89,7 @@ class StepLoss:
             auxiliary = self._skeleton.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)
         losses = [*result.losses]
-        if auxiliary is not None:  # a mean over the micro-batches of the step: the term is no sum over tokens
+        if auxiliary is not None:  # averaged over the step's micro-batches: this term is no sum over tokens
             forward_pass.send(auxiliary, torch.full_like(auxiliary, 1 / share.num_parts))
             losses.append(auxiliary.detach() / share.num_parts)
         forward_pass.result = None
@@ -87,15 +97,20 @@ class StepLoss:
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
     def rehearse(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
-        """The loss of a step's first micro-batch, in the memory that it takes in a step. Between steps; leaves nothing
-        in the store. hidden: [B, T, D], targets: [B, T]."""
+        """Compute the loss of a step's first micro-batch, in the memory that it takes in a step.
+
+        Call between steps. Leaves nothing in the gradient store.
+
+        hidden: `[B, T, D]`.
+        targets: `[B, T]`.
+        """
         with self._bound() as named:
             self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1), first=True)
         self._store.begin()
 
     @contextmanager
     def _bound(self) -> Iterator[list[tuple[Segment, torch.Tensor]]]:
-        """Within it the head's modules can be called; yields their parameters."""
+        """Bind the weights of the head's modules for the block; yield their parameters."""
         with ExitStack() as stack:
             named: list[tuple[Segment, torch.Tensor]] = []
             for path in sorted(self._structure.loss_modules):
@@ -126,7 +141,10 @@ class StepLoss:
         )
 
     def _open_sums(self, *, first: bool) -> dict[str, OpenSum]:
-        """Of the head's parameters to whose sums over micro-batches each chunk's gradient is added."""
+        """Return the sums of the head's parameters to which each chunk's gradient is added at once.
+
+        The result is empty if the plan adds chunks into a sum of their own (`Plan.chunks_add_to_sums`).
+        """
         if not self._plan.chunks_add_to_sums:
             return {}
         return self._store.open_sums(self._head, self._structure.loss_parameters, first=first)

@@ -1,4 +1,4 @@
-"""One step on the compute thread: forwards, loss and backwards in the order of the visits.
+"""Runs one step on the compute thread: forwards, loss and backwards in the order of the visits.
 
 The order of a step is data (plan/schedule.py). This file says what happens in a visit.
 """
@@ -42,8 +42,11 @@ from megatrain_ray.virtual_clock import Op
 
 @dataclass(frozen=True)
 class World:
-    """The step's share of this rank. `num_supervised`: target tokens of the step over all ranks and micro-batches; in a
-    captured step, whose number is another each time, an FP32 scalar on the device."""
+    """Describes this rank's share of a step.
+
+    num_supervised: target tokens of the step over all ranks and micro-batches. In a captured step this number changes
+        from step to step, so it is an FP32 scalar on the device.
+    """
 
     num_supervised: int | torch.Tensor
     rank: int = 0
@@ -61,8 +64,11 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """`cross_entropy`: of the loss, where that has other terms. `bad_parameter`: the first in model order whose
-    gradient is not finite."""
+    """Holds the loss and the gradient norm of a step.
+
+    cross_entropy: the plain cross-entropy in the loss, if the loss has other terms; else None.
+    bad_parameter: the first parameter in model order whose gradient is not finite; None if all are finite.
+    """
 
     loss: float
     cross_entropy: float | None
@@ -71,12 +77,16 @@ class StepOutput:
 
 
 class Submitted(NamedTuple):
-    """What the host reads of a step: in `values`, 1-D FP32 on the device, plain cross-entropies of the loss's chunks,
-    then what the loss is the sum of, then the norm; of all ranks."""
+    """Holds the device tensor of a submitted step that the host has yet to read.
+
+    values: 1-D FP32 on the device, for all ranks: plain cross-entropies of the loss's chunks, then the terms whose sum
+        is the loss, then the gradient norm.
+    num_cross_entropies: how many of the values are plain cross-entropies.
+    """
 
     values: torch.Tensor
     num_cross_entropies: int
-    has_terms: bool  # the loss is more than cross-entropy
+    has_terms: bool  # whether the loss has terms besides cross-entropy
 
 
 class StepRunner:
@@ -102,9 +112,14 @@ class StepRunner:
         ranks: Ranks,
         before_sums: Callable[[int], None] | None = None,
     ) -> None:
-        """`activations`: where some of them do not wait on the device. `orthogonalizer`: where Muon trains something.
-        `device_shard`: where layers live on the device; `gate`: where these are saved. `before_sums`: is told of every
-        visit that completes a gradient, before the ranks add theirs up."""
+        """Keep the components of a step.
+
+        activations: given if some activations are offloaded, or dropped and computed again.
+        orthogonalizer: given if Muon trains something.
+        device_shard: given if layers live on the device.
+        gate: given if those layers are saved.
+        before_sums: called with every visit that completes a gradient, before the ranks sum their gradients.
+        """
         self._before_sums = before_sums or (lambda visit: None)
         self._ranks = ranks
         self._plan = plan
@@ -122,16 +137,22 @@ class StepRunner:
         self._device_shard = device_shard
         self._gate = gate
         self._step_loss = step_loss
-        self._closed: set[str] = set()  # layers whose graphs were seen to end at their arguments and weights
+        self._closed: set[str] = set()  # paths of modules whose graphs were seen to end at their arguments and weights
         self.whereabouts = "between steps"  # read by other threads
 
     def run(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateHeader | None) -> StepOutput:
-        """All visits; returns when the loss and the norm are known on the host. `header`: of the update where it does
-        not wait for the norm; layers on the device have it then as soon as their gradient is complete."""
+        """Run all visits; return when the loss and the norm are known on the host.
+
+        header: of an update that does not wait for the norm; else None. With a header, layers on the device are updated
+            as soon as their gradient is complete.
+        """
         return self.read(self.submit(step, visits, header))
 
     def submit(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateHeader | None) -> Submitted:
-        """As `run`, but for the wait: nothing of what the step brings is on the host yet."""
+        """Submit all visits of a step, as `run` does, but do not wait for the results.
+
+        None of the results is on the host yet on return. `read` waits for them.
+        """
         self._store.begin()
         if self._activations:
             self._activations.begin(visits)
@@ -165,11 +186,14 @@ class StepRunner:
         return Submitted(torch.cat([plain, losses, self._store.total_norm()[None]]), len(plain), has_terms)
 
     def _of_all(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """In the order of micro-batches of the whole step."""
+        """Gather `values` from all ranks, in the order of the whole step's micro-batches."""
         return self._ranks.gather(torch.stack(values))
 
     def read(self, submitted: Submitted) -> StepOutput:
-        """Waits until the device has come to it. `bad_parameter` is that of the norms that the store has now."""
+        """Wait until the device has computed the results, and return them.
+
+        `bad_parameter` is found in the norms that the gradient store holds now.
+        """
         with self._device.exposed("loss"):
             *losses, norm = submitted.values.tolist()
         count = submitted.num_cross_entropies
@@ -180,18 +204,23 @@ class StepRunner:
         return StepOutput(sum(losses[count:]), sum(losses[:count]) if submitted.has_terms else None, norm, bad)
 
     def orthogonalize(self, scale: float) -> None:
-        """After the backward of a clipped step: submits the directions of what Muon trains. `scale`: of the update."""
+        """Submit Muon's directions, after the backward of a clipped step.
+
+        scale: clip scale of the update.
+        """
         if self._orthogonalizer:
             self._orthogonalizer.run(scale)
 
     def update_residents(self, header: UpdateHeader) -> None:
-        """After the backward of a clipped step: submits the update of the layers that live on the device."""
+        """Submit the update of layers that live on the device, after the backward of a clipped step."""
         for layer in self._device_shard.updated if self._device_shard else ():
             self._update_resident(layer, header)
 
     def departures(self) -> list[Departure]:
-        """After the backward of a clipped step: of gradients that waited on the device, in the order of the shards'
-        update."""
+        """Return requests to offload the complete gradients that waited on the device.
+
+        Call after the backward of a clipped step. They are in the order in which the shards update layers.
+        """
         return [self._store.depart(layer) for layer in self._plan.departing_layers]
 
     def _update_resident(self, layer: int, header: UpdateHeader) -> None:
@@ -212,7 +241,7 @@ class StepRunner:
             self._transfer(departure)
 
     def _fetch_ahead(self, coming: tuple[Visit, ...]) -> None:
-        """Asks for the sum that the next visit will add to."""
+        """Request the partial sum that the next visit will add to, if that sum is on the host."""
         for visit in coming:
             if self._has_gradient(visit) and visit.micro_batches[0] > 0:
                 self._transfer(self._store.fetch(visit.layer))
@@ -221,7 +250,7 @@ class StepRunner:
         return visit.phase in WITH_GRADIENT and self._layout.layers[visit.layer].trained.size > 0
 
     def _targets(self, step: StepInput) -> list[torch.Tensor]:
-        """On the device before the first layer."""
+        """Upload the targets of all micro-batches, before the first layer runs."""
         return [self._device.upload(micro_batch.targets) for micro_batch in step.micro_batches]
 
     def _visit(self, visit: Visit, j: int, state: _StepState) -> None:
@@ -245,7 +274,7 @@ class StepRunner:
             forward_pass.free()
 
     def _forward(self, layer: int, j: int, state: _StepState) -> None:
-        """Runs every call of the layer that the micro-batch's forward makes."""
+        """Run every call of the layer that the micro-batch's forward makes."""
         forward_pass = state.passes[j]
         part = self._structure.layers[layer].part
         entered: list[torch.Tensor] = []
@@ -271,8 +300,13 @@ class StepRunner:
             let_go(forward_pass, part)
 
     def _noting(self, call: LayerCall, layer: int, between: list[torch.Tensor]) -> AbstractContextManager[None]:
-        """Of a block's own forward behind a call of a part. `between`: gets what it saves for its backward, where that
-        is to wait elsewhere. Behind the block's last call the model's own forward runs, too, which stays."""
+        """Collect what a block's own forward saves after a call of one of its parts.
+
+        Returns a context that does nothing if those tensors stay on the device. After the block's last call the model's
+        own forward runs too, and what it saves stays on the device.
+
+        between: list that receives the saved tensors.
+        """
         spec, store = self._structure.layers[layer], self._activations
         is_last = spec.part is None or (spec.part.is_last and call.path == spec.modules[-1])
         if is_last or store is None or self._plan.layers[layer].kept is Tier.HBM:
@@ -280,7 +314,7 @@ class StepRunner:
         return noting_saved(between, store.check_there)
 
     def _replay(self, layer: int, j: int, state: _StepState) -> None:
-        """What its calls returned is there again."""
+        """Run the layer's calls again, and refill the outputs whose memory was released."""
         if self._activations:
             self._activations.bring_back(Stop(Phase.REPLAY, layer, j))
         for call in [call for call in state.passes[j].calls if self._layer_of(call) == layer]:
@@ -294,15 +328,17 @@ class StepRunner:
     def _saving(
         self, call: LayerCall, layer: int, kept: list[torch.Tensor] | None = None
     ) -> AbstractContextManager[None] | None:
-        """Of a forward of the call; None where it keeps no graph. `kept`: gets what is saved for its backward, where
-        that is to wait elsewhere."""
+        """Return the context for a forward of the call; None if that forward keeps no graph.
+
+        kept: list that receives the tensors saved for the backward, if they are to leave the device.
+        """
         plan = self._plan.layers[layer]
         if plan.activations is not ActivationPolicy.KEEP or not self._modules.keeps(call.path):
             return None
         return self._modules.saving(call.path, kept=None if plan.kept is Tier.HBM else kept)
 
     def _loss(self, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
-        """Of one micro-batch; returns gradients of the head."""
+        """Compute the loss of one micro-batch; return the gradients of the head."""
         step = state.step
         share = LossShare(step.objective, step.world.num_supervised, len(state.passes) * step.world.size)
         found = self._step_loss.run(j, state.passes[j], state.targets[j], share)
@@ -311,7 +347,7 @@ class StepRunner:
         return found.gradients
 
     def _backward(self, layer: int, j: int, state: _StepState) -> dict[str, torch.Tensor | None]:
-        """Backward of the layer's calls, last one first; gradients by parameter name."""
+        """Run the backward of the layer's calls, last call first; return gradients by parameter name."""
         forward_pass = state.passes[j]
         if self._activations:
             self._activations.bring_back(Stop(Phase.BACKWARD, layer, j))
@@ -320,7 +356,7 @@ class StepRunner:
             forward_pass.settle(call)
             if not call.has_graph:
                 self._recompute(call, layer, j, state)
-            if call.path not in self._closed:  # once is enough: it is a property of the layer
+            if call.path not in self._closed:  # once is enough: this does not change from step to step
                 call.check_closed()
                 self._closed.add(call.path)
             with self._device.compute(Op("backward", layer, j)):
@@ -333,9 +369,10 @@ class StepRunner:
     def _keep_tied(
         self, layer: int, gradients: dict[str, torch.Tensor | None], tied: dict[str, torch.Tensor | None]
     ) -> None:
-        """Puts aside what belongs to parameters of earlier layers, and adds what later layers put aside for this one's.
+        """Set aside gradients of tied parameters until the layer that owns the parameter is visited.
 
-        Autograd's order within a micro-batch: the latest use contributes first.
+        Adds what later layers set aside for this layer to `gradients`. The order is autograd's within a micro-batch:
+        the latest use contributes first.
         """
         for name, gradient in gradients.items():
             gradients[name] = _add(tied.pop(name, None), gradient)
@@ -352,13 +389,16 @@ class StepRunner:
         return self._structure.layer_of(call.path)
 
     def _seed(self, step: StepInput, micro_batch: int, layer: int, call: int) -> None:
-        """`call`: 0 inside the layer, 1 in what the model does after it."""
+        """Seed the device's random numbers for one call of one micro-batch.
+
+        call: 0 inside the layer, 1 in what the model computes after it.
+        """
         first = step.world.rank * len(step.micro_batches)
         self._device.seed(dropout_seed(step.dropout_seed, step.step, first + micro_batch, layer, call))
 
 
 class _StepState:
-    """What a step remembers between visits."""
+    """Holds what a step remembers between visits."""
 
     def __init__(
         self, step: StepInput, passes: list[ForwardPass], targets: list[torch.Tensor], header: UpdateHeader | None
@@ -367,7 +407,7 @@ class _StepState:
         self.header = header
         self.passes = passes
         self.targets = targets
-        self.losses: list[torch.Tensor] = []  # one a chunk, then that of side outputs, for each micro-batch
+        self.losses: list[torch.Tensor] = []  # for each micro-batch: one a chunk, then that of side outputs
         self.cross_entropies: list[torch.Tensor] = []  # one a chunk
         self.tied: list[dict[str, torch.Tensor | None]] = [{} for _ in passes]
 

@@ -1,5 +1,7 @@
-"""Every kind of layer once, forward and backward, before the first step: what is compiled when it is first used is
-compiled then, and no step and no deadline waits for it."""
+"""Runs every kind of layer once, forward and backward, before the first step.
+
+What is compiled on first use is compiled then, so no step and no deadline waits for a compiler.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ from megatrain_ray.engine.weights_stream.bound_weights import Residents
 
 @dataclass(frozen=True)
 class Coming:
-    """What the steps to come are like, beside what the plan says. `packed`: rows of several documents are among
-    theirs. `evaluates`: held-out data are evaluated between them."""
+    """Describes the steps to come, as far as the plan does not.
+
+    packed: whether some of their rows hold several documents.
+    evaluates: whether held-out data are evaluated between them.
+    """
 
     objective: Objective = field(default_factory=Objective)
     packed: bool = False
@@ -38,8 +43,10 @@ class Coming:
 
 
 class Rehearsal:
-    """Runs micro-batches of zeros through layers of zeros, which stand where those of a step will. Compute thread only,
-    before any step."""
+    """Runs micro-batches of zeros through every kind of layer.
+
+    Weights in slots are zeros, in the same memory as in a step. Compute thread only, before any step.
+    """
 
     def __init__(
         self,
@@ -52,7 +59,10 @@ class Rehearsal:
         modules: BoundModules,
         step_loss: StepLoss,
     ) -> None:
-        """`memory`: what all slots were cut from."""
+        """Keep the components of a step.
+
+        memory: the allocation that all slots are cut from.
+        """
         self._plan = plan
         self._structure = structure
         self._layout = layout
@@ -63,7 +73,7 @@ class Rehearsal:
         self._step_loss = step_loss
 
     def run(self, coming: Coming) -> None:
-        """One micro-batch of each kind that is compiled in any part."""
+        """Run one micro-batch of each kind of which some part is compiled. Do nothing if no part is."""
         plan = self._plan
         compiled = plan.compiled_loss or any(layer.compiled for layer in plan.layers)
         whole = compiled or plan.attention is Attention.FLEX
@@ -74,8 +84,8 @@ class Rehearsal:
         index = torch.arange(plan.seq_len, device=self._memory.device).expand(plan.micro_batch_size, -1)
         kinds: list[tuple[Attention, torch.Tensor | None]] = [(plan.attention, None)] if whole else []
         if packed:
-            kinds.append((plan.packed_attention, index % (plan.seq_len // 2 + 1)))  # of two documents
-        with warnings.catch_warnings(action="ignore"):  # of compilers, about what they make of a model
+            kinds.append((plan.packed_attention, index % (plan.seq_len // 2 + 1)))  # two documents a row
+        with warnings.catch_warnings(action="ignore"):  # compilers warn about what they do with a model
             for attention, positions in kinds:
                 self._skeleton.attention.set(attention)
                 self._train(torch.zeros_like(index), positions, coming.objective)
@@ -83,7 +93,7 @@ class Rehearsal:
                     self._evaluate(torch.zeros_like(index), positions)
 
     def _train(self, ids: torch.Tensor, positions: torch.Tensor | None, objective: Objective) -> None:
-        results: dict[object, Any] = {}  # a call like an earlier one is not run: it returns the same
+        results: dict[object, Any] = {}  # by kind of call: a call like an earlier one is not run again
         forward_pass = ForwardPass(lambda: self._skeleton.forward(ids, positions))
         forward_pass.start()
         while (call := forward_pass.pending) is not None:
@@ -92,7 +102,7 @@ class Rehearsal:
                 forward_pass.answer(results[kind])
                 continue
             outcome = self._forward_and_backward(call)
-            if not any(outcome.added):  # what a layer leaves in a container is its own
+            if not any(outcome.added):  # not reused if the layer added to a container: that belongs to this layer only
                 results[kind] = outcome.result
             forward_pass.resume(outcome)
         self._loss(forward_pass.final_hidden, torch.zeros_like(ids), objective)
@@ -118,7 +128,7 @@ class Rehearsal:
             return self._once(call, function, parameters)
 
     def _once(self, call: LayerCall, function: Any, parameters: list[torch.Tensor]) -> Outcome:
-        """As a step does."""
+        """Run the call forward and backward as a step does."""
         policy = self._plan.layers[self._structure.layer_of(call.path)].activations
         keeps = policy is ActivationPolicy.KEEP and self._modules.keeps(call.path)
         outcome = call.forward(function, parameters, self._modules.saving(call.path) if keeps else None)
@@ -147,8 +157,10 @@ class Rehearsal:
             run()
 
     def _placed(self, path: str) -> Mapping[FragmentId, torch.Tensor]:
-        """Regions for the layer of a module and those it shares parameters with, one after the other; those that live
-        on the device are where they are."""
+        """Return regions of slot memory for the layer of a module and the layers it shares parameters with.
+
+        The regions lie one after the other. Fragments that live on the device are left out: they stay where they are.
+        """
         regions: dict[FragmentId, torch.Tensor] = {}
         start = 0
         needed = needed_fragments(self._layout, self._structure.layer_of(path))
@@ -161,7 +173,10 @@ class Rehearsal:
 
 
 def _compile(call: CompiledCall, run: Any) -> None:
-    """Runs what calls it; gives the compiler up where it cannot."""
+    """Call `run` in a rehearsal of `call`, so that it compiles; run uncompiled from then on if it fails.
+
+    Raises torch.OutOfMemoryError.
+    """
     try:
         with call.rehearsal():
             run()

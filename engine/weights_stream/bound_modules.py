@@ -1,4 +1,4 @@
-"""Modules of a model's layers, called with the weights that are on the device."""
+"""Calls the modules of a model's layers with the weights that are on the device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from megatrain_ray.engine.weights_stream.bound_weights import Residents
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of a layer: what is the same in every call of it. `parameters`: as they were bound, by where the
-    fragments that hold them were."""
+    """Holds what stays the same in every call of one module of a layer.
+
+    fragments: those that hold the module's parameters.
+    parameters: views bound in earlier calls, by the addresses of the fragments at that time.
+    """
 
     layer: int
     segments: Sequence[Segment]
@@ -38,7 +41,10 @@ class _Module:
 
 
 class _Chunks:
-    """The MLP of a template, to be computed in chunks. `call`: what is compiled for one; None: nothing."""
+    """Makes the MLP of a template compute in chunks of tokens.
+
+    call: the compiled call of one chunk; None: it is not compiled.
+    """
 
     def __init__(self, template: Template, path: str, layers: str, *, compiled: bool) -> None:
         self._template = template
@@ -51,7 +57,10 @@ class _Chunks:
 
 
 class BoundModules:
-    """One template for each structure of layer; parameters are looked up in the slots. Compute thread only."""
+    """Calls modules through templates, one for each structure of layer, with parameters from the slots.
+
+    Compute thread only.
+    """
 
     def __init__(
         self,
@@ -62,7 +71,11 @@ class BoundModules:
         layers: Sequence[LayerPlan],
         mlp_chunk_tokens: int = 0,
     ) -> None:
-        """`mlp_chunk_tokens`: of the plan."""
+        """Make the templates, and the compiled calls that the plan asks for.
+
+        layers: plans of the layers.
+        mlp_chunk_tokens: as in the plan; 0: MLPs compute all tokens at once.
+        """
         self.segments = _segments_by_module(structure, layout)
         self._residents = residents
         self._modules: dict[str, _Module] = {}
@@ -87,12 +100,15 @@ class BoundModules:
             self._modules[path] = _Module(
                 layer, segments, fragments, template, positions, compiled or function, compiled
             )
-        for of_template in chunks.values():  # at last: the modules of other layers are compared with the template's
+        for of_template in chunks.values():  # after the loop, which compares other layers' modules with it
             of_template.install(mlp_chunk_tokens)
 
     @contextmanager
     def bound(self, path: str) -> Iterator[tuple[Function, list[torch.Tensor]]]:
-        """The module as a function, and its parameters in the order of `segments`; its layer must be on the device."""
+        """Yield the module as a function, and its parameters in the order of `segments`.
+
+        The module's layer must be on the device.
+        """
         module = self._modules[path]
         addresses = self._residents.addresses(module.fragments)
         parameters = module.parameters.get(addresses)
@@ -103,28 +119,34 @@ class BoundModules:
             yield module.function, parameters
 
     def saving(self, *paths: str, kept: list[torch.Tensor] | None = None) -> AbstractContextManager[None]:
-        """For a graph of calls of these modules. `kept`: gets what it saves but weights (Residents.saving)."""
+        """Return the context in which graphs of calls of these modules are built.
+
+        kept: list that receives every saved tensor that is not a weight (Residents.saving).
+        """
         fragments = [fragment for path in paths for fragment in self._modules[path].fragments]
         return self._residents.saving(fragments, kept)
 
     def compiled(self, path: str) -> CompiledCall | None:
-        """What the plan wants compiled of the module's function; None: nothing."""
+        """Return the compiled call of the module's function; None if the plan does not compile it."""
         return self._modules[path].compiled
 
     def graph_of(self, path: str) -> object:
-        """Hashable: modules of which it is equal run the same function of their parameters."""
+        """Return a hashable key: modules with equal keys run the same function of their parameters."""
         module = self._modules[path]
         trained = tuple(segment.group.trained for segment in module.segments)
         return module.compiled or module.template, trained
 
     def keeps(self, path: str) -> bool:
-        """Whether a forward may keep what a backward wants: not where the plan counts on the compiler to keep less."""
+        """Return whether a forward may keep what its backward needs.
+
+        It may not if compilation has failed and the plan counts on the compiler to keep less.
+        """
         compiled = self._modules[path].compiled
         return compiled is None or compiled.problem is None
 
 
 def _segments_by_module(structure: ModelStructure, layout: ModelLayout) -> dict[str, list[Segment]]:
-    """Module path → its parameters."""
+    """Return the parameters of each module, by module path."""
     found: dict[str, list[Segment]] = {}
     for spec, flat in zip(structure.layers, layout.layers, strict=True):
         for path in spec.modules:

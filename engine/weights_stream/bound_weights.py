@@ -1,8 +1,9 @@
-"""Parameters as views into slots, and saved weights packed by identity.
+"""Provides parameters as views into slots, and lets autograd save weights by identity.
 
-Autograd saves weights for backward. A graph that outlives a visit must not own slot memory: the slot is refilled. So
-a saved tensor that lies in a slot is replaced by where it lies in its *layer*, and looked up in whatever slot holds
-the layer when backward asks for it. Weights that live on the device stay where they are: there is nothing to look up.
+Autograd saves weights for the backward. A graph that outlives a visit must not own slot memory, because the slot is
+refilled. So a saved tensor that lies in a slot is replaced by its position in its *layer*. When the backward asks for
+it, it is looked up in the slot that holds the layer then. Weights that live on the device never move, so they need no
+lookup.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatrain_ray.engine.weights_stream.slot_ring import SlotStateError
 
 
 class SavedWeight(NamedTuple):
-    """A view of a weight: fragment, byte offset in it, geometry."""
+    """Identifies a view of a weight: its fragment, its byte offset in the fragment, dtype, size and stride."""
 
     fragment: FragmentId
     start_bytes: int
@@ -33,20 +34,27 @@ class SavedWeight(NamedTuple):
 
 
 class Residents:
-    """The fragments that are bound to templates now. Compute thread only."""
+    """Maps fragments to the device memory that holds them now. Compute thread only."""
 
     def __init__(self, layout: ModelLayout, dtype: torch.dtype, memory: torch.Tensor) -> None:
-        """`memory`: the allocation that all slots were cut from."""
+        """Create it with no fragment bound.
+
+        memory: the allocation that all slots are cut from.
+        """
         self._layout = layout
         self._dtype = dtype
         self._memories = [_Bytes.of(memory)]
         self._regions: dict[FragmentId, torch.Tensor] = {}
         self._visiting: Mapping[FragmentId, torch.Tensor] = {}
-        self._settled: list[tuple[int, FragmentId]] = []  # by address
-        self._living: frozenset[FragmentId] = frozenset()  # on the device for good
+        self._settled: list[tuple[int, FragmentId]] = []  # sorted by address
+        self._living: frozenset[FragmentId] = frozenset()  # on the device for the whole run
 
     def settle(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
-        """Fragments that live on the device, in an allocation of their own, are bound from now on."""
+        """Register the fragments that live on the device. They are bound from now on.
+
+        memory: their own allocation.
+        regions: their memory in it.
+        """
         self._memories.append(_Bytes.of(memory))
         self._regions.update(regions)
         self._living = frozenset(regions)
@@ -64,30 +72,40 @@ class Residents:
                 del self._regions[fragment]
 
     def addresses(self, fragments: Sequence[FragmentId]) -> tuple[int, ...]:
-        """Where these begin. A parameter of theirs is the same view wherever they are the same."""
+        """Return the addresses at which these fragments begin.
+
+        As long as they are the same, a parameter in these fragments is the same view.
+        """
         return tuple([self._region(fragment).data_ptr() for fragment in fragments])
 
     def fragments_of(self, layer: int, segments: Sequence[Segment]) -> tuple[FragmentId, ...]:
-        """Those that hold the parameters of a layer."""
+        """Return the fragments that hold these parameters of a layer."""
         return tuple(dict.fromkeys(self._fragment_of(*self._owner_of(layer, segment)) for segment in segments))
 
     def parameter(self, layer: int, segment: Segment) -> torch.Tensor:
-        """A leaf that is a view of the slot and wants a gradient if it is trained; a tied parameter is a view of its
-        owner's."""
+        """Return a leaf tensor that is a view of the slot, and that requires a gradient if it is trained.
+
+        A tied parameter is a view of its owner's memory.
+        """
         layer, segment = self._owner_of(layer, segment)
         fragment = self._fragment_of(layer, segment)
         start = segment.start - self._layout.layers[layer].fragments[fragment.index].start
-        # `.data` has a version counter of its own: autograd must not take an update of others that live in the same
-        # allocation for one of these.
+        # `.data` has a version counter of its own. Otherwise autograd would take an update of other parameters in the
+        # same allocation for an update of this one.
         flat = self._region(fragment).data.view(self._dtype)
         return flat[start : start + segment.numel].view(segment.shape).detach().requires_grad_(segment.group.trained)
 
     def saving(
         self, fragments: Iterable[FragmentId], kept: list[torch.Tensor] | None = None
     ) -> AbstractContextManager[None]:
-        """Graphs built in this context save weights by identity, where some of these fragments, which are all that they
-        read, may move. The hooks cost a call for each tensor that is saved. `kept`: gets all else that is saved, as
-        tensors that nobody but the graph has."""
+        """Return the context in which graphs that read these fragments are built.
+
+        Graphs save weights by identity, unless all these fragments live on the device and cannot move. The hooks cost a
+        call for each saved tensor.
+
+        fragments: all that the graphs read.
+        kept: list that receives every other saved tensor, as a tensor object that only the graph holds.
+        """
         if kept is not None:
             return torch.autograd.graph.saved_tensors_hooks(partial(self._pack_own, kept), self._unpack)
         if self._living.issuperset(fragments):
@@ -113,7 +131,7 @@ class Residents:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
         if isinstance(tensor, FakeTensor):
-            return tensor  # seen by a compiler, which makes nothing of a slot
+            return tensor  # a compiler is tracing: it saves no real memory
         address = tensor.data_ptr()
         for start, stop in self._memories:
             if start <= address < stop:
@@ -124,11 +142,11 @@ class Residents:
         saved = self._pack(tensor)
         if isinstance(saved, SavedWeight) or isinstance(tensor, FakeTensor):
             return saved
-        kept.append(saved.data)  # another tensor of the same memory: that itself may be somebody else's too
+        kept.append(saved.data)  # a new tensor object on the same memory: others may hold the old one
         return kept[-1]
 
     def _place_of(self, address: int) -> tuple[FragmentId, int]:
-        """The fragment that holds it, and the byte in that."""
+        """Return the fragment that holds this address, and the byte offset in it."""
         before = bisect_right(self._settled, (address, _LAST)) - 1
         settled = [self._settled[before][1]] if before >= 0 else []
         for fragment in (*self._visiting, *settled):
@@ -146,11 +164,11 @@ class Residents:
         return flat.as_strided(saved.size, saved.stride, start)
 
 
-_LAST = FragmentId(1 << 62, 0)  # behind every other in an order
+_LAST = FragmentId(1 << 62, 0)  # sorts after every other
 
 
 class _Bytes(NamedTuple):
-    """Addresses of an allocation."""
+    """Holds the address range of an allocation."""
 
     start: int
     stop: int

@@ -1,8 +1,8 @@
-"""LayerStreamer: moves working copies from the host into slots ahead of their use.
+"""Moves working copies from the host into slots before they are used.
 
-The event loop admits transfers: it waits for a slot to be let go of and for the layer's generation, then submits the
-copy. The compute thread waits for arrivals and lets go of slots. Neither waits for a copy to end: that order is kept
-on the device, by events.
+The event loop admits transfers: it waits for a slot to be released and for the layer's generation, then submits the
+copy. The compute thread waits for arrivals and releases slots. Neither waits for a copy to end: events keep that order
+on the device.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megatrain_ray.virtual_clock import Op, Stage
 
 
 class Arrival(NamedTuple):
-    """A submitted load: the slot's bytes are readable after the event."""
+    """Describes a submitted load. The bytes of `region` are readable after the event."""
 
     fragment: FragmentId
     region: torch.Tensor
     event: Event
 
 
-Gathers = Callable[[int, torch.Tensor, Event], Event]  # of a layer's flat (1-D uint8), after the own part is there
+Gathers = Callable[[int, torch.Tensor, Event], Event]  # (layer, its flat as 1-D uint8, event of the own part)
 
 
 class NoStreamer:
-    """A LayerSource where every layer lives on the device: nothing arrives, and nothing is let go of."""
+    """Is a LayerSource that loads and releases nothing, for plans in which every layer lives on the device."""
 
     def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
         return nullcontext({})
@@ -59,7 +59,11 @@ class LayerStreamer:
         deadline_s: float = DEADLINE_S,
         gathers: Gathers | None = None,
     ) -> None:
-        """`gathers`: where the source has a part of what is loaded, and other devices the rest."""
+        """Create it; `begin` starts to stream.
+
+        deadline_s: limit of the wait for a load to be submitted.
+        gathers: given if the source has only this rank's part of a layer, and other devices have the rest.
+        """
         self._gathers = gathers
         self._device = device
         self._ring = ring
@@ -68,13 +72,13 @@ class LayerStreamer:
         self._source = source
         self._deadline_s = deadline_s
         self._arrivals: dict[tuple[int, FragmentId], Future[Arrival]] = {}
-        self._submissions: list[Future[Arrival]] = []  # of each load, in their order
-        self._behind: list[int] = []  # of each load the visit that it, or one before it, waits for; -1: none
+        self._submissions: list[Future[Arrival]] = []  # one for each load, in the order of loads
+        self._behind: list[int] = []  # for each load: latest visit that it or an earlier load waits for; -1: none
         self._released: list[Future[Event]] = []
         self._pump: asyncio.Task[None] | None = None
 
     def begin(self, residency: Residency, generation: int) -> None:
-        """Starts to stream weights of this generation along the residency. Event loop only."""
+        """Start to stream weights of this generation along the residency. Event loop only."""
         self._residency = residency
         self._source.expect([load.fragment for load in residency.loads], generation)
         self._released = [Future() for _ in self._residency.slots]
@@ -92,25 +96,26 @@ class LayerStreamer:
         self._pump = asyncio.create_task(self._stream(generation), name="h2d pump")
 
     async def finish(self) -> None:
-        """Waits until every load was submitted; raises what went wrong in the pump."""
+        """Wait until every load is submitted. Raises the error that stopped the pump."""
         if self._pump is not None:
             await self._pump
 
     async def cancel(self) -> None:
-        """Gives the step up: waiting threads get CancelledError."""
+        """Cancel the pump. Waiting threads get CancelledError."""
         if self._pump is None or self._pump.done():
             return
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
 
     def prefetch(self, visit: int) -> Sequence[Future[Arrival]]:
-        """The arrivals of a visit, submitted or still to be. Any number of times."""
+        """Return the arrivals of a visit, submitted or not. May be called any number of times."""
         return [self._arrivals[visit, fragment] for fragment in self._residency.slots[visit]]
 
     def wait(self, visit: int) -> Mapping[FragmentId, torch.Tensor]:
-        """Fragments of the visit, on the device, ordered before what the compute thread submits next. Idempotent.
+        """Return the fragments of the visit on the device. Idempotent.
 
-        Raises DeadlineError when a load was not submitted in time, and what the pump raised.
+        Their arrival is ordered before the work that the compute thread submits next. Raises DeadlineError if a load
+        was not submitted in time, and the error that stopped the pump.
         """
         arrivals = [self._arrived(future, visit) for future in self.prefetch(visit)]
         for arrival in arrivals:
@@ -118,11 +123,10 @@ class LayerStreamer:
         return {arrival.fragment: arrival.region for arrival in arrivals}
 
     def await_submitted(self, visit: int) -> None:
-        """Until all loads are submitted that wait for no visit from this one on. So what devices send each other for
-        loads comes at the same place on each of them, among what the compute thread has them send. Compute thread only,
-        within the visit.
+        """Wait until all loads are submitted that do not depend on this visit or a later one.
 
-        Raises as `wait`.
+        So all-gathers of loads have the same place on every device, among the collectives that the compute thread
+        submits. Compute thread only, within the visit. Raises as `wait` does.
         """
         count = bisect.bisect_left(self._behind, visit)
         if count:
@@ -130,7 +134,7 @@ class LayerStreamer:
 
     @contextmanager
     def layer(self, visit: int) -> Iterator[Mapping[FragmentId, torch.Tensor]]:
-        """The visit's fragments, in use until the block ends. Compute thread only."""
+        """Yield the visit's fragments, in use until the block ends. Compute thread only."""
         regions = self.wait(visit)
         self._move(visit, SlotState.IN_USE)
         yield regions
@@ -140,7 +144,7 @@ class LayerStreamer:
         if future.done():
             return future.result()
         try:
-            with self._device.exposed("optimizer"):  # not submitted yet: the generation it waits for is not there
+            with self._device.exposed("optimizer"):  # not submitted yet: it waits for the layer's update
                 return future.result(self._deadline_s)
         except FutureTimeout:
             raise DeadlineError(f"no load for visit {visit} was submitted within {self._deadline_s:.0f} s") from None
@@ -191,7 +195,7 @@ class LayerStreamer:
         self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
 
     def _num_bytes(self, fragment: FragmentId, weights: HostWeights) -> int:
-        """Of all of it."""
+        """Return the size of the whole fragment in bytes."""
         itemsize = weights.parts[0].values.itemsize
         return self._layout.layers[fragment.layer].fragments[fragment.index].size * itemsize
 

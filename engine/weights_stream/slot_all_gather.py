@@ -1,4 +1,4 @@
-"""Where each rank uploads its part of a layer alone: the rest of a slot comes from the other ranks' devices."""
+"""Fills slots with an all-gather, where each rank uploads only its own part of a layer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,31 @@ from megatrain_ray.virtual_clock import Op
 
 
 class SlotGather:
-    """An all-gather of what is trained of a layer, and one of what is frozen. Every rank loads the same layers in the
-    same order, since all have one plan."""
+    """Runs one all-gather for the trained elements of a layer and one for the frozen ones.
+
+    Every rank loads the same layers in the same order, because all ranks have the same plan.
+    """
 
     def __init__(
         self, layout: ModelLayout, itemsize: int, device: Device, ranks: Ranks, update_deadline_s: float
     ) -> None:
-        """`itemsize`: bytes of an element of a working copy. `update_deadline_s`: of a plan."""
+        """Create it for one rank.
+
+        itemsize: bytes of an element of a working copy.
+        update_deadline_s: of the plan.
+        """
         self._parts = RankParts(layout, ranks.rank, ranks.size)
         self._itemsize = itemsize
         self._device = device
         self._ranks = ranks
-        # Others may wait meanwhile for a generation of theirs, or for the disk of a save.
+        # Meanwhile other ranks may wait for a generation of their own, or for the disk of a save.
         self._timeout_s = STEP_DEADLINE_S + update_deadline_s
 
     def __call__(self, layer: int, flat: torch.Tensor, loaded: Event) -> Event:
-        """`flat`: of the layer, 1-D uint8, this rank's part in it after the event. Returns the event of all of it."""
+        """Submit the all-gathers of a layer; return the event after which all of `flat` is there.
+
+        flat: the layer, 1-D uint8. This rank's part is in it after `loaded`.
+        """
 
         def work() -> None:
             for parts in self._parts.upload_spans_of_all(layer):

@@ -1,4 +1,4 @@
-"""SlotRing: byte regions of device memory that fragments stream through, with asserted states."""
+"""Manages slots, the byte regions of device memory that fragments stream through, and asserts their states."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ _ALLOWED = {
 
 
 class SlotStateError(MegatrainError):
-    """A slot was used against its protocol: a bug in the engine, never in the input."""
+    """Reports that a slot was used against its protocol: a bug in the engine, never in the input."""
 
 
 class Slot:
-    """One region. `holder` says whose fragment it holds, for messages."""
+    """Holds one region of device memory and its state.
+
+    holder: name of the fragment that it holds, for messages.
+    """
 
     def __init__(self, index: int, region: torch.Tensor) -> None:
         self.index = index
@@ -41,7 +44,7 @@ class Slot:
         self.holder = ""
 
     def to(self, state: SlotState, holder: str) -> None:
-        """Raises SlotStateError unless the protocol allows the step; FREE forgets the holder."""
+        """Change the state. Raises SlotStateError unless the protocol allows it. FREE forgets the holder."""
         if state not in _ALLOWED[self.state]:
             by = f" by {self.holder}" if self.holder else ""
             raise SlotStateError(
@@ -60,10 +63,17 @@ class SlotStatistics:
 
 
 class SlotRing:
-    """All slots of a plan, cut from one allocation. Transitions come from two threads: the loop and the compute one."""
+    """Holds all slots of a plan, cut from one allocation.
+
+    State changes come from two threads: the event loop's and the compute thread.
+    """
 
     def __init__(self, memory: torch.Tensor, slot_bytes: Sequence[int], *, poison: bool = False) -> None:
-        """`memory`: 1-D uint8, at least `sum(slot_bytes)`. `poison` fills released slots with NaN."""
+        """Cut the slots from `memory`.
+
+        memory: 1-D uint8, at least `sum(slot_bytes)`.
+        poison: fill released slots with NaN.
+        """
         self._lock = threading.Lock()
         self._poison = poison
         self._slots: list[Slot] = []

@@ -1,1 +1,1 @@
-"""Shares host memory between processes and keeps the descriptors of it open."""
+"""Shares host memory between processes and keeps its file descriptors open."""

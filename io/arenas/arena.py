@@ -1,4 +1,7 @@
-"""Arenas: host memory that the processes of a run share. Freed when the last of them is gone, whatever ended them."""
+"""Provides arenas: host memory that the processes of a run share.
+
+An arena is freed when the last of these processes has ended, whatever ended it.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,18 @@ import numpy as np
 from megatrain_ray.errors import MegatrainError
 
 HUGE_PAGE = 2 << 20
-POPULATE_BYTES = 256 << 20  # a thread's portion
+POPULATE_BYTES = 256 << 20  # that a thread populates at a time
 MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """Where an arena, or a spill file, is: file descriptor `fd` of process `pid`, which may map it or only hold it.
+    """Locates an arena or a spill file: file descriptor `fd` of process `pid`.
 
-    `nbytes`: the size that was asked for; an arena's mapping is `mapped_bytes` of it. `path`: the spill file, as the
-    kernel calls it; empty for an arena.
+    That process may have mapped it, or only hold the descriptor.
+
+    nbytes: the size that was asked for. An arena's mapping has `mapped_bytes(nbytes)`.
+    path: the spill file's path as the kernel names it; empty for an arena.
     """
 
     pid: int
@@ -37,9 +42,10 @@ class ArenaHandle:
 
 
 def create_memfd(name: str, nbytes: int) -> int:
-    """A file descriptor of new shared memory, all zeros; its size is `mapped_bytes(nbytes)`. Takes no RAM by itself.
+    """Return a file descriptor of new shared memory, all zeros, of `mapped_bytes(nbytes)`.
 
-    Whoever holds it, without mapping it, keeps the memory alive. Raises MegatrainError.
+    It takes no RAM until it is touched. A process that holds the descriptor keeps the memory alive, even without
+    mapping it. Raises MegatrainError if the memory cannot be created.
     """
     fd = -1
     try:
@@ -53,15 +59,18 @@ def create_memfd(name: str, nbytes: int) -> int:
 
 
 def mapped_bytes(nbytes: int) -> int:
-    """The size of an arena's mapping: whole huge pages, at least one, so that an empty arena can be mapped as well."""
+    """Return the size of an arena's mapping: whole huge pages, at least one.
+
+    So an empty arena can be mapped as well.
+    """
     return max(1, -(-nbytes // HUGE_PAGE)) * HUGE_PAGE
 
 
 class Arena:
-    """Shared memory mapped into this process."""
+    """Maps shared memory into this process."""
 
     def __init__(self, fd: int, handle: ArenaHandle) -> None:
-        """Maps `fd`, which stays the caller's. ArenaHolder.map makes them."""
+        """Map `fd`, which the caller keeps and closes. `ArenaHolder.map` creates arenas."""
         self.handle = handle
         mapping = mmap.mmap(fd, mapped_bytes(handle.nbytes))
         with suppress(OSError):  # kernels without huge pages in shared memory refuse the advice
@@ -70,7 +79,7 @@ class Arena:
 
     @property
     def buffer(self) -> memoryview:
-        """The whole mapping, writable bytes: `handle.nbytes` and then zeros up to `mapped_bytes`.
+        """Return the whole mapping as writable bytes: `handle.nbytes`, then zeros up to `mapped_bytes`.
 
         Raises MegatrainError after `close`.
         """
@@ -79,15 +88,18 @@ class Arena:
         return self._buffer
 
     def populate(self, threads: int) -> None:
-        """Takes the RAM of `handle.nbytes` now, in `threads` threads; what is there stays. Raises MegatrainError."""
+        """Take the RAM of `handle.nbytes` now, in `threads` threads. Contents stay.
+
+        Raises MegatrainError if the kernel does not give it.
+        """
         portions = range(0, self.handle.nbytes, POPULATE_BYTES)
         with ThreadPoolExecutor(threads, thread_name_prefix="populate") as pool:
             self._finish(pool.map(self._populate_portion, portions))
 
     def close(self) -> None:
-        """Gives the memory up; views that are still in use keep it mapped until they are gone. Idempotent."""
-        # Dropped, never released or unmapped: torch.frombuffer keeps the object but not the buffer's export, so a
-        # release would succeed and leave its tensors without memory.
+        """Release this process's mapping. Views still in use keep it mapped until they are gone. Idempotent."""
+        # Drop the reference; never release or unmap. torch.frombuffer keeps the object but not the buffer's export, so
+        # a release would succeed and leave its tensors without memory.
         self._buffer = None
 
     def _finish(self, portions: Iterable[None]) -> None:
@@ -101,20 +113,21 @@ class Arena:
 
     def _populate_portion(self, start: int) -> None:
         portion = np.frombuffer(self.buffer, np.uint8)[start : min(start + POPULATE_BYTES, self.handle.nbytes)]
-        # Not mmap.madvise: that keeps the GIL while pages are zeroed, and one thread after the other would work.
+        # Not mmap.madvise: it keeps the GIL while pages are zeroed, so threads would run one after the other.
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         if not madvise(ctypes.c_void_p(portion.ctypes.data), ctypes.c_size_t(portion.size), MADV_POPULATE_WRITE):
             return
         code = ctypes.get_errno()
         if code != errno.EINVAL:
             raise OSError(code, os.strerror(code))
-        portion[:: mmap.PAGESIZE].max()  # an older kernel: in shared memory a read takes the page as well
+        portion[:: mmap.PAGESIZE].max()  # older kernels: in shared memory a read allocates the page too
 
 
 def open_held(handle: ArenaHandle) -> int:
-    """A descriptor of this process for what another one of this machine holds.
+    """Return a descriptor in this process for what another process of this machine holds.
 
-    Raises MegatrainError when the holder is gone, is another process by now or lives in another PID namespace.
+    Raises MegatrainError if the holder is gone, its pid now belongs to another process, or it lives in another PID
+    namespace.
     """
     path = Path(f"/proc/{handle.pid}/fd/{handle.fd}")
     try:

@@ -1,4 +1,7 @@
-"""Who keeps a run's arenas and spill files alive: any process that holds their descriptors, mapped or not."""
+"""Keeps a run's arenas and spill files alive.
+
+Any process that holds their file descriptors does so, whether it maps them or not.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,25 @@ Handles = Mapping[str, ArenaHandle]
 
 
 class ArenaHolder:
-    """Descriptors of all arenas and spill files of a run, by what they hold. As long as one holder lives the others can
-    attach."""
+    """Holds descriptors of all arenas and spill files of a run, by name.
+
+    As long as one holder lives, other processes can attach.
+    """
 
     def __init__(self, handles: Handles) -> None:
-        """`handles`: of this process. Use `create` or `adopt`."""
+        """Hold these descriptors of this process. Use `create` or `adopt` instead."""
         self._handles = dict(handles)
 
     @classmethod
     def create(cls, sizes: Mapping[str, int], files: Mapping[str, SpillFile] = {}) -> ArenaHolder:
-        """New arenas of these sizes in bytes, and spill files of other names, all zeros.
+        """Create new arenas and spill files, all zeros.
 
-        Raises MegatrainError, DiskFullError.
+        Raises MegatrainError, or DiskFullError if a file does not fit.
+
+        sizes: bytes of each arena, by name.
+        files: spill files, by names that no arena has.
         """
-        # A name that no other run has: a descriptor number that was given out again cannot be taken for ours.
+        # A name that no other run has. So a descriptor number that the kernel reused cannot be mistaken for ours.
         run = f"megatrain-{secrets.token_hex(4)}"
         holder = cls({})
         try:
@@ -46,7 +54,10 @@ class ArenaHolder:
 
     @classmethod
     def adopt(cls, holders: Sequence[Handles]) -> ArenaHolder:
-        """Holds what others hold too; they may be dead, but for one. Raises MegatrainError when all are."""
+        """Return a holder of what these other holders hold.
+
+        Only one of them has to be alive. Raises MegatrainError if all are gone.
+        """
         holder = cls({})
         try:
             for name in holders[0]:
@@ -59,20 +70,22 @@ class ArenaHolder:
 
     @property
     def handles(self) -> dict[str, ArenaHandle]:
-        """For `adopt` in any process of this machine."""
+        """Return the handles, for `adopt` in any process of this machine."""
         return dict(self._handles)
 
     def map(self, name: str) -> Arena:
-        """The arena's memory in this process; it stays mapped when the holder is closed."""
+        """Map the arena into this process. It stays mapped after the holder is closed."""
         handle = self._handles[name]
         if handle.path:
             raise ValueError(f"{name} is the file {handle.path}, and no memory")
         return Arena(handle.fd, handle)
 
     def spill(self, name: str, io: DiskIo) -> tuple[BlobStore, str]:
-        """The store, by `io`, whose `update` opens the spill file, and its name there.
+        """Return a store that can open the spill file with `update`, and the file's name in that store.
 
-        A file that is open stays so when the holder is closed.
+        A file that is open stays open when the holder is closed.
+
+        io: who reads and writes the file.
         """
         handle = self._handles[name]
         if not handle.path:
@@ -80,7 +93,7 @@ class ArenaHolder:
         return held_files(io), str(handle.fd)
 
     def close(self) -> None:
-        """Gives the descriptors up. Idempotent."""
+        """Close the descriptors. Idempotent."""
         for handle in self._handles.values():
             os.close(handle.fd)
         self._handles = {}

@@ -1,7 +1,8 @@
-"""Which NUMA node memory is taken from, and which one pages of it are on: three system calls, without libnuma.
+"""Chooses the NUMA node that memory comes from, and finds out which node pages are on.
 
-For shared memory the kernel keeps what `take_from` asks for with the memory itself. So it holds for every process that
-maps it, whoever touches a page first, as long as it came before that.
+It uses three system calls, without libnuma. For shared memory the kernel stores the policy of `take_from` with the
+memory itself. So the policy holds for every process that maps it, whoever touches a page first, if it was set before
+that.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ import os
 import platform
 from collections.abc import Sequence
 
-# By architecture: mbind, move_pages.
+# Numbers of the system calls mbind and move_pages, by architecture.
 CALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}
 MPOL_PREFERRED, MPOL_INTERLEAVE = 1, 3
 WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def take_from(memory: memoryview, nodes: Sequence[int]) -> None:
-    """Pages of `memory` (writable, from the start of a page on) that nobody has touched yet come from these nodes: from
-    one as long as it has some free and from its neighbours then, from several in turn. What is there stays where it is.
+    """Let pages of `memory` that nobody has touched yet come from these NUMA nodes.
 
-    Never bound to a node (MPOL_BIND): where that one is full the kernel would kill a process, though others have room.
-    Raises OSError where the kernel refuses: EPERM of a container's filter, ENOSYS, EINVAL of a node that is not there.
+    With one node, pages come from it while it has free memory, then from its neighbours. With several nodes, pages come
+    from them in turn. Pages that exist already stay where they are. The policy never binds to a node (MPOL_BIND): if
+    that node were full, the kernel would kill a process although other nodes have room.
+
+    Raises OSError if the kernel refuses: EPERM from a container's filter, ENOSYS, EINVAL for a node that does not
+    exist.
+
+    memory: writable, beginning at a page boundary.
     """
     if not memory.nbytes:
         return
@@ -32,16 +38,19 @@ def take_from(memory: memoryview, nodes: Sequence[int]) -> None:
     for node in nodes:
         words[node // WORD_BITS] |= 1 << node % WORD_BITS
     policy = MPOL_PREFERRED if len(nodes) == 1 else MPOL_INTERLEAVE
-    most = ctypes.c_ulong(len(words) * WORD_BITS + 1)  # the kernel takes one off
+    most = ctypes.c_ulong(len(words) * WORD_BITS + 1)  # the kernel subtracts one
     address = ctypes.c_void_p(address_of(memory))
     _call(0, address, ctypes.c_ulong(memory.nbytes), ctypes.c_int(policy), words, most, ctypes.c_uint(0))
 
 
 def nodes_of_pages(addresses: Sequence[int], pid: int = 0) -> list[int | None]:
-    """Of the page at each address of a process (0: this one) the node that it is on; None where that process has not
-    touched it. Nothing is moved and nothing touched.
+    """Return the NUMA node of the page at each address; None if the process has not touched that page.
 
-    Raises OSError: no such process, one of another user (EPERM), or the kernel refuses.
+    Moves nothing and touches nothing. Raises OSError if there is no such process, if it is another user's (EPERM), or
+    if the kernel refuses.
+
+    addresses: in the address space of the process.
+    pid: the process; 0: this one.
     """
     count = len(addresses)
     pages = (ctypes.c_void_p * count)(*(address // mmap.PAGESIZE * mmap.PAGESIZE for address in addresses))
@@ -52,7 +61,7 @@ def nodes_of_pages(addresses: Sequence[int], pid: int = 0) -> list[int | None]:
 
 
 def address_of(memory: memoryview) -> int:
-    """Of its first byte in this process."""
+    """Return the address of the first byte in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

@@ -1,7 +1,7 @@
-"""What a save consists of. The schema is versioned and stands in docs/save_format.md.
+"""Describes what a save consists of. docs/save_format.md documents the schema, which is versioned.
 
-Positions of state are *logical*: elements of a layer without padding, so they mean the same for any number of shards.
-The last key of the file is a checksum of everything before it.
+Positions of state are *logical*: they count elements of a layer without padding. So they mean the same for any number
+of shards. The last key of the file is a checksum of everything before it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatrain_ray.io.files.disk_errors import UnreadableError, explained
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
-WEIGHT_KINDS = ("working", "master")  # the others are what the optimizer keeps beside them
+WEIGHT_KINDS = ("working", "master")  # all other kinds are optimizer state
 
 
 @dataclass(frozen=True)
 class PieceEntry:
-    """Elements [start, stop) of one kind of one layer: `nbytes` from `offset` on in a blob.
+    """Locates elements [start, stop) of one kind of one layer: `nbytes` at `offset` in a blob.
 
-    `crc32`: zlib's, of the elements' bytes, followed by the stored ones where these are compressed.
+    crc32: zlib's CRC-32 of the elements' bytes; if they are compressed, continued over the stored bytes.
     """
 
     layer: str
@@ -42,7 +42,10 @@ class PieceEntry:
 
 @dataclass(frozen=True)
 class BlobEntry:
-    """One kind of state of one part: `pieces` one after the other, each from a multiple of 4096 on."""
+    """Describes a blob: one kind of state, written by one optimizer shard (a part of the save).
+
+    pieces: they lie one after the other, each at a multiple of 4096 bytes.
+    """
 
     name: str
     kind: str
@@ -53,7 +56,7 @@ class BlobEntry:
 
 @dataclass(frozen=True)
 class PartManifest:
-    """What one optimizer shard wrote."""
+    """Lists what one optimizer shard wrote."""
 
     part: int
     blobs: tuple[BlobEntry, ...]
@@ -61,7 +64,10 @@ class PartManifest:
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """A parameter of a layer: its elements start at `start`, unless it is tied to another, whose elements it shares."""
+    """Describes a parameter of a layer, whose elements begin at `start`.
+
+    tied_to: the parameter whose elements it shares; None: it has its own.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -71,10 +77,14 @@ class ParameterEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """`logical_size`: elements. `num_frozen`: how many of them, the last ones, are not trained: only their weights are
-    there, `working` or `master`. `num_muon`: how many of the trained ones, the last of them, have no `v`. `base_crc32`:
-    where it is given not even the frozen ones' weights are there; they come from where the run began, and this is
-    zlib's CRC-32 of their bytes."""
+    """Describes a layer and which of its state the save holds.
+
+    logical_size: number of elements.
+    num_frozen: how many elements, the last ones, are not trained. Only their weights are saved (`working` or `master`).
+    num_muon: how many of the trained elements, the last of them, have no `v`.
+    base_crc32: if given, the save leaves out the weights of frozen elements too. They come from where the run began,
+        and this is zlib's CRC-32 of their bytes.
+    """
 
     name: str
     logical_size: int
@@ -84,7 +94,7 @@ class LayerEntry:
     base_crc32: int | None = None
 
     def size_of(self, kind: str) -> int:
-        """Elements of one kind that the save holds."""
+        """Return how many elements of one kind the save holds."""
         if kind in WEIGHT_KINDS:
             return self.logical_size if self.base_crc32 is None else self.num_trained
         return self.num_trained - (self.num_muon if kind == "v" else 0)
@@ -96,7 +106,12 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class SaveTiming:
-    """What a save cost: how long it held updates up at most, how long it took to write, and its bytes on the disk."""
+    """Reports what a save cost.
+
+    predicted_stall_s, stall_s: longest time that it held up updates, as predicted and as measured.
+    write_s: time that it took to write.
+    nbytes: its bytes on the disk.
+    """
 
     predicted_stall_s: float
     stall_s: float
@@ -106,12 +121,16 @@ class SaveTiming:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`step`: completed updates, of which AdamW counted `optimizer_step` and `num_skipped` changed nothing.
+    """Describes a whole save.
 
-    `itemsize`: bytes of an element by kind. `moments`: type of `m` and `v`. `data`, `model`, `generation_config` and
-    `config` are plain JSON: the data position, the model's configuration, its generation_config.json if it came with
-    one, the run's configuration. `run`: the token of the run's directory (io/files/owned_folder.py); None in saves of
-    earlier releases.
+    step: completed updates. AdamW counted `optimizer_step` of them; `num_skipped` changed nothing.
+    itemsize: bytes of an element, by kind.
+    moments: type of `m` and `v`.
+    data: the data position, as plain JSON.
+    model: the model's configuration, as plain JSON.
+    generation_config: the model's generation_config.json, if it came with one.
+    config: the run's configuration, as plain JSON.
+    run: the token of the run's directory (io/files/owned_folder.py); None in saves of earlier releases.
     """
 
     version: Literal[1]
@@ -131,16 +150,16 @@ class Manifest:
     run: str | None = None
 
     def to_json(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the manifest file."""
         return _sealed(TypeAdapter(Manifest).dump_json(self))
 
     def blobs(self) -> Iterator[BlobEntry]:
         return (blob for part in self.parts for blob in part.blobs)
 
     def check_base(self, checksums: Sequence[int | None]) -> None:
-        """`checksums`: of what was loaded for the frozen elements of each layer, where the save leaves them out.
+        """Raise ConfigError unless the frozen weights that were loaded are those that the run began with.
 
-        Raises ConfigError when it is not what the run began with.
+        checksums: CRC-32 of the frozen elements of each layer, where the save leaves them out; else None.
         """
         pairs = zip(self.layers, checksums, strict=True)
         others = [layer.name for layer, found in pairs if layer.base_crc32 not in (None, found)]
@@ -152,7 +171,10 @@ class Manifest:
             )
 
     def gaps(self) -> list[str]:
-        """What the parts leave out or hold twice, in words; empty when every kind of every layer is there once."""
+        """Return descriptions of what the parts leave out or hold twice.
+
+        The list is empty if every kind of every layer is there once.
+        """
         sizes = {(layer.name, kind): layer.size_of(kind) for layer in self.layers for kind in self.itemsize}
         spans: dict[tuple[str, str], list[tuple[int, int]]] = {key: [] for key in sizes}
         for blob in self.blobs():
@@ -166,7 +188,10 @@ class Manifest:
 
 
 def read_manifest(save_folder: Path) -> Manifest:
-    """Raises DamagedSaveError naming the file when it is missing or damaged, MegatrainError for another version."""
+    """Read the manifest of a save.
+
+    Raises DamagedSaveError naming the file if it is missing or damaged, and MegatrainError for another version.
+    """
     path = save_folder / MANIFEST_NAME
     try:
         with explained("read", path):
@@ -188,13 +213,16 @@ def read_manifest(save_folder: Path) -> Manifest:
 
 
 def _sealed(text: bytes) -> bytes:
-    """The JSON object `text` with the checksum of all its bytes but the last brace as its last key."""
+    """Return the JSON object `text` with a checksum as its last key.
+
+    The checksum covers all its bytes except the last brace.
+    """
     body = text.removesuffix(b"}")
     return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
 
 
 def _unsealed(sealed: bytes) -> bytes:
-    """The JSON object that `_sealed` was given. Raises ValueError when it is not what was written."""
+    """Return the JSON object that `_sealed` was given. Raises ValueError if it is not what was written."""
     match = re.fullmatch(rb'(.*),"crc32":"([0-9a-f]{8})"}\n', sealed, re.DOTALL)
     if match is None:
         raise ValueError("it does not end with its checksum")
@@ -205,7 +233,7 @@ def _unsealed(sealed: bytes) -> bytes:
 
 
 def _tile(spans: list[tuple[int, int]], size: int) -> bool:
-    """Whether ascending spans cover [0, size) once."""
+    """Return whether ascending spans cover [0, size) exactly once."""
     edges = [0, *(edge for span in spans for edge in span), size]
     meet = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True))
     return meet and all(start < stop for start, stop in spans)

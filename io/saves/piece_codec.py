@@ -1,7 +1,8 @@
-"""A stored piece on its way to a blob and back: copied, checksummed, and compressed byte plane by byte plane.
+"""Encodes stored pieces for a blob and decodes them: copies, checksums, and compresses by byte planes.
 
-Bytes of the same place in a number (signs and exponents; lowest bits of mantissas) resemble each other more than
-neighbours in memory do: bf16 weights shrink by 1.46 with their planes split, by 1.28 without.
+A byte plane holds the bytes of the same position in all numbers, for example signs and exponents, or the lowest bits of
+mantissas. Such bytes resemble each other more than neighbours in memory do. bf16 weights shrink by 1.46 with their
+planes split, and by 1.28 without.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ ZSTD_LEVEL = 1
 
 
 class Encoded(NamedTuple):
-    """`block`: aligned, `nbytes` of a piece and then zeros. `crc32`: of its raw bytes, then of the compressed ones.
-    `finite`: whether all its numbers are."""
+    """Holds an encoded or decoded piece.
+
+    block: aligned; `nbytes` of the piece, then zeros.
+    crc32: checksum of its raw bytes, continued over the compressed bytes.
+    finite: whether all its numbers are finite.
+    """
 
     block: memoryview
     nbytes: int
@@ -30,10 +35,18 @@ class Encoded(NamedTuple):
 
 
 class PieceCodec:
-    """Codes one piece at a time in buffers of its own. All its methods leave the GIL to others while they compute."""
+    """Encodes and decodes one piece at a time, in buffers of its own.
+
+    All its methods release the GIL while they compute.
+    """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of a piece. Takes as much memory, and with compression three times as much."""
+        """Allocate the buffers.
+
+        They take as much memory as a piece, and with compression three times as much.
+
+        max_bytes: largest size of a piece.
+        """
         self._raw = aligned_block(max_bytes)
         self._planes = aligned_block(max_bytes)
         self._stored = aligned_block(compressed_bound(max_bytes))
@@ -43,13 +56,13 @@ class PieceCodec:
     def encode(self, chunks: Iterable[memoryview], itemsize: int, compression: SaveCompression) -> Encoded:
         """Return a piece whose bytes are `chunks` one after the other; valid until the next call.
 
-        itemsize: bytes of an element. 4: FP32. 2: bf16, as far as `finite` is concerned.
+        itemsize: bytes of an element. `finite` takes 4 for FP32 and 2 for bf16.
         """
         raw_bytes, crc, finite = 0, 0, True
         for chunk in chunks:
             part = self._raw[raw_bytes : raw_bytes + len(chunk)]
             copy_bytes(chunk, part)
-            crc = zlib.crc32(part, crc)  # while it is in the cache
+            crc = zlib.crc32(part, crc)  # now, while the chunk is in the CPU's cache
             finite = finite and is_finite(part, itemsize)  # takes a ninth of the checksum's time
             raw_bytes += len(chunk)
         if compression == "none":
@@ -58,13 +71,16 @@ class PieceCodec:
         return Encoded(_padded(self._stored, nbytes), nbytes, zlib.crc32(self._stored[:nbytes], crc), finite)
 
     def room(self, nbytes: int) -> memoryview:
-        """The aligned block that `decode` takes a piece of `nbytes` from."""
+        """Return the aligned block from which `decode` reads a piece of `nbytes`."""
         return self._stored[: aligned(nbytes)]
 
     def decode(self, nbytes: int, raw_bytes: int, itemsize: int, compression: SaveCompression) -> Encoded:
-        """The raw bytes (`nbytes` of `block`) of the piece in `room`; valid until the next call.
+        """Decode the piece in `room`: its raw bytes are `nbytes` of `block`. Valid until the next call.
 
-        Raises ValueError when it cannot be decompressed or more than zeros follows it in its block.
+        Raises ValueError if it cannot be decompressed, or if its block does not end in zeros.
+
+        nbytes: stored size of the piece.
+        raw_bytes: size of the decoded piece.
         """
         stored = self.room(nbytes)
         if np.frombuffer(stored[nbytes:], np.uint8).any():
@@ -84,7 +100,7 @@ class PieceCodec:
         return len(compressed)
 
     def _decompress(self, nbytes: int, raw_bytes: int, itemsize: int) -> None:
-        # Into a buffer of the size that is expected: a damaged frame may claim any other.
+        # Decompress into a buffer of the expected size: a damaged frame may claim any other size.
         try:
             reader, total = self._decompressor.stream_reader(self._stored[:nbytes]), 0
             while total < raw_bytes and (got := reader.readinto(self._planes[total:raw_bytes])):
@@ -100,20 +116,22 @@ class PieceCodec:
 
 
 def compressed_bound(nbytes: int) -> int:
-    """What compressing `nbytes` gives at most (zstd.h's ZSTD_COMPRESSBOUND)."""
+    """Return the largest size that `nbytes` can have after compression (zstd.h's ZSTD_COMPRESSBOUND)."""
     return nbytes + nbytes // 256 + 64
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """As `target[:] = source`, which would keep the GIL."""
+    """Copy bytes as `target[:] = source` does, but without holding the GIL."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def is_finite(numbers: memoryview, itemsize: int) -> bool:
-    """Return whether no number is infinite or NaN. `itemsize`: 4 for FP32, 2 for bf16, else nothing is known.
+    """Return whether no number is infinite or NaN.
 
-    A number is not finite when all its exponent bits are set. Read as integers such numbers are the largest ones, those
-    with a sign among the unsigned: two reductions, which need no memory.
+    A number is not finite if all its exponent bits are set. Read as integers, such numbers are the largest ones, and
+    those with a sign are the largest unsigned ones. So two reductions find them, without extra memory.
+
+    itemsize: 4 for FP32, 2 for bf16. For any other size the result is True, because nothing is known.
     """
     if itemsize not in (2, 4) or not numbers.nbytes:
         return True
@@ -130,10 +148,10 @@ def _padded(block: memoryview, nbytes: int) -> memoryview:
 
 
 def _values(raw: memoryview, itemsize: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """Shape [elements, itemsize]."""
+    """View raw bytes with shape [elements, itemsize]."""
     return np.frombuffer(raw, np.uint8).reshape(-1, itemsize)
 
 
 def _planes(raw: memoryview, itemsize: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """Shape [itemsize, elements]."""
+    """View raw bytes with shape [itemsize, elements]."""
     return np.frombuffer(raw, np.uint8).reshape(itemsize, -1)

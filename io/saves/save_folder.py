@@ -1,6 +1,7 @@
-"""Saves of a run: folders step_N, each of which exists once its manifest has its name, and not a moment earlier.
+"""Manages the saves of a run: folders step_N.
 
-A damaged save that was set aside is a folder step_N.damaged: nothing here reads or deletes it.
+A save exists from the moment that its manifest has its final name, and not earlier. A damaged save that was set aside
+is a folder step_N.damaged. Nothing here reads or deletes such a folder.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ from megatrain_ray.io.saves.save_writer import Piece as Piece
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, FileStore
 from megatrain_ray.spans import SpanLog
 
-NUM_PIECES = 5  # of a layer in a part at most: the four kinds of what is trained, the weights of what is frozen
-ENTRY_BYTES = 512  # of a stored piece in the manifest, at most
-LAYER_BYTES = 64 << 10  # of a layer there, at most: 400 parameters
-REST_BYTES = 1 << 20  # of everything else there, at most
+NUM_PIECES = 5  # most pieces of a layer in a part: four kinds of what is trained, the weights of what is frozen
+ENTRY_BYTES = 512  # most bytes of a stored piece's entry in the manifest
+LAYER_BYTES = 64 << 10  # most bytes of a layer's entry there: 400 parameters
+REST_BYTES = 1 << 20  # most bytes of everything else there
 
 
 def save_room(num_bytes: int, num_layers: int, num_shards: int) -> int:
-    """Bytes on disk that a save of `num_bytes` of state takes at most, compressed or not, its manifest included."""
+    """Return the most bytes on disk that a save of `num_bytes` of state takes, its manifest included.
+
+    The bound holds with and without compression.
+    """
     num_pieces = -(-num_bytes // STORED_BYTES) + num_layers * NUM_PIECES * num_shards
     manifest = REST_BYTES + num_layers * LAYER_BYTES + num_pieces * ENTRY_BYTES
     return compressed_bound(num_bytes) + num_pieces * (64 + ALIGN_BYTES) + manifest
@@ -53,25 +57,30 @@ def save_folder(saves_dir: Path, step: int) -> Path:
 
 
 def list_saves(saves_dir: Path) -> list[int]:
-    """Steps of the committed saves, ascending."""
+    """Return the steps of the committed saves, ascending."""
     return sorted(step for step, folder in _folders(saves_dir).items() if _is_committed(folder))
 
 
 def list_set_aside(saves_dir: Path) -> list[Path]:
-    """Folders of damaged saves that were set aside."""
+    """Return the folders of damaged saves that were set aside."""
     return sorted(path for path in saves_dir.glob("step_*.damaged*") if path.is_dir())
 
 
 def load_manifest(saves_dir: Path, step: int) -> Manifest:
-    """Raises DamagedSaveError when there is no such save or its manifest is damaged."""
+    """Read the manifest of the save of a step.
+
+    Raises DamagedSaveError if there is no such save or its manifest is damaged.
+    """
     return read_manifest(save_folder(saves_dir, step))
 
 
 def prepare_save(saves_dir: Path, step: int, run: str | None = None) -> Path:
-    """Make a folder for `write_part`, where what an unfinished save of this step left is gone. `run`: the run's token.
+    """Make the folder for `write_part`, and delete what an unfinished save of this step left.
 
-    Raises MegatrainError when that save exists already, since a good save is never overwritten, when something else has
-    its name, and when the folder cannot be made.
+    Raises MegatrainError if that save exists already (a good save is never overwritten), if something else has its
+    name, or if the folder cannot be made.
+
+    run: the run's token.
     """
     folder = save_folder(saves_dir, step)
     if _is_committed(folder):
@@ -95,22 +104,26 @@ async def write_part(
     compression: SaveCompression = "none",
     spans: SpanLog | None = None,
 ) -> PartManifest:
-    """Writes one shard's pieces; durable on return. Raises MegatrainError, DiskFullError when there is no room.
+    """Write one shard's pieces. They are durable on return.
 
-    `pieces` may block until there is a next one; it is iterated in worker threads, one call at a time and, after an
-    error, no more. A piece's bytes must not change from when it is yielded until `done` was called for all of it, in
-    parts of at most STORED_BYTES, in any order. `spans` gets what takes time, while it is on.
+    Raises MegatrainError, or DiskFullError if there is no room.
+
+    pieces: may block until there is a next one. It is iterated in worker threads, one call at a time; after an error it
+        is not called again. The bytes of a piece must not change from when it is yielded until `done` was called for
+        all of it.
+    done: called with parts of a piece, of at most STORED_BYTES each, in any order.
+    spans: receives spans of what takes time, while it is on.
     """
-    # A writer that was given up may still be at work when its save is made again, in a new folder of the same name.
+    # An abandoned writer may still run when its save is made again, in a new folder of the same name.
     with _abandoned_when_full(folder), FileStore.to_write(folder) as store:
         return await write_blobs(store, part, pieces, done, compression, spans)
 
 
 def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:
-    """Makes the save exist, after all parts are written; durable on return.
+    """Make the save exist, after all parts are written. It is durable on return.
 
-    Raises MegatrainError, and the save does not exist, when a part left something out or is not there as written, and
-    when its manifest cannot be written; what there was of the save is deleted then.
+    Raises MegatrainError if a part left something out, if a blob is not there as written, or if the manifest cannot be
+    written. Then the save does not exist, and what was written of it is deleted.
     """
     folder = save_folder(saves_dir, step)
     gaps = manifest.gaps()
@@ -126,7 +139,10 @@ def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:
 
 
 def abandon_save(saves_dir: Path, step: int) -> None:
-    """Deletes what was written of a save that will not be finished; nobody writes to it any more."""
+    """Delete what was written of a save that will not be finished.
+
+    Call only when nobody writes to it any more.
+    """
     folder = save_folder(saves_dir, step)
     if not _is_committed(folder):
         with suppress(OSError, NotOwnedError):
@@ -134,8 +150,11 @@ def abandon_save(saves_dir: Path, step: int) -> None:
 
 
 def set_aside(saves_dir: Path, step: int) -> Path:
-    """Renames a damaged save's folder to step_N.damaged (.damaged.2 when that is taken, …): it is no save any more,
-    and its bytes are kept. Durable; returns the new folder. Raises MegatrainError when it cannot be renamed."""
+    """Rename a damaged save's folder to step_N.damaged, and return the new folder. Durable on return.
+
+    It is no save any more, but its bytes are kept. If that name is taken, it becomes step_N.damaged.2, and so on.
+    Raises MegatrainError if it cannot be renamed.
+    """
     folder = save_folder(saves_dir, step)
     names = itertools.chain([""], (f".{k}" for k in itertools.count(2)))
     target = next(path for name in names if not (path := saves_dir / f"{folder.name}.damaged{name}").exists())
@@ -148,33 +167,36 @@ def set_aside(saves_dir: Path, step: int) -> Path:
 def prune(saves_dir: Path, keep: int, run: str | None = None) -> None:
     """Delete all but the newest `keep` of the saves that the run with token `run` made, and never the newest.
 
-    A save that was moved away and linked, one of another run, and one without a mark are neither counted nor deleted.
-    Raises MegatrainError.
+    These saves are neither counted nor deleted: one that was moved away and linked, one of another run, and one without
+    a mark. Raises MegatrainError.
     """
     for step in [step for step in list_saves(saves_dir) if not why_kept(saves_dir, step, run)][: -max(1, keep)]:
         folder = save_folder(saves_dir, step)
         with explained("delete", folder):
             (folder / MANIFEST_NAME).unlink()
-            sync(folder)  # killed from here on, it is an unfinished save
+            sync(folder)  # if this process is killed from here on, it is an unfinished save
             _remove(folder, run)
 
 
 def why_kept(saves_dir: Path, step: int, run: str | None = None) -> str | None:
-    """Return why a save is not one that `prune` deletes; None for one that it does."""
+    """Return why `prune` would never delete this save; None if it may."""
     return why_not_owned(save_folder(saves_dir, step), FolderKind.SAVE, below=saves_dir.parent, token=run)
 
 
 def clean_unfinished(saves_dir: Path, run: str | None = None) -> list[Path]:
-    """Delete what saves that were never finished, or half deleted, left behind, and return what they were.
+    """Delete the folders of saves that were never finished, or half deleted, and return them.
 
-    Folders without this program's mark stay. Raises MegatrainError when one of its own cannot be deleted.
+    Folders without this program's mark stay. Raises MegatrainError if one of its own cannot be deleted.
     """
     left = [folder for folder in _folders(saves_dir).values() if not _is_committed(folder)]
     return [folder for folder in left if _clean(folder, run)]
 
 
 def in_the_way(saves_dir: Path, run: str | None = None) -> list[str]:
-    """Return what has the name of a save, is none, and is not deleted, with the reason; empty folders are taken."""
+    """Return why folders that have the name of a save, but are none, cannot be deleted: one reason each.
+
+    Empty folders are left out: a save may take their place.
+    """
     left = [folder for folder in _folders(saves_dir).values() if not _is_committed(folder) and not is_free(folder)]
     reasons = (why_not_owned(folder, FolderKind.SAVE, below=saves_dir.parent, token=run) for folder in left)
     return [reason for reason in reasons if reason]
@@ -200,16 +222,16 @@ def _in_the_way(folder: Path, error: OSError | NotOwnedError) -> str:
 
 
 async def read_pieces(folder: Path, manifest: Manifest, wanted: Iterable[Piece]) -> None:
-    """Fills the writable buffers of each wanted piece, whatever the number of shards that wrote the save.
+    """Fill the writable buffers of each wanted piece, whatever the number of shards that wrote the save.
 
-    Raises MegatrainError for what the save does not hold, DamagedSaveError naming blob, layer and kind for what is
-    missing, truncated, unreadable or not what was written.
+    Raises MegatrainError for what the save does not hold. Raises DamagedSaveError naming blob, layer and kind for what
+    is missing, truncated, unreadable, or not what was written.
     """
     await SaveReader(FileStore(folder), manifest).read(wanted)
 
 
 def verify(folder: Path) -> list[str]:
-    """Reads a whole save and says what is wrong with it; empty when it is good."""
+    """Read a whole save and return descriptions of what is wrong with it; empty if it is good."""
     try:
         manifest = read_manifest(folder)
     except MegatrainError as error:
@@ -222,7 +244,7 @@ async def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for blob in manifest.blobs():
         try:
             await reader.check_size(blob)
-        except DamagedSaveError as error:  # it is no save yet that could be damaged
+        except DamagedSaveError as error:  # not DamagedSaveError: there is no save yet that could be damaged
             raise MegatrainError(str(error)) from None
 
 
@@ -243,13 +265,16 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
         file.write(manifest.to_json())
         file.flush()
         os.fsync(file.fileno())
-    sync(folder)  # the names of the blobs, before the one name that vouches for them
+    sync(folder)  # makes the blobs' names durable before the manifest's name, which vouches for them
     partial.rename(folder / MANIFEST_NAME)
     sync(folder, folder.parent, folder.parent.parent)
 
 
 def _is_committed(folder: Path) -> bool:
-    """Raises MegatrainError where that cannot be told just now: a save must not be deleted for it."""
+    """Return whether the folder is a finished save.
+
+    Raises MegatrainError if that cannot be found out now. A save must not be deleted because of that.
+    """
     with explained("read", folder / MANIFEST_NAME):
         try:
             return stat.S_ISREG((folder / MANIFEST_NAME).stat().st_mode)
@@ -258,7 +283,7 @@ def _is_committed(folder: Path) -> bool:
 
 
 def _folders(saves_dir: Path) -> dict[int, Path]:
-    """Every folder of a save by its step, finished or not."""
+    """Return every folder of a save by its step, finished or not."""
     if not saves_dir.is_dir():
         return {}
     steps = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in saves_dir.iterdir())

@@ -1,4 +1,4 @@
-"""Reads the pieces of a save, whatever the cuts it was written with, and finds damage."""
+"""Reads the pieces of a save, however the writer cut them, and finds damage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from megatrain_ray.io.saves.piece_codec import PieceCodec, copy_bytes
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.io.storage.blob_store import BlobStore
 
-READS_AT_ONCE = 6  # memory: this many times the largest stored piece (8 MiB), three times that where compressed
+READS_AT_ONCE = 6  # memory: this many times the largest stored piece (8 MiB); three times that if compressed
 
 
 class _Stored(NamedTuple):
-    """A stored piece, where it lies, and the piece that wants some of it (None: nobody, it is only checked)."""
+    """Locates a stored piece, and names the piece that wants some of it.
+
+    wanted: None if the stored piece is only checked.
+    """
 
     blob: BlobEntry
     entry: PieceEntry
@@ -34,7 +37,7 @@ class _Stored(NamedTuple):
 
 
 class SaveReader:
-    """The state that a manifest describes, in a store."""
+    """Reads the state that a manifest describes from a store."""
 
     def __init__(self, store: BlobStore, manifest: Manifest) -> None:
         self._store = store
@@ -47,18 +50,21 @@ class SaveReader:
         for found in self._stored.values():
             found.sort(key=lambda stored: stored.entry.start)
         self._largest = max((stored.raw_bytes for found in self._stored.values() for stored in found), default=0)
-        self._codecs: list[PieceCodec] = []  # those not in use
+        self._codecs: list[PieceCodec] = []  # codecs that are not in use
 
     async def read(self, wanted: Iterable[Piece]) -> None:
-        """Fills the writable buffers of each wanted piece, with bytes whose checksum is right only.
+        """Fill the writable buffers of each wanted piece. Only bytes whose checksum is right are copied.
 
-        Raises MegatrainError for what the save does not hold, DamagedSaveError naming blob, layer and kind for what is
-        damaged.
+        Raises MegatrainError for what the save does not hold. Raises DamagedSaveError naming blob, layer and kind for
+        what is damaged.
         """
         await self._each((stored for piece in wanted for stored in self._making_up(piece)), self._read)
 
     async def problems(self) -> list[str]:
-        """Reads everything and says what is missing, truncated or not what was written; empty: the save is good."""
+        """Read everything and return descriptions of what is missing, truncated, or not what was written.
+
+        The list is empty if the save is good.
+        """
         found, whole = self._manifest.gaps(), set[str]()
 
         async def note(work: Awaitable[None]) -> bool:
@@ -80,7 +86,7 @@ class SaveReader:
         return found
 
     async def check_size(self, blob: BlobEntry) -> None:
-        """Raises DamagedSaveError for a blob that is missing or has another size than when it was written."""
+        """Raise DamagedSaveError if a blob is missing or its size differs from when it was written."""
         try:
             size = await self._store.size(blob.name)
         except UnreadableError as error:
@@ -91,7 +97,7 @@ class SaveReader:
             )
 
     def _making_up(self, piece: Piece) -> Iterator[_Stored]:
-        """The stored pieces that together hold all of `piece`."""
+        """Yield the stored pieces that together hold all of `piece`."""
         itemsize = self._manifest.itemsize.get(piece.kind)
         if itemsize is None:
             raise MegatrainError(f"the save holds no {piece.kind}, only {', '.join(self._manifest.itemsize)}")
@@ -115,7 +121,7 @@ class SaveReader:
             raise DamagedSaveError(f"{self._store.describe(blob.name)} is damaged: {stored}: {error}") from None
 
     async def _each(self, jobs: Iterable[_Stored], work: Callable[[_Stored, PieceCodec], Awaitable[None]]) -> None:
-        """A few at once, so that memory stays bounded."""
+        """Run `work` for all jobs, READS_AT_ONCE of them at a time so that memory stays bounded."""
         queue = iter(jobs)
 
         async def worker() -> None:
@@ -135,14 +141,14 @@ class SaveReader:
 
 
 def _take(stored: _Stored, codec: PieceCodec) -> None:
-    """Checks a piece that was read, then copies what is wanted of it. Raises ValueError when it is damaged."""
+    """Check a piece that was read, then copy what is wanted of it. Raises ValueError if it is damaged."""
     entry, piece, itemsize = stored.entry, stored.wanted, stored.itemsize
     raw, raw_bytes, crc32, _ = codec.decode(entry.nbytes, stored.raw_bytes, itemsize, stored.blob.compression)
     if crc32 != entry.crc32:
         raise ValueError(f"expected checksum {entry.crc32:08x}, got {crc32:08x}")
     if piece is None:
         return
-    shift = (entry.start - piece.start) * itemsize  # of the stored piece in the wanted one, in bytes
+    shift = (entry.start - piece.start) * itemsize  # offset of the stored piece in the wanted one, in bytes
     start, stop = max(0, shift), min((piece.stop - piece.start) * itemsize, shift + raw_bytes)
     for part in piece.chunks(start, stop):
         copy_bytes(raw[start - shift : start - shift + len(part)], part)

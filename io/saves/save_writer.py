@@ -1,4 +1,4 @@
-"""Pieces of state, and how they become checksummed blobs, several at once, while the state is still being made."""
+"""Writes pieces of state into checksummed blobs, several at once, while other state is still being computed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from megatrain_ray.io.saves.piece_codec import PieceCodec
 from megatrain_ray.io.storage.blob_store import BlobStore, BlobWriter
 from megatrain_ray.spans import Row, SpanLog
 
-CHUNK_BYTES = 1 << 20  # copied, and checksummed while they are in a core's cache
-STORED_BYTES = 8 << 20  # under one checksum: a reader with other cuts reads at most two of these in vain per piece
-# Parts on their way at once. 4 of 8 MiB were as fast as a disk of 1.4 GB/s, 8 of 16 MiB a quarter slower. One core
-# compresses about 1 GB/s. Memory: 4 × 8 MiB, with compression 8 × 3 × 8 MiB.
+CHUNK_BYTES = 1 << 20  # copied and checksummed at a time, while in a core's cache
+STORED_BYTES = 8 << 20  # under one checksum; a reader with other cuts reads at most two of these in vain per piece
+# Parts in flight at once. 4 of 8 MiB kept up with a disk of 1.4 GB/s; 8 of 16 MiB were a quarter slower. One core
+# compresses about 1 GB/s. Memory: 4 × 8 MiB; with compression 8 × 3 × 8 MiB.
 WRITES_AT_ONCE: dict[SaveCompression, int] = {"none": 4, "zstd": 8}
 
 
-INTEGER_KINDS = ("residual",)  # the other kinds of state are numbers
+INTEGER_KINDS = ("residual",)  # all other kinds of state are floats
 
 
 class NonFiniteStateError(MegatrainError):
-    """State that is to be saved holds an infinity or a NaN: training cannot go on from it."""
+    """Reports that state to be saved holds an infinity or a NaN: training cannot go on from it."""
 
 
 class Buffer(Protocol):
-    """Bytes: a memoryview, or something that can be cut like one and becomes one before it is written or read."""
+    """Holds bytes: a memoryview, or something that can be sliced like one.
+
+    It becomes a memoryview before it is written or read.
+    """
 
     def __len__(self) -> int: ...
 
@@ -38,7 +41,10 @@ class Buffer(Protocol):
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of one kind of a layer, logical; `buffers`: their bytes, laid end to end."""
+    """Holds elements [start, stop) of one kind of a layer, in logical positions.
+
+    buffers: their bytes, laid end to end.
+    """
 
     layer: str
     kind: str
@@ -55,7 +61,7 @@ class Piece(NamedTuple):
         return max(1, self.nbytes // max(1, self.stop - self.start))
 
     def check_size(self, itemsize: int) -> None:
-        """Raises MegatrainError unless the buffers hold [start, stop) and no more."""
+        """Raise MegatrainError unless the buffers hold exactly [start, stop)."""
         if self.nbytes != (self.stop - self.start) * itemsize or not 0 <= self.start < self.stop:
             raise MegatrainError(
                 f"{self.kind} of {self.layer}: elements {self.start} to {self.stop} of {itemsize} bytes do not fill "
@@ -63,19 +69,25 @@ class Piece(NamedTuple):
             )
 
     def cut(self, nbytes: int) -> Iterator[Piece]:
-        """The same as pieces of `nbytes`, a whole number of elements, and a rest; they share the buffers."""
+        """Yield the piece as pieces of `nbytes`, and a rest. They share the buffers.
+
+        nbytes: a whole number of elements.
+        """
         for first in range(0, self.nbytes, nbytes):
             last = min(first + nbytes, self.nbytes)
             start, stop = (self.start + byte // self.itemsize for byte in (first, last))
             yield Piece(self.layer, self.kind, start, stop, list(self._views(first, last)))
 
     def part(self, start: int, stop: int, layer: str, at: int) -> Piece:
-        """Elements [start, stop) of it as those of another layer from `at` on; they share the buffers."""
+        """Return elements [start, stop) of it as elements of another layer, from `at` on.
+
+        They share the buffers.
+        """
         first, last = ((element - self.start) * self.itemsize for element in (start, stop))
         return Piece(layer, self.kind, at, at + stop - start, list(self._views(first, last)))
 
     def chunks(self, first: int = 0, last: int | None = None) -> Iterator[memoryview]:
-        """Bytes [first, last) of the piece, or all, in views of at most CHUNK_BYTES."""
+        """Yield bytes [first, last) of the piece, or all, in views of at most CHUNK_BYTES."""
         for view in self._views(first, self.nbytes if last is None else last):
             for start in range(0, len(view), CHUNK_BYTES):
                 yield view[start : start + CHUNK_BYTES]
@@ -97,11 +109,16 @@ async def write_blobs(
     compression: SaveCompression = "none",
     spans: SpanLog | None = None,
 ) -> PartManifest:
-    """Write one blob a kind, durable on return. Raises NonFiniteStateError, MegatrainError, and what `pieces` raises.
+    """Write one blob for each kind of state. They are durable on return.
 
-    `pieces` may block until there is a next one; it is iterated in worker threads, one call at a time and, after an
-    error, no more. A piece's bytes must not change from when it is yielded until `done` was called for all of it, in
-    parts of at most STORED_BYTES, in any order. `spans` gets what takes time, while it is on.
+    Raises NonFiniteStateError, MegatrainError, and what `pieces` raises.
+
+    part: number of the part, for the blobs' names.
+    pieces: may block until there is a next one. It is iterated in worker threads, one call at a time; after an error it
+        is not called again. The bytes of a piece must not change from when it is yielded until `done` was called for
+        all of it.
+    done: called with parts of a piece, of at most STORED_BYTES each, in any order.
+    spans: receives spans of what takes time, while it is on.
     """
     try:
         async with AsyncExitStack() as files, asyncio.TaskGroup() as group:
@@ -115,7 +132,10 @@ async def write_blobs(
 
 @dataclass
 class _Blob:
-    """`turn` is set when the newest part has its place, which is after that of the one before."""
+    """Tracks a blob that is being written.
+
+    turn: set when the newest part has its offset, which follows that of the part before.
+    """
 
     name: str
     writer: BlobWriter
@@ -132,7 +152,10 @@ class _Job(NamedTuple):
 
 
 class _PartWriter:
-    """What the workers share. Only their coding and their transfers run at the same time, in threads."""
+    """Holds what the workers share.
+
+    Only their encoding and their transfers run concurrently, in threads.
+    """
 
     def __init__(
         self,
@@ -155,7 +178,7 @@ class _PartWriter:
         self._blobs: dict[str, _Blob] = {}
 
     async def work(self) -> None:
-        """Takes one part after the other into its blob."""
+        """Encode one part after the other and write it to its blob, until there are no more."""
         codec = PieceCodec(STORED_BYTES)
         while job := await self._take():
             part = job.part
@@ -164,7 +187,7 @@ class _PartWriter:
             if not encoded.finite and part.kind not in INTEGER_KINDS:
                 raise NonFiniteStateError(f"{part.kind} of {part.layer} holds a value that is not finite")
             self._done(part)
-            await job.before.wait()  # parts lie in a blob in the order in which they came
+            await job.before.wait()  # parts lie in a blob in the order in which they were taken
             offset = job.blob.nbytes
             job.blob.nbytes += len(encoded.block)
             entry = PieceEntry(part.layer, part.start, part.stop, offset, encoded.nbytes, encoded.crc32)
@@ -196,7 +219,7 @@ class _PartWriter:
 
 
 def _parts(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """What is stored under one checksum each."""
+    """Yield the pieces cut into parts that are stored under one checksum each."""
     for piece in pieces:
         piece.check_size(piece.itemsize)
         yield from piece.cut(STORED_BYTES)

@@ -1,4 +1,4 @@
-"""Blobs: named byte strings, written and read in aligned blocks, in memory or in files."""
+"""Stores blobs: named byte strings, written and read in aligned blocks, in memory or in files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ import aiofiles
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import UnreadableError, explained
 
-ALIGN_BYTES = 4096  # of O_DIRECT: file offset, size and address
+ALIGN_BYTES = 4096  # O_DIRECT needs file offset, size and address to be multiples of this
 
 T = TypeVar("T")
 
 
 class DeviceMemory(Protocol):
-    """Bytes of a GPU, one behind the other, such as a 1-D uint8 tensor of CUDA's. In reach of some stores alone."""
+    """Represents contiguous bytes of GPU memory, such as a 1-D uint8 tensor on CUDA.
+
+    Only some stores can reach it.
+    """
 
     @property
     def __cuda_array_interface__(self) -> Any: ...
@@ -38,61 +41,91 @@ Block = memoryview | DeviceMemory
 
 
 class BlobWriter(Protocol):
-    """A blob that is being written. Blocks may be written in any order, several at the same time."""
+    """Writes a blob. Blocks may be written in any order, several at the same time."""
 
     async def write_at(self, offset: int, block: memoryview) -> None:
-        """`offset`, the block's size and its address are multiples of ALIGN_BYTES (see `aligned_block`)."""
+        """Write a block at `offset`.
+
+        Offset, size and address of the block are multiples of ALIGN_BYTES (see `aligned_block`).
+        """
 
 
 class Blob(BlobWriter, Protocol):
-    """A blob that is read and written in place. `write_at` raises MegatrainError past its end: its size stays. Both
-    raise it for memory of a device where the store moves none."""
+    """Reads and writes a blob in place. Its size stays: `write_at` raises MegatrainError past its end.
+
+    Both methods raise it for device memory if the store cannot move that.
+    """
 
     async def write_at(self, offset: int, block: Block) -> None:
-        """As of BlobWriter. What a device does to its memory has ended."""
+        """Write a block, as BlobWriter does.
+
+        Device work on the block's memory must have ended before the call.
+        """
 
     async def read_into(self, offset: int, block: Block) -> None:
-        """As of BlobStore. What was read is there on return."""
+        """Read into a block, as BlobStore does.
+
+        On return the bytes are in the block, also in device memory.
+        """
 
 
 class BlobStore(Protocol):
-    """Every method raises MegatrainError naming the blob: UnreadableError when it cannot be read, DiskFullError."""
+    """Creates, updates and reads blobs by name.
+
+    Every method raises MegatrainError naming the blob: UnreadableError if it cannot be read, DiskFullError if the disk
+    is full.
+    """
 
     def create(self, name: str) -> AbstractAsyncContextManager[BlobWriter]:
-        """A new blob, or another one in its place: durable when the block has ended well, else not to be used."""
+        """Return a context that creates a blob, or replaces one.
+
+        The blob is durable if the context ends without an error. Otherwise it must not be used.
+        """
 
     def update(self, name: str) -> AbstractAsyncContextManager[Blob]:
-        """A blob that is there, opened once for all transfers of the block. Nothing of it is made durable."""
+        """Return a context that opens an existing blob once, for many transfers.
+
+        Nothing of it is made durable.
+        """
 
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
-        """Fills `block`, writable and aligned as for `write_at`. Raises UnreadableError when the blob ends before."""
+        """Fill `block`, which is writable and aligned as for `write_at`.
+
+        Raises UnreadableError if the blob ends before the block is full.
+        """
 
     async def size(self, name: str) -> int:
-        """Bytes of a blob."""
+        """Return the size of a blob in bytes."""
 
     def describe(self, name: str) -> str:
-        """Where a blob is, for messages."""
+        """Return where a blob is, for messages."""
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of ALIGN_BYTES."""
+    """Return `nbytes` rounded up to a multiple of ALIGN_BYTES."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def aligned_block(nbytes: int) -> memoryview:
-    """Zeros at a multiple of ALIGN_BYTES, `aligned(nbytes)` of them; pages are taken when they are touched."""
+    """Return `aligned(nbytes)` zeros at an address that is a multiple of ALIGN_BYTES.
+
+    RAM is taken when pages are touched.
+    """
     return memoryview(mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes))))
 
 
 def host_memory(where: str, block: Block) -> memoryview:
-    """The block, which must be that. Raises MegatrainError."""
+    """Return the block if it is host memory. Raises MegatrainError for device memory.
+
+    where: the blob, for the message.
+    """
     if not isinstance(block, memoryview):
         raise MegatrainError(f"cannot move memory of a device to {where} or from there; only kvikio can")
     return block
 
 
 class MemoryStore:
-    """Blobs in this process's memory."""
+    """Stores blobs in this process's memory."""
 
     def __init__(self) -> None:
         self._blobs: dict[str, bytearray] = {}
@@ -148,18 +181,21 @@ class _MemoryInPlace(_MemoryBlob):
 
 
 class FileStore:
-    """Blobs as files of one folder, past the page cache (O_DIRECT) where the file system can."""
+    """Stores blobs as files of one folder, bypassing the page cache (O_DIRECT) if the file system can."""
 
     def __init__(self, folder: Path, folder_fd: int | None = None) -> None:
-        """`folder` exists. `folder_fd`: open on it as long as blobs are created; they are in this very folder then, not
-        in another one that took its name."""
+        """Use `folder`, which exists.
+
+        folder_fd: descriptor of the folder, open as long as blobs are created. They are then created in this very
+            folder, not in another one that took its name.
+        """
         self._folder = folder
         self._folder_fd = folder_fd
 
     @staticmethod
     @contextmanager
     def to_write(folder: Path) -> Iterator[FileStore]:
-        """Raises MegatrainError where there is no such folder."""
+        """Yield a store that creates blobs in this very folder. Raises MegatrainError if there is no such folder."""
         with explained("write", folder):
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -225,7 +261,10 @@ class _FileBlob:
             block, offset = block[written:], offset + written
 
     async def _completed(self, call: Callable[..., T], *arguments: object) -> T:
-        """In a thread, which is through with it even when the task was cancelled: the file is closed after this."""
+        """Run `call` in a thread, and return only when that has ended, even if the task is cancelled.
+
+        The file is closed after this.
+        """
         done = asyncio.get_running_loop().run_in_executor(None, partial(call, *arguments))
         try:
             return await asyncio.shield(done)
@@ -235,7 +274,7 @@ class _FileBlob:
 
 
 class FileInPlace(_FileBlob):
-    """Of a file that is open."""
+    """Reads and writes an open file in place."""
 
     def __init__(self, path: Path, fd: int) -> None:
         super().__init__(path, fd)
@@ -252,7 +291,7 @@ class FileInPlace(_FileBlob):
             raise _too_short(str(self._path), offset + len(block), self._nbytes)
 
     def _read(self, offset: int, block: Block) -> int:
-        """Bytes read: fewer than the block's at the end of the file only."""
+        """Return the number of bytes read. It is smaller than the block only at the end of the file."""
         block, total = host_memory(str(self._path), block), 0
         while total < len(block):
             got = _transfer(self._fd, partial(os.preadv, self._fd, [block[total:]], offset + total))
@@ -263,7 +302,10 @@ class FileInPlace(_FileBlob):
 
 
 def _transfer(fd: int, call: Callable[[], int]) -> int:
-    """Some file systems open a file for O_DIRECT and then refuse the transfer: once more through the page cache."""
+    """Run `call`; if the file system refuses the transfer, run it once more through the page cache.
+
+    Some file systems open a file for O_DIRECT and then refuse transfers.
+    """
     try:
         return call()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Who reads and writes the files that a run holds open."""
+"""Chooses the library that reads and writes the files that a run holds open."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from megatrain_ray.io.storage.spill_file import HeldFiles
 
 
 class DiskIo(Enum):
-    """POSIX: threads of ours, past the page cache. KVIKIO: those of kvikio, an extra (kvikio_store.py)."""
+    """Names who reads and writes files.
+
+    POSIX: threads of ours, which bypass the page cache.
+    KVIKIO: threads of kvikio, an optional dependency (kvikio_store.py).
+    """
 
     POSIX = "posix"
     KVIKIO = "kvikio"
 
 
 class DiskWay(NamedTuple):
-    """`packed`: floats take fewer bytes of the disk than they have (packed_store.py). `direct`: it moves memory of a
-    device."""
+    """Describes how state moves to and from a disk.
+
+    packed: whether floats take fewer bytes on the disk than in memory (packed_store.py).
+    direct: whether device memory is moved.
+    """
 
     io: DiskIo = DiskIo.POSIX
     packed: bool = False
@@ -34,7 +41,7 @@ DIRECT = DiskWay(DiskIo.KVIKIO, direct=True)
 
 
 def held_files(io: DiskIo) -> HeldFiles:
-    """Raises MegatrainError where kvikio cannot be imported."""
+    """Return the store of open files. Raises MegatrainError if kvikio cannot be imported."""
     if io is DiskIo.POSIX:
         return HeldFiles()
     from megatrain_ray.io.storage.kvikio_store import KvikioFiles

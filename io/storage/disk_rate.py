@@ -1,4 +1,4 @@
-"""How fast a disk reads and writes at the same time, as a step that streams state from and to it would have it do."""
+"""Measures how fast a disk reads and writes at the same time, as in a step that streams state from and to it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatrain_ray.io.storage.packed_store import Packable, PackedStore
 from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
 
 BLOCK_BYTES = 8 << 20
-IN_FLIGHT = 4  # blocks each way at a time: a guess of what keeps a drive busy
-FILL_S, MIXED_S = 0.5, 1.5  # after which no further block is begun, of the file's filling and of what counts
+IN_FLIGHT = 4  # blocks in each direction at a time: a guess of what keeps a drive busy
+FILL_S, MIXED_S = 0.5, 1.5  # no block begins later: while the file is filled, and while it is measured
 
 
 Copied = Callable[[memoryview], Block]
@@ -34,11 +34,13 @@ def _on_host(content: memoryview) -> Block:
 
 
 def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN, copied: Copied = _on_host) -> float:
-    """Bytes per second, both together, of reading `num_bytes` and writing as many in place at the same time, past the
-    page cache where the file system can. On a slow disk as much of it as two seconds allow. Of what is packed all bytes
-    count, whatever is stored of them. `copied`: makes the memory that is read into and written from, with this in it.
+    """Return bytes per second, reads and writes together, of both at the same time.
 
-    The file has no name, so that nothing of it stays however this ends. Raises MegatrainError.
+    Reads `num_bytes` and writes as many in place, bypassing the page cache if the file system can. On a slow disk it
+    moves only as much as two seconds allow. If blocks are packed, all their bytes count, however few are stored. The
+    file has no name, so nothing of it remains, whatever ends this process. Raises MegatrainError.
+
+    copied: returns a copy of its argument in the memory to transfer, which is read into and written from.
     """
     with explained("write", folder), tempfile.TemporaryFile(dir=folder) as file:
         num_blocks = -(-num_bytes // BLOCK_BYTES)
@@ -50,14 +52,14 @@ def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN, copied: Co
 
 
 def _packing(store: BlobStore, num_blocks: int) -> BlobStore:
-    """As state is packed, of which a fifth is residuals."""
+    """Return a store that packs blocks like state, a fifth of which is residuals that are not packed."""
     words = Words(memoryview(bytearray(num_blocks * WORD_BYTES)), num_blocks)
     blocks = {k * BLOCK_BYTES: Packable(k, 4) for k in range(num_blocks) if k % 5}
     return PackedStore(store, words, blocks, BLOCK_BYTES)
 
 
 def _moments() -> memoryview:
-    """Bytes of a block that is about as alike as moments are: packing makes 1.17 times fewer of them."""
+    """Return a block about as compressible as moments: packing makes it 1.17 times smaller."""
     generator = np.random.default_rng(0)
     values, scales = generator.standard_normal((2, BLOCK_BYTES // 4), np.float32)
     return memoryview((values * np.exp(scales)).tobytes())
@@ -78,7 +80,7 @@ async def _mixed_rate(store: BlobStore, name: str, num_blocks: int, copied: Copi
         async def read(number: int, block: Block) -> None:
             await blob.read_into(number % num_filled * BLOCK_BYTES, block)
 
-        # Not counted: to take room on a disk is another thing than to write in place, as spilled state is written.
+        # Not counted: spilled state is written in place, and allocating disk space costs other time than that.
         num_filled = await _transfer(FILL_S, _Way(write, [values] * IN_FLIGHT, num_blocks))
         start_s = time.monotonic()
         both = _Way(read, into, num_blocks), _Way(rewrite, [values] * IN_FLIGHT, num_blocks)
@@ -88,7 +90,10 @@ async def _mixed_rate(store: BlobStore, name: str, num_blocks: int, copied: Copi
 
 @dataclass
 class _Way:
-    """Transfers of blocks 0, 1, …, as many at a time as there are buffers. `begun`: how many."""
+    """Transfers blocks 0, 1, … in one direction, as many at a time as there are buffers.
+
+    begun: number of transfers that were begun.
+    """
 
     transfer: Callable[[int, Block], Awaitable[None]]
     buffers: Sequence[Block]
@@ -96,14 +101,17 @@ class _Way:
     begun: int = 0
 
     async def work(self, buffer: Block, end_s: float) -> None:
-        """Until all are begun or the time is over, but one at least."""
+        """Transfer blocks until all are begun or the time is over, but at least one."""
         while not self.begun or (self.begun < self.num_blocks and time.monotonic() < end_s):
             number, self.begun = self.begun, self.begun + 1
             await self.transfer(number, buffer)
 
 
 async def _transfer(limit_s: float, *ways: _Way) -> int:
-    """How many blocks were moved. Raises MegatrainError."""
+    """Run transfers in these directions for at most `limit_s`; return the number of blocks moved.
+
+    Raises MegatrainError.
+    """
     end_s = time.monotonic() + limit_s
     try:
         async with asyncio.TaskGroup() as group:

@@ -1,7 +1,7 @@
-"""KvikioFiles: files that this process holds open, updated through kvikio, which has threads of its own.
+"""Updates files that this process holds open through kvikio, which has threads of its own.
 
-kvikio is an extra: it asks CUDA's driver about every buffer, so it works on machines with a GPU only, and there not
-everywhere. `unusable` tries.
+kvikio is an optional dependency. It asks CUDA's driver about every buffer, so it works only on machines with a GPU, and
+not on all of those. `unusable` tries it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from megatrain_ray.io.files.disk_errors import FULL, GONE, explained
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, Blob, Block, FileInPlace, aligned_block
 from megatrain_ray.io.storage.spill_file import HeldFiles
 
-NUM_THREADS = 8  # of kvikio in this process: as many as blocks are on their way at once (spill/spill_transfers.py)
-THREAD_BYTES = 4 << 20  # of a block that a thread moves at a time, and of the pinned memory that it has for a GPU's
-# Of kvikio 25.12 on. By itself it reads host memory through the page cache, and has four times the pinned memory.
+NUM_THREADS = 8  # kvikio's threads in this process: one for each block in flight (spill/spill_transfers.py)
+THREAD_BYTES = 4 << 20  # that a thread moves at a time; also its pinned memory for GPU blocks
+# For kvikio 25.12 and later. By default it reads host memory through the page cache, and has four times the pinned
+# memory.
 SETTINGS = {
     "num_threads": NUM_THREADS,
     "task_size": THREAD_BYTES,
@@ -33,17 +34,20 @@ SETTINGS = {
 
 
 class KvikioFiles(HeldFiles):
-    """`update` is kvikio's, the rest as it was."""
+    """Opens files with kvikio in `update`. All other methods are those of HeldFiles."""
 
     def __init__(self) -> None:
-        """Raises MegatrainError where kvikio cannot be imported, or is too old."""
+        """Configure kvikio.
+
+        Raises MegatrainError if kvikio cannot be imported or is too old.
+        """
         super().__init__()
         try:
             import kvikio
             import kvikio.defaults
 
             kvikio.defaults.set(SETTINGS)
-        except Exception as error:  # ImportError, of a missing library too; what kvikio calls an unknown setting
+        except Exception as error:  # ImportError, also for a missing library; kvikio's error for an unknown setting
             raise MegatrainError(f"kvikio cannot be used: {_in_a_line(error)}") from error
         self._open = kvikio.CuFile
 
@@ -59,8 +63,12 @@ class KvikioFiles(HeldFiles):
 
 
 class _KvikioInPlace(FileInPlace):
-    """`file`: a kvikio.CuFile, which divides a block between its threads, and moves memory of a GPU as well: through
-    its driver for that, or through pinned buffers of each thread."""
+    """Reads and writes an open file through kvikio, which divides a block between its threads.
+
+    It moves GPU memory too: through its driver for that, or through pinned buffers of each thread.
+
+    file: a kvikio.CuFile.
+    """
 
     def __init__(self, path: Path, file: Any) -> None:
         super().__init__(path, file.fileno())
@@ -74,14 +82,17 @@ class _KvikioInPlace(FileInPlace):
 
     def _read(self, offset: int, block: Block) -> int:
         there = os.fstat(self._fd).st_size - offset
-        if there < len(block):  # beyond the end kvikio fails
+        if there < len(block):  # kvikio fails for reads beyond the end
             return max(0, there)
         with _os_errors():
             return int(self._file.pread(block, file_offset=offset).get())
 
 
 def unusable(folder: Path) -> str | None:
-    """Why kvikio cannot be used for files in `folder`, in a line; None where it wrote a page there and read it."""
+    """Return in one line why kvikio cannot be used for files in `folder`; None if it can.
+
+    It can if it wrote a page there and read the same back.
+    """
     try:
         with explained("write", folder), tempfile.TemporaryFile(dir=folder) as file:
             os.ftruncate(file.fileno(), ALIGN_BYTES)
@@ -101,7 +112,10 @@ async def _try(store: KvikioFiles, name: str) -> str | None:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """What kvikio raises, with the system's error number where its text names one."""
+    """Turn what kvikio raises into OSError.
+
+    The error gets the system's error number if kvikio's text names one.
+    """
     try:
         yield
     except RuntimeError as error:

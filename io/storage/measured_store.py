@@ -1,4 +1,4 @@
-"""A BlobStore that counts what one opened blob moves, and when."""
+"""Wraps a BlobStore to count the bytes that `update` and `read_into` move, and to record when."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from megatrain_ray.io.storage.blob_store import Blob, BlobStore, BlobWriter, Block
 
-MAX_TIMES = 4096  # that are kept; a disk that a step waits for has few of them in a step
+MAX_TIMES = 4096  # kept at most; a step that waits for the disk has few of them
 
 
 class Moved(NamedTuple):
-    """Bytes read and written."""
+    """Counts bytes read and written."""
 
     read: int = 0
     written: int = 0
@@ -35,15 +35,20 @@ NOTHING = Moved()
 
 
 class Time(NamedTuple):
-    """From one moment to another, in seconds of CLOCK_MONOTONIC, which is one clock for all processes of a machine."""
+    """Holds the start and end of a time, in seconds of CLOCK_MONOTONIC.
+
+    That is one clock for all processes of a machine.
+    """
 
     start_s: float
     end_s: float
 
 
 class Busy(NamedTuple):
-    """When at least one transfer was under way: the newest of these times, in their order. `since_s`: what ended before
-    may be left out."""
+    """Lists the times in which at least one transfer was in flight, in order. Old ones may be missing.
+
+    since_s: times that ended before this moment may be left out.
+    """
 
     times: tuple[Time, ...] = ()
     since_s: float = 0.0
@@ -53,32 +58,32 @@ NEVER = Busy()
 
 
 class DiskMeter:
-    """Bytes read and written, and the times in which at least one transfer was under way. Thread-safe."""
+    """Counts bytes read and written, and the times with at least one transfer in flight. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._moved = NOTHING
         self._times: deque[Time] = deque(maxlen=MAX_TIMES)
-        self._left_out_s = 0.0  # the end of the newest time that there is no room for any more
+        self._left_out_s = 0.0  # end of the newest time that was dropped for lack of room
         self._under_way = 0
-        self._since_s = 0.0  # when the first of those under way began
+        self._since_s = 0.0  # when the current time with transfers in flight began
 
     @property
     def moved(self) -> Moved:
-        """Up to now, by transfers that have ended."""
+        """Return the bytes moved up to now by transfers that have ended."""
         with self._lock:
             return self._moved
 
     @property
     def busy(self) -> Busy:
-        """Up to now, with what is under way."""
+        """Return the busy times up to now. The last one includes transfers in flight."""
         with self._lock:
             now = (Time(self._since_s, time.perf_counter()),) if self._under_way else ()
             return Busy((*self._times, *now), self._left_out_s)
 
     @contextmanager
     def transfer(self, num_bytes: Moved) -> Iterator[None]:
-        """The block moves so many."""
+        """Measure the block as one transfer of so many bytes."""
         with self._lock:
             if not self._under_way:
                 self._since_s = time.perf_counter()
@@ -99,7 +104,7 @@ class DiskMeter:
 
 
 class MeasuredStore:
-    """Another store, of which everything that moves through `update` and `read_into` is counted."""
+    """Counts everything that moves through `update` and `read_into` of another store."""
 
     def __init__(self, store: BlobStore, meter: DiskMeter) -> None:
         self._store = store

@@ -1,13 +1,13 @@
-"""PackedStore: a BlobStore whose blocks of numbers take fewer bytes of a disk than they have.
+"""Wraps a BlobStore so that blocks of floats take fewer bytes on the disk than in memory.
 
-The first byte of a float, sign and exponent, is much alike in all of a layer's moments or gradients; the others look
-like chance. So that byte of all numbers of a block is compressed by itself, and the others are stored as they are: FP32
-moments shrink by 1.18 to 1.21, bf16 gradients by 1.46 (a small model's, 40 steps), for a quarter or half of the work of
-compressing everything. That pays where the disk is what a step waits for, and cores are idle meanwhile.
+The first byte of a float (sign and exponent) is much alike in all of a layer's moments or gradients. The other bytes
+look random. So the first bytes of all numbers of a block are compressed together, and the other bytes are stored as
+they are. FP32 moments shrink by 1.18 to 1.21 and bf16 gradients by 1.46 (a small model's, 40 steps), for a quarter or
+half of the work of compressing everything. That pays if a step waits for the disk while cores are idle.
 
     block: bytes of the compressed part (8) | that part | the other bytes of all numbers, place by place
 
-A block begins where it would begin otherwise, so what is beside it stays where it is.
+A packed block begins where the unpacked one would, so its neighbours stay where they are.
 """
 
 from __future__ import annotations
@@ -29,24 +29,34 @@ LENGTH_BYTES = 8
 
 
 class Packable(NamedTuple):
-    """A block of a blob that may be packed. `word`: where it is kept how many bytes of it are stored. `itemsize`: of a
-    number, 2 or 4 bytes."""
+    """Describes a block of a blob that may be packed.
+
+    word: index of the word that holds how many bytes of the block are stored.
+    itemsize: bytes of a number, 2 or 4.
+    """
 
     word: int
     itemsize: int
 
 
 class PackedStore:
-    """Another store. What `update` opens packs the blocks that can be, each whole; the rest passes as it is."""
+    """Wraps another store. Blobs opened with `update` pack the blocks that may be packed.
+
+    Such blocks are read and written whole. All other transfers pass unchanged.
+    """
 
     def __init__(self, store: BlobStore, words: Words, blocks: Mapping[int, Packable], block_bytes: int) -> None:
-        """`words`: of blocks, in memory that outlives this process as the blob does, zeros at first. `blocks`: by where
-        they begin in the blob, of at most `block_bytes`."""
+        """Wrap `store`.
+
+        words: stored sizes of blocks, in memory that outlives this process as the blob does; zeros at first.
+        blocks: blocks that may be packed, by their offset in the blob.
+        block_bytes: largest size of these blocks.
+        """
         self._store = store
         self.words = words
         self.blocks = blocks
         self._block_bytes = block_bytes
-        self._idle: list[Packer] = []  # as many as transfers were on their way at once
+        self._idle: list[Packer] = []  # as many as there were transfers in flight at once
 
     def create(self, name: str) -> AbstractAsyncContextManager[BlobWriter]:
         return self._store.create(name)
@@ -70,7 +80,7 @@ class PackedStore:
     def packer(self) -> Iterator[Packer]:
         packer = self._idle.pop() if self._idle else Packer(self._block_bytes)
         yield packer
-        self._idle.append(packer)  # after an error, a cancellation among them, a thread may still use it
+        self._idle.append(packer)  # not after an error or a cancellation: a thread may still use it then
 
 
 class _PackedBlob:
@@ -87,7 +97,7 @@ class _PackedBlob:
         content = host_memory(self._where, block)
         with self._store.packer() as packer:
             packed = await asyncio.to_thread(packer.pack, content, packable.itemsize)
-            # Before it is written, as its checksum is: whoever reads it later reads this much.
+            # Store the size before the block is written, like its checksum: a later reader reads this much.
             self._store.words.store(packable.word, len(packed))
             await self._blob.write_at(offset, packed)
 
@@ -111,10 +121,13 @@ class _PackedBlob:
 
 
 class Packer:
-    """Packs and unpacks one block at a time, in memory of its own, the GIL left to others."""
+    """Packs and unpacks one block at a time, in memory of its own. Releases the GIL while it works."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of a block."""
+        """Allocate the memory.
+
+        max_bytes: largest size of a block.
+        """
         self._firsts = np.empty(max_bytes // 2, np.uint8)
         self._packed = aligned_block(max_bytes)
         self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
@@ -122,12 +135,16 @@ class Packer:
 
     @staticmethod
     def num_bytes(max_bytes: int) -> int:
-        """Memory of one, without zstd's own, which is about a MiB."""
+        """Return the memory that a Packer takes, without zstd's own of about a MiB."""
         return max_bytes + max_bytes // 2
 
     def pack(self, block: memoryview, itemsize: int) -> memoryview:
-        """What stands for `block`, whole numbers of `itemsize` bytes, the first of which is their last in memory;
-        `block` itself where that is no shorter. Valid until the next call, aligned."""
+        """Return the packed block, aligned; or `block` itself if packing makes it no shorter.
+
+        Valid until the next call.
+
+        block: whole numbers of `itemsize` bytes. The first byte of a number (sign and exponent) is its last in memory.
+        """
         numbers = np.frombuffer(block, np.uint8).reshape(-1, itemsize)
         firsts = self._firsts[: len(numbers)]
         np.copyto(firsts, numbers[:, -1])
@@ -145,13 +162,19 @@ class Packer:
         return self._packed[: aligned(end)]
 
     def room(self, num_bytes: int) -> memoryview:
-        """Where a packed block is read to: aligned. Raises ValueError for more than a block has."""
+        """Return aligned memory to read a packed block into.
+
+        Raises ValueError if `num_bytes` is more than a block has.
+        """
         if num_bytes > len(self._packed):
             raise ValueError(f"{num_bytes} bytes of a block of at most {len(self._packed)}")
         return self._packed[:num_bytes]
 
     def unpack(self, packed: memoryview, block: memoryview, itemsize: int) -> None:
-        """Fills `block` with what was packed. Raises ValueError for what `pack` did not make of a block as large."""
+        """Fill `block` with what was packed.
+
+        Raises ValueError if `packed` was not made by `pack` from a block of this size.
+        """
         numbers = np.frombuffer(block, np.uint8).reshape(-1, itemsize)
         start = LENGTH_BYTES + int.from_bytes(packed[:LENGTH_BYTES], "little")
         end = start + numbers.size - len(numbers)
@@ -168,13 +191,19 @@ Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 def _others(stored: Bytes, numbers: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-    """Where every byte but the first of all numbers is stored, and where it is in `numbers`, [numbers, itemsize]."""
+    """Yield for every byte but the first of all numbers: where it is stored, and where it is in `numbers`.
+
+    numbers: `[numbers, itemsize]`.
+    """
     for k in range(numbers.shape[1] - 1):
         yield stored[k * len(numbers) : (k + 1) * len(numbers)], numbers[:, k]
 
 
 def _decompress(decompressor: zstandard.ZstdDecompressor, compressed: memoryview, into: memoryview) -> None:
-    """Into memory of the size that is expected: a damaged frame may claim any other. Raises ValueError."""
+    """Decompress into memory of the expected size: a damaged frame may claim any other size.
+
+    Raises ValueError if the frame is damaged or has another size.
+    """
     try:
         reader, total = decompressor.stream_reader(compressed), 0
         while total < len(into) and (got := reader.readinto(into[total:])):

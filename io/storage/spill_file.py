@@ -1,4 +1,7 @@
-"""Spill files: room on a disk that the processes of a run share. Gone when the last of them is, whatever ended them."""
+"""Makes spill files: disk space that the processes of a run share.
+
+A spill file is gone when the last of these processes has ended, whatever ended it.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,22 @@ from megatrain_ray.units import format_bytes
 
 @dataclass(frozen=True)
 class SpillFile:
-    """A file to be made: `nbytes`, a multiple of ALIGN_BYTES and not 0, on the disk of `folder`."""
+    """Describes a spill file to be made on the disk of `folder`.
+
+    nbytes: a multiple of ALIGN_BYTES, and not 0.
+    """
 
     folder: Path
     nbytes: int
 
 
 def create_spill_file(folder: Path, name: str, nbytes: int) -> int:
-    """A descriptor of a new file, all zeros, which has its room on the disk and no name any more; `folder` is made.
+    """Return a descriptor of a new file, all zeros, which has its disk space and no name any more.
 
-    `nbytes`: a multiple of ALIGN_BYTES and not 0. Raises DiskFullError when they do not fit, MegatrainError.
+    Makes `folder` if it does not exist. Raises DiskFullError if the bytes do not fit, MegatrainError for other
+    failures.
+
+    nbytes: a multiple of ALIGN_BYTES, and not 0. Raises ValueError otherwise.
     """
     if nbytes <= 0 or nbytes % ALIGN_BYTES:
         raise ValueError(f"a spill file of {nbytes} bytes; expected a multiple of {ALIGN_BYTES}, and not 0")
@@ -38,12 +47,15 @@ def create_spill_file(folder: Path, name: str, nbytes: int) -> int:
 
 
 def taken_bytes(fd: int) -> int:
-    """That an open file takes on its disk."""
+    """Return the bytes that an open file takes on its disk."""
     return 512 * os.fstat(fd).st_blocks
 
 
 class HeldFiles(FileStore):
-    """Files that this process holds open, with or without a name: a blob is called by its descriptor's number."""
+    """Stores blobs in files that this process holds open, with or without a name.
+
+    The name of a blob is the number of its file descriptor.
+    """
 
     def __init__(self) -> None:
         super().__init__(Path("/proc/self/fd"))
@@ -55,9 +67,9 @@ class HeldFiles(FileStore):
 def _reserved(path: Path, nbytes: int) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        path.unlink()  # before it takes any room: a kill just here leaves an empty file behind, and no later one
+        path.unlink()  # before it takes any space: if killed just before this, an empty file stays; later, nothing does
         os.posix_fallocate(fd, 0, nbytes)
     except OSError:
-        os.close(fd)  # which gives the room back
+        os.close(fd)  # frees the disk space
         raise
     return fd

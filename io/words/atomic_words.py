@@ -1,4 +1,7 @@
-"""Signal words in shared memory: counters by which processes tell each other what has happened."""
+"""Provides signal words in shared memory.
+
+They are counters by which processes tell each other what has happened.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ WORD_BYTES = 8
 
 
 class Words:
-    """`count` signed 64-bit words: counters that only grow where somebody waits, or the bits of a float64.
+    """Holds `count` signed 64-bit words in shared memory.
 
-    Whoever loads a value sees all that was written before it was stored, in any process.
+    A word that somebody waits for is a counter that only grows. A word may also hold the bits of a float64. A process
+    that loads a value sees everything that was written before that value was stored, by any process.
     """
 
     def __init__(self, buffer: memoryview, count: int, atomics: Atomics | None = None) -> None:
-        """`buffer`: writable, at least `count` words from an address that is a multiple of 8.
+        """Use the first `count` words of `buffer`.
 
-        Raises MegatrainError for a buffer that is too small, not aligned or read-only.
+        Raises MegatrainError if the buffer is too small, not aligned, or read-only.
+
+        buffer: writable, at least `count` words, at an address that is a multiple of 8.
         """
         if buffer.readonly or buffer.nbytes < WORD_BYTES * count:
             raise MegatrainError(
@@ -40,12 +46,15 @@ class Words:
         return self._atomics.load(self._at(i))
 
     def store(self, i: int, value: int) -> None:
-        """Wakes whoever waits on the word."""
+        """Store a value and wake everybody who waits for the word."""
         self._atomics.store(self._at(i), value)
         self.wake(i)
 
     def add(self, i: int, n: int) -> int:
-        """Adds in one piece, also between processes; wakes whoever waits on the word. Returns the new value."""
+        """Add `n` atomically, also between processes, and return the new value.
+
+        Wakes everybody who waits for the word.
+        """
         value = self._atomics.add(self._at(i), n)
         self.wake(i)
         return value
@@ -55,13 +64,13 @@ class Words:
         return value
 
     def store_float(self, i: int, value: float) -> None:
-        """The exact bits, those of a NaN too."""
+        """Store the exact bits of a float64, NaNs included."""
         self.store(i, struct.unpack("<q", struct.pack("<d", value))[0])
 
     def wait_at_least(self, i: int, value: int, timeout_s: float) -> int:
-        """Blocks, without the GIL, until word `i` is at least `value`; returns what it is then.
+        """Block, without the GIL, until word `i` is at least `value`; return its value then.
 
-        Raises DeadlineError after `timeout_s`, naming the word when `i` is a member of an enum.
+        Raises DeadlineError after `timeout_s`. The error names the word if `i` is a member of an enum.
         """
         deadline_s = time.monotonic() + timeout_s
         while (seen := self.load(i)) < value:
@@ -72,7 +81,7 @@ class Words:
         return seen
 
     def wake(self, i: int) -> None:
-        """Makes whoever waits on the word look again."""
+        """Make everybody who waits for the word check it again."""
         self._atomics.wake(self._at(i))
 
     def _at(self, i: int) -> int:

@@ -1,4 +1,7 @@
-"""Atomic 8-byte words by address: the C file, compiled on first use; on x86-64 also without a compiler."""
+"""Operates on atomic 8-byte words by address.
+
+It uses a C file that is compiled on first use. On x86-64 it also works without a compiler.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,36 @@ log = logging.getLogger(__name__)
 
 
 class Atomics(Protocol):
-    """Operations on a word at an address, a multiple of 8, in memory that several processes map."""
+    """Defines the operations on a word in memory that several processes map.
+
+    address: a multiple of 8.
+    """
 
     def load(self, address: int) -> int:
-        """With acquire order."""
+        """Load the word with acquire order."""
 
     def store(self, address: int, value: int) -> None:
-        """With release order."""
+        """Store the word with release order."""
 
     def add(self, address: int, n: int) -> int:
-        """In one piece; returns the new value."""
+        """Add `n` atomically and return the new value."""
 
     def wait(self, address: int, seen: int, timeout_s: float) -> None:
-        """Sleeps, without the GIL, while the word is `seen` and nobody wakes, at most `timeout_s`. May return early."""
+        """Sleep, without the GIL, while the word equals `seen` and nobody calls `wake`.
+
+        Sleeps for at most `timeout_s`, and may return early.
+        """
 
     def wake(self, address: int) -> None:
-        """Wakes all who wait on the word, in every process."""
+        """Wake all who wait for the word, in every process."""
 
 
 class CompiledAtomics:
-    """words.c. Raises OSError or CompileError where it cannot be built or loaded."""
+    """Calls words.c. Raises OSError or CompileError if that cannot be built or loaded."""
 
     def __init__(self) -> None:
         library = load_compiled(SOURCE, FLAGS, ctypes.PyDLL)
-        # PyDLL keeps the GIL: what takes 20 ns must not wait for the interpreter's next switch, up to 5 ms.
+        # PyDLL keeps the GIL: a call of 20 ns must not wait up to 5 ms for the interpreter's next thread switch.
         self.load = declare(library.word_load, ctypes.c_int64, ctypes.c_void_p)
         self.store = declare(library.word_store, None, ctypes.c_void_p, ctypes.c_int64)
         self.add = declare(library.word_add, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
@@ -61,15 +70,20 @@ class _Timespec(ctypes.Structure):
 
 
 class X86Atomics:
-    """Without a compiler: on x86-64 an aligned 8-byte move acquires and releases as it is; the addition is one
-    instruction, written as bytes."""
+    """Works without a compiler, on x86-64 only.
+
+    There an aligned 8-byte move acquires and releases by itself. The addition is one instruction, written as bytes.
+    """
 
     FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1
-    # mov rax, rsi; lock xadd [rdi], rax; ret: returns the old value
+    # mov rax, rsi; lock xadd [rdi], rax; ret. It returns the old value.
     FETCH_ADD = bytes.fromhex("4889f0 f0480fc107 c3")
 
     def __init__(self) -> None:
-        """Raises MegatrainError on any other machine, or where memory may not be executable."""
+        """Make the machine code of the addition executable.
+
+        Raises MegatrainError on any other machine, or if memory may not be executable.
+        """
         if platform.machine() != "x86_64" or sys.maxsize < 2**32:
             raise MegatrainError(f"signal words need a C compiler on {platform.machine()}: install gcc")
         try:
@@ -105,7 +119,10 @@ class X86Atomics:
 
 @functools.cache
 def load_atomics() -> Atomics:
-    """The compiled ones; without a compiler those for x86-64, which is logged once. Raises MegatrainError elsewhere."""
+    """Return the compiled atomics, or those for x86-64 if there is no compiler.
+
+    Falling back is logged once. Raises MegatrainError without a compiler on other machines.
+    """
     try:
         return CompiledAtomics()
     except (OSError, CompileError) as error:

@@ -1,4 +1,4 @@
-"""C files that are compiled on first use, into a cache."""
+"""Compiles C files on first use, into a cache."""
 
 from __future__ import annotations
 
@@ -17,36 +17,39 @@ from typing import TypeVar
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.files.durable import sync
 
-COMPILE_S = 120  # our files take one
+COMPILE_S = 120  # our files take one second
 COMPILERS = ("cc", "gcc", "clang", "g++", "clang++")
 
 Library = TypeVar("Library", bound=ctypes.CDLL)
 
 
 class CompileError(Exception):
-    """No compiler, or one that fails."""
+    """Reports that there is no compiler, or that it failed."""
 
 
 def load_compiled(
     source: Path, flags: Sequence[str], load: Callable[[str], Library], includes: Sequence[Path] = ()
 ) -> Library:
-    """The shared library of one C file, from the user's cache, or from a folder that is gone afterwards where there is
-    none. `load`: ctypes.CDLL or ctypes.PyDLL. `includes`: files of ours that the source includes.
+    """Compile one C file, or find it in the cache, and load it as a shared library.
 
-    Raises OSError or CompileError.
+    The cache is in the user's cache folder. If that cannot be used, the library is built in a temporary folder, which
+    is deleted afterwards. Raises OSError or CompileError.
+
+    load: ctypes.CDLL or ctypes.PyDLL.
+    includes: files of ours that the source includes.
     """
     text = b"".join(file.read_bytes() for file in (source, *includes))
     key = hashlib.sha256(text + repr((*flags, platform.machine())).encode()).hexdigest()[:16]
     name = f"{source.stem}-{key}.so"
     try:
         return _load_or_build(source, flags, cache_folder() / name, load)
-    except (OSError, RuntimeError):  # no home, read-only, full, or mounted noexec
+    except (OSError, RuntimeError):  # the cache has no home, is read-only, full, or mounted noexec
         with tempfile.TemporaryDirectory() as folder:
             return _load_or_build(source, flags, Path(folder) / name, load)
 
 
 def declare(function: ctypes._NamedFuncPointer, result: type | None, *arguments: type) -> ctypes._NamedFuncPointer:
-    """The function with its types."""
+    """Set the result and argument types of a function, and return the function."""
     function.restype = result
     function.argtypes = arguments
     return function
@@ -56,13 +59,13 @@ def _load_or_build(source: Path, flags: Sequence[str], library: Path, load: Call
     with suppress(OSError):  # missing, or damaged by a crash of the machine
         return load(str(library))
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Under a name of its own and then renamed: another process loads a whole file or none.
+    # Build under a unique name, then rename: another process loads a complete file or none.
     file, name = tempfile.mkstemp(suffix=".partial", prefix=f"{library.stem}.", dir=library.parent)
     os.close(file)
     partial = Path(name)
     try:
         _compile(source, flags, partial)
-        sync(partial)  # one that a crash of the machine tore could be loaded, and fail only when it is called
+        sync(partial)  # a file torn by a crash of the machine might load, and fail only when called
         partial.replace(library)
     finally:
         partial.unlink(missing_ok=True)
