@@ -1,4 +1,4 @@
-"""Batches of windows in a shuffled order, with an exact position to save and to come back to."""
+"""Draws batches of windows in a shuffled order, with an exact position to save and to resume from."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ IGNORED = -100  # a target that is not supervised
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The sequences of one update. A target is the token after its input in the same document, or -100: where there is
-    none, and where it is not learned."""
+    """Holds the sequences of one update.
+
+    A target is the token after its input in the same document, or -100 if there is none or if it is not supervised.
+    """
 
     input_ids: torch.Tensor  # int64 [batch, seq_len]
     targets: torch.Tensor  # int64 [batch, seq_len]
-    segments: torch.Tensor | None  # int32 [batch, seq_len], document within the row (0, 1, …), pads -1; None: one a row
-    num_supervised: int  # targets that count
+    # int32 [batch, seq_len], number of the document within the row (0, 1, …), -1 for pads; None: one document a row
+    segments: torch.Tensor | None
+    num_supervised: int  # targets that count in the loss
     num_tokens: int  # inputs that are no pads
-    sum_squared_lengths: int  # Σ over segments of (inputs)²
-    position: Mapping[str, Any] | None = None  # where the stream stands behind it, where somebody goes on from there
+    sum_squared_lengths: int  # Σ over the documents of all rows of (number of inputs)²
+    position: Mapping[str, Any] | None = None  # of the stream after this batch; None: nothing resumes from here
 
 
 class Stream(Protocol):
-    """Endless batches. What comes depends on data, seed and position alone."""
+    """Yields batches without end. They depend only on data, seed and position."""
 
     def next_batch(self) -> Batch: ...
 
     @property
     def joins_documents(self) -> bool:
-        """Whether a row may hold several."""
+        """Return whether a row may hold several documents."""
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the next batch starts, and of which data: for JSON, and for `seek`."""
+        """Return the position of the next batch and a fingerprint of the data, as data for JSON and for `seek`."""
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Goes to a position. Raises ConfigError for one of other data or outside this data."""
+        """Go to a saved position. Raises ConfigError for one of other data or outside this data."""
 
 
 class BatchStream:
-    """Draws the windows of one source epoch after epoch; a batch may span epochs. The state is (epoch, cursor)."""
+    """Draws the windows of one source epoch after epoch. A batch may span epochs. The state is (epoch, cursor)."""
 
     def __init__(self, windows: Windows, *, batch_size: int, shuffle: bool, seed: int) -> None:
         self._windows = windows
@@ -66,12 +69,12 @@ class BatchStream:
         self._order.seek(position)
 
     def next_batch(self) -> Batch:
-        """The next `batch_size` windows."""
+        """Return the batch of the next `batch_size` windows."""
         return assemble(self._windows.rows(self._order.draw(self._batch_size)))
 
 
 def assemble(rows: Rows) -> Batch:
-    """Windows as inputs and targets; no target reaches into another document, and none is a pad or not learned."""
+    """Return windows as inputs and targets. A target is -100 if it is a pad, unsupervised, or in another document."""
     ids, documents, learned = rows
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0
     supervised = learned[:, 1:] & real & (inputs == documents[:, 1:])
@@ -87,7 +90,7 @@ def assemble(rows: Rows) -> Batch:
 
 
 def _numbered(documents: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """0, 1, … within each row, whatever the documents' own numbers."""
+    """Replace the documents' numbers in the corpus by 0, 1, … within each row."""
     changes = np.zeros_like(documents)
     changes[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return changes.cumsum(1)

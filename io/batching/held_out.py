@@ -1,4 +1,4 @@
-"""Held-out data: every window of every source once, as they lie, in batches that can be asked for by number."""
+"""Serves held-out data in numbered batches: every window of every source once, unshuffled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from megatrain_ray.io.batching.windows import PAD, Rows, Windows
 
 
 class HeldOut:
-    """Batches of one source after the other; a source's last batch may have fewer rows than the others."""
+    """Holds the batches of one source after the other. A source's last batch may have fewer rows than the others."""
 
     def __init__(self, sources: Sequence[Windows], *, batch_size: int, micro_batch_size: int) -> None:
-        """`batch_size`: a multiple of `micro_batch_size`. Rows without tokens fill the last micro-batch of a source."""
+        """Divide the windows of all sources into batches.
+
+        batch_size: rows of a batch, a multiple of `micro_batch_size`.
+        micro_batch_size: rows without tokens fill the last micro-batch of a source up to this size.
+        """
         self._sources = sources
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
@@ -29,15 +33,15 @@ class HeldOut:
 
     @property
     def joins_documents(self) -> bool:
-        """Whether a row may hold several."""
+        """Return whether a row may hold several documents."""
         return any(source.joins_documents for source in self._sources)
 
     def source_of(self, index: int) -> int:
-        """The number of the source that a batch is of."""
+        """Return the number of the source that batch `index` comes from."""
         return bisect.bisect_right(self._ends, index)
 
     def batch(self, index: int) -> Batch:
-        """Of index 0 … num_batches - 1. Rows: a multiple of the micro-batch size."""
+        """Return batch `index`, from 0 to num_batches - 1. Its number of rows is a multiple of the micro-batch size."""
         number = self.source_of(index)
         source = self._sources[number]
         before = self._ends[number - 1] if number else 0

@@ -1,4 +1,4 @@
-"""Weighted sources: windows of several sources in turn, each in its own order."""
+"""Mixes weighted sources: draws windows from several sources in turn, each in its own order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatrain_ray.io.batching.windows import Rows, Windows
 
 
 class MixedStream:
-    """Windows of several sources, in the shares of their weights. The state is (epoch, cursor) of each source."""
+    """Draws windows of several sources in proportion to their weights. The state is (epoch, cursor) of each source."""
 
     def __init__(
         self, sources: Sequence[Windows], weights: Sequence[float], *, batch_size: int, shuffle: bool, seed: int
@@ -39,7 +39,7 @@ class MixedStream:
         return {"sources": [order.position for order in self._orders]}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a position of other sources or outside of these."""
+        """Go to a saved position. Raises ConfigError for a position of other sources or outside of these."""
         saved = position.get("sources", [])
         if len(saved) != len(self._orders):
             raise ConfigError(
@@ -58,7 +58,7 @@ class MixedStream:
         return assemble(_in_turn(turns, rows))
 
     def _turns(self) -> list[int]:
-        """The source of each window of the next batch."""
+        """Return the index of the source of each window of the next batch."""
         drawn = [order.num_drawn for order in self._orders]
         turns = []
         for _ in range(self._batch_size):
@@ -69,7 +69,7 @@ class MixedStream:
 
 
 def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest integers in the proportions of the decimal numbers that the weights are written as."""
+    """Return the smallest integers in the proportions of the weights, taken as the decimal numbers that repr writes."""
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
@@ -77,12 +77,17 @@ def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def next_source(weights: Sequence[int], drawn: Sequence[int]) -> int:
-    """The source of the next window, of the numbers drawn so far: no number is ever a whole window off its share.
+    """Return the index of the source of the next window.
 
-    Tijdeman, The chairman assignment problem (Discrete Mathematics 32, 1980): of the sources that are at least
-    1/(2k-2) of a window behind, the one that would first be too far behind; ties by index. With k sources each stays
-    within 1 - 1/(2k-2). (To take the source that is furthest behind is simpler, and not within one window: with
-    weights 100, 3, 3, 10, 1, 3, 3, 933, 1, 1, 100, 3 one falls 1.3 behind.)
+    weights: integer weight of each source.
+    drawn: number of windows drawn from each source so far.
+
+    No source is ever a whole window off its share. Tijdeman, The chairman assignment problem (Discrete Mathematics 32,
+    1980): of the sources that are at least 1/(2k-2) of a window behind, take the one that would first be too far
+    behind; ties by index. With k sources each stays within 1 - 1/(2k-2).
+
+    Taking the source that is furthest behind would be simpler, but does not stay within one window: with weights 100,
+    3, 3, 10, 1, 3, 3, 933, 1, 1, 100, 3 one source falls 1.3 behind.
     """
     total, parts = sum(weights), max(2 * len(weights) - 2, 1)
     turn = sum(drawn) + 1
@@ -92,7 +97,7 @@ def next_source(weights: Sequence[int], drawn: Sequence[int]) -> int:
 
 
 def _in_turn(turns: Sequence[int], rows: Sequence[Rows | None]) -> Rows:
-    """Each source's rows where its turns are."""
+    """Interleave the rows of all sources in the order of the turns."""
     given = [part for part in rows if part is not None]
     order = np.argsort(np.argsort(turns, kind="stable"), kind="stable")
     return Rows(

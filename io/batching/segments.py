@@ -1,4 +1,4 @@
-"""Several documents in one row: where each begins."""
+"""Computes positions for rows that hold several documents."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 
 def positions_of(segments: torch.Tensor) -> torch.Tensor:
-    """Positions that begin at 0 in every segment: int64 [batch, seq_len] from segments of that shape.
+    """Return positions that begin at 0 in every segment: int64 [batch, seq_len].
 
-    `segments`: the number of the document within the row, not falling but for pads (-1) at the end of the row.
+    segments: [batch, seq_len], number of the document within the row, never decreasing but for pads (-1) at a row's
+        end.
     """
     index = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
     begins = torch.ones_like(segments, dtype=torch.bool)

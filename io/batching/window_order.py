@@ -1,4 +1,4 @@
-"""The order in which a source's windows are drawn."""
+"""Determines the order in which a source's windows are drawn."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatrain_ray.io.tokens.corpus import Fingerprint
 
 
 def permutation(num_windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of windows in an epoch: window i sorted by splitmix64(i ^ splitmix64_chain(seed, epoch)).
+    """Return the order of windows in an epoch: window i sorted by splitmix64(i ^ splitmix64_chain(seed, epoch)).
 
-    Integer arithmetic only, so a saved position means the same windows with any version of any library.
+    This uses only integer arithmetic, so a saved position means the same windows with any version of any library.
     """
     key = np.uint64(splitmix64_chain(seed, epoch))
     return np.argsort(splitmix64(np.arange(num_windows, dtype=np.uint64) ^ key), kind="stable")
 
 
 class WindowOrder:
-    """Numbers of windows, epoch after epoch. The state is (epoch, cursor) and nothing else."""
+    """Yields the indices of windows, epoch after epoch. The state is only (epoch, cursor)."""
 
     def __init__(self, windows: Windows, *, shuffle: bool, seed: int) -> None:
         self._corpus = windows.corpus
@@ -36,7 +36,7 @@ class WindowOrder:
 
     @property
     def num_drawn(self) -> int:
-        """Since the first epoch's start."""
+        """Return how many windows have been drawn since the start of the first epoch."""
         return self._epoch * self._num_windows + self._cursor
 
     @property
@@ -44,7 +44,7 @@ class WindowOrder:
         return {"epoch": self._epoch, "cursor": self._cursor, **dataclasses.asdict(self._corpus.fingerprint)}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Goes to a position. Raises ConfigError for one of other data or outside this data."""
+        """Go to a saved position. Raises ConfigError for one of other data or outside this data."""
         saved, here = Fingerprint(position["num_tokens"], position["crc32"]), self._corpus.fingerprint
         if saved != here:
             raise ConfigError(
@@ -60,7 +60,7 @@ class WindowOrder:
         self._begin(position["epoch"], position["cursor"])
 
     def draw(self, count: int) -> NDArray[np.int64]:
-        """The next `count` windows."""
+        """Return the indices of the next `count` windows."""
         drawn: list[NDArray[np.int64]] = []
         while count:
             part = self._order[self._cursor : self._cursor + count]

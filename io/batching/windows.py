@@ -1,4 +1,4 @@
-"""Documents to windows of seq_len + 1 tokens: seq_len inputs, and the same shifted by one as targets."""
+"""Cuts documents into windows of seq_len + 1 tokens: seq_len inputs, and the same shifted by one as targets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from megatrain_ray.io.batching.first_fit import first_fit
 from megatrain_ray.io.tokens.corpus import Corpus
 from megatrain_ray.io.tokens.token_block import Mask
 
-PAD = 0  # any id would do: nothing supervised attends to a pad
+PAD = 0  # any id would do: no supervised token attends to a pad
 
 
 class Rows(NamedTuple):
-    """Windows side by side. `documents`: which document a token belongs to, -1 for a pad. `supervised`: whether it is
-    learned where it is a target."""
+    """Holds windows as rows of equal length.
+
+    documents: number of the document that a token belongs to; -1 for a pad.
+    supervised: whether a token counts in the loss when it is a target.
+    """
 
     ids: NDArray[np.int64]  # [rows, seq_len + 1]
     documents: NDArray[np.int64]  # [rows, seq_len + 1]
@@ -26,7 +29,7 @@ class Rows(NamedTuple):
 
 
 class Windows(Protocol):
-    """A corpus cut into windows."""
+    """Defines a corpus cut into windows."""
 
     @property
     def corpus(self) -> Corpus: ...
@@ -36,23 +39,23 @@ class Windows(Protocol):
 
     @property
     def joins_documents(self) -> bool:
-        """Whether a window may hold several."""
+        """Return whether a window may hold several documents."""
 
     def rows(self, indices: NDArray[np.int64]) -> Rows:
-        """The windows of these indices; short ones are padded."""
+        """Return the windows of these indices; short ones are padded."""
 
 
 @dataclass(frozen=True, eq=False)
 class SeparateWindows:
-    """Each document cut alone, with a stride of seq_len + 1. `documents` of rows only tells pads apart.
+    """Cuts each document separately, with a stride of seq_len + 1.
 
-    A document's last short window is dropped unless it is the document's only one, or `whole`; one token alone has no
-    target.
+    The last short window of a document is dropped, unless it is the document's only one or `whole` is set. A window of
+    one token is always dropped, because it has no target. In `documents` of the rows, 0 means a token and -1 a pad.
     """
 
     corpus: Corpus
-    starts: NDArray[np.int64]  # [num_windows], in the tokens of the corpus
-    lengths: NDArray[np.int64]  # [num_windows], seq_len + 1 but for a document's last
+    starts: NDArray[np.int64]  # [num_windows], start of each window in the tokens of the corpus
+    lengths: NDArray[np.int64]  # [num_windows], seq_len + 1 except for a document's last window
     seq_len: int
 
     @staticmethod
@@ -88,12 +91,14 @@ class SeparateWindows:
 
 @dataclass(frozen=True, eq=False)
 class PackedWindows:
-    """Documents joined by the end-of-document id and cut with a stride of seq_len + 1; the rest at the end is dropped
-    unless it is all there is, or `whole`. An end belongs to the document before it; the last document has none.
+    """Joins documents by the end-of-document id and cuts them with a stride of seq_len + 1.
+
+    The short window at the end is dropped, unless it is the only one or `whole` is set. An end-of-document id belongs
+    to the document before it; the last document has none.
     """
 
     corpus: Corpus
-    starts: NDArray[np.int64]  # [num_documents], in the joined tokens
+    starts: NDArray[np.int64]  # [num_documents], start of each document in the joined tokens
     end_of_document: int
     seq_len: int
     whole: bool = False
@@ -123,7 +128,7 @@ class PackedWindows:
         at = np.minimum(at, self.num_joined - 1)
         documents = np.searchsorted(self.starts, at, side="right") - 1
         is_end = at - self.starts[documents] == self.corpus.document_lengths[documents]
-        # Each document before has put one end between itself and the next.
+        # Every earlier document has added one end-of-document id to the joined tokens.
         ids = self.corpus.tokens[np.minimum(at - documents, self.corpus.tokens.size - 1)].astype(np.int64)
         return Rows(
             np.where(real, np.where(is_end, self.end_of_document, ids), PAD),
@@ -134,12 +139,12 @@ class PackedWindows:
 
 @dataclass(frozen=True, eq=False)
 class SequenceRows:
-    """Sequences of chats side by side in rows, none of them cut: each goes into the first row that has room."""
+    """Packs sequences of chats into rows without cutting any: each goes into the first row that has room."""
 
     corpus: Corpus
-    sequences: NDArray[np.int64]  # [num_documents], row by row
-    firsts: NDArray[np.int64]  # [num_rows + 1], where each row's begin in `sequences`
-    offsets: NDArray[np.int64]  # [num_documents], of each sequence in the tokens of the corpus
+    sequences: NDArray[np.int64]  # [num_documents], indices of the sequences, row by row
+    firsts: NDArray[np.int64]  # [num_rows + 1], index in `sequences` at which each row begins
+    offsets: NDArray[np.int64]  # [num_documents], start of each sequence in the tokens of the corpus
     seq_len: int
 
     @staticmethod
@@ -175,17 +180,21 @@ class SequenceRows:
 
 
 def _learned(corpus: Corpus, at: NDArray[np.int64] | slice) -> Mask:
-    """Whether the tokens at these places are learned."""
+    """Return whether the tokens at these places of the corpus count in the loss."""
     if corpus.supervised is None:
         return np.ones_like(corpus.tokens[at], np.bool_)
     return corpus.supervised[at]
 
 
 def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False) -> Windows:
-    """The windows of a corpus. One document is cut in the same way with packing and without. Sequences of chats, of
-    at most seq_len + 1 tokens, stay whole. `whole`: with the last short windows, so that no document is left out.
+    """Cut a corpus into windows.
 
-    Raises ConfigError where there is no window, and where several documents are to be packed and the tokenizer has no
+    One document is cut in the same way with packing and without. Sequences of chats, of at most seq_len + 1 tokens,
+    stay whole.
+
+    whole: whether to keep the last short windows, so that no document is left out.
+
+    Raises ConfigError if there is no window, or if several documents are to be packed and the tokenizer has no
     end-of-document id or one outside the vocabulary.
     """
     windows: Windows

@@ -1,4 +1,4 @@
-"""Which part of a rendered conversation the model has to generate: each assistant turn and its end mark."""
+"""Finds the parts of a rendered conversation that the model must generate: each assistant turn and its end mark."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatrain_ray.io.chat.chat_template import ChatTemplate, Message
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.records.read_records import RecordError
 
-PROBE = "m3gaprobe"  # stands in no template
+PROBE = "m3gaprobe"  # text that no template contains
 QUESTION: Message = {"role": "user", "content": "Question"}
-ANSWERS = (PROBE, f"<think>\nthought\n</think>\n\n{PROBE}")  # some templates ask for a thought, and drop none
+ANSWERS = (PROBE, f"<think>\nthought\n</think>\n\n{PROBE}")  # some templates open a thought in the prompt and keep it
 
 
 class MarkedText(NamedTuple):
-    """A rendered conversation, and the places [start, end) in it, in characters, that are learned."""
+    """Holds a rendered conversation and its supervised character ranges [start, end)."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -25,8 +25,8 @@ class MarkedText(NamedTuple):
 
 class _Turn(NamedTuple):
     text: str  # the conversation up to and including this turn
-    start: int  # where the prompt ends
-    end: int  # where the end mark ends
+    start: int  # end of the prompt, in characters
+    end: int  # end of the end mark, in characters
 
     @property
     def answered(self) -> str:
@@ -35,7 +35,11 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ending:
-    """What follows an answer: mark (`<|im_end|>`), blanks nobody has to generate, and what closes a conversation."""
+    """Describes the text after an answer: the end mark (`<|im_end|>`), then `blanks`, then `closing`.
+
+    blanks: whitespace after the mark that the model need not generate.
+    closing: eos token that closes the whole conversation; may be empty.
+    """
 
     blanks: str
     closing: str
@@ -45,22 +49,27 @@ class _Ending:
 
 
 class TurnMarker:
-    """Finds the assistant turns in what a template makes of a conversation."""
+    """Finds the assistant turns in the text that a template renders of a conversation."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        """Tries the template on a question and an answer.
+        """Learn how the template ends an answer by rendering a question and an answer.
 
-        Raises ConfigError naming a template that refuses them, whose prompt is no beginning of what it writes for an
-        answer, that writes the answer's heading as part of the answer, or that marks no end of an answer.
+        Raises ConfigError, naming the template, if it refuses them, if the text it renders for an answer does not begin
+        with its prompt, if it ignores the prompt setting and writes the heading as part of the answer, or if it marks
+        no end of an answer.
         """
         self._template = template
         self._ending = _Ending("", "") if template.marks_generation(()) else _probed(template)
 
     def mark(self, conversation: Conversation) -> list[MarkedText]:
-        """One text with all assistant turns where the template writes a turn alike now and later, else one a turn.
+        """Render a conversation and return its texts with the assistant turns marked.
 
-        Turns after the last answer are left out. Raises RecordError for a conversation that the template refuses, or
-        whose answer does not begin where the template's prompt ends; no texts without an answer.
+        This is one text with all assistant turns if the template renders each turn the same now and later. Otherwise
+        turns that are rendered differently later have texts of their own. Turns after the last answer are left out. A
+        conversation without an answer has no texts.
+
+        Raises RecordError if the template refuses the conversation, or if an answer does not begin where the prompt
+        ends.
         """
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         if not answers:
@@ -84,7 +93,11 @@ class TurnMarker:
 
 
 def _grouped(turns: Sequence[_Turn]) -> list[MarkedText]:
-    """The last turn's text holds all turns before it that stand in it as they were answered; the others likewise."""
+    """Merge turns into as few texts as possible.
+
+    The last turn's text stands for all earlier turns that it contains exactly as they were answered. The remaining
+    turns are grouped in the same way.
+    """
     texts: list[MarkedText] = []
     left = list(turns)
     while left:
@@ -97,7 +110,7 @@ def _grouped(turns: Sequence[_Turn]) -> list[MarkedText]:
 
 
 def _joined(places: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Pieces that touch are of one answer: tags may enclose thought, content and end mark each for itself."""
+    """Join ranges that touch: tags may enclose the thought, content and end mark of one answer separately."""
     spans: list[tuple[int, int]] = []
     for start, end in places:
         if spans and spans[-1][1] == start:
@@ -125,7 +138,10 @@ def _probed(template: ChatTemplate) -> _Ending:
 
 
 def _ending_of(template: ChatTemplate, whole: str, ending: str) -> _Ending:
-    """A template that closes a conversation with eos_token (Phi-3) does not when it asks for the next answer."""
+    """Split the text after an answer into end mark, blanks and closing.
+
+    A template that closes a conversation with eos_token (Phi-3) does not do so when it asks for the next answer.
+    """
     eos = template.variables.get("eos_token", "")
     closing = eos if ending != eos and _closes(template, whole, eos) else ""
     body = ending.removesuffix(closing)

@@ -1,4 +1,4 @@
-"""Chats tokenised once: sequences and their masks, in a folder as tokens/token_cache.py keeps it."""
+"""Tokenises chats once: sequences and their masks, in a folder of the token cache (tokens/token_cache.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class ChatRecipe:
-    """What sequences come from: the files and how they hold chats, tokenizer and template, what is done to long ones.
+    """Makes sequences from chats, given files and their layouts, tokenizer, template and truncation of long chats.
 
     Each sequence is a document of at most `seq_len` + 1 tokens.
     """
@@ -32,10 +32,10 @@ class ChatRecipe:
     truncation: Truncation
     seq_len: int
     bad_records: BadRecords
-    num_processes: int = 1  # that make them; the same come of any number
+    num_processes: int = 1  # processes that tokenise; the sequences do not depend on it
 
     def provenance(self) -> dict[str, Any]:
-        """Raises ConfigError where a file cannot be read."""
+        """Return everything that decides the tokens, as data for JSON. Raises ConfigError if a file cannot be read."""
         return {
             **provenance_of([source.file for source in self.sources], self.tokenizer),
             "layouts": [_described(source.layout) for source in self.sources],
@@ -46,7 +46,7 @@ class ChatRecipe:
         }
 
     def write(self, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
-        """Makes the files of a folder of tokens. Raises ConfigError as ChatEncoder and read_chats do, and OSError."""
+        """Write the token files into `folder`. Raises ConfigError as ChatEncoder and read_chats do, and OSError."""
         tokenizer, tally = load_tokenizer(self.tokenizer), ChatTally(self.bad_records)
         files = SequenceFiles([source.file for source in self.sources], vocab_size, advance)
         sequences = read_chats(
@@ -64,7 +64,7 @@ class ChatRecipe:
 
 
 def _described(layout: ChatLayout) -> list[Any]:
-    """A layout as JSON has it. Sets are sorted: their own order is another one in each process."""
+    """Return a layout as data for JSON. Sets are sorted, because their own order differs between processes."""
     assert is_dataclass(layout)
     fields = {key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(layout).items()}
     return [type(layout).__name__, fields]

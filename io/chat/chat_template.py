@@ -1,4 +1,4 @@
-"""Chat templates: a tokenizer's own, a file, or a plain default, rendered as Transformers renders them."""
+"""Loads a chat template (a tokenizer's own, a file, or a plain default) and renders it as Transformers does."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatrain_ray.io.tokens.tokenizer import tokenizer_folder
 
 Message = Mapping[str, Any]
 
-TEMPLATE_NAME = "chat_template.jinja"  # where Transformers looks for it in a folder
+TEMPLATE_NAME = "chat_template.jinja"  # file of a folder from which Transformers reads the template
 
-# For bytes and for tokenizers without a template: ChatML in plain text. An answer ends with the tokenizer's own end of
-# text where it has one, so that whatever serves the model stops there.
+# ChatML in plain text, for bytes and for tokenizers without a template. An answer ends with the tokenizer's eos token
+# if it has one, so that an inference server stops there.
 PLAIN_TEMPLATE = """\
 {%- if tools or messages | selectattr('tool_calls', 'defined') | list -%}
     {{- raise_exception('the plain template has no tools: give data.chat_template') -}}
@@ -34,40 +34,49 @@ PLAIN_TEMPLATE = """\
 {%- endif -%}
 """
 
-# A template that writes today's date would make other tokens every day, and a run could not be resumed on the next.
-# 26 July 2024 is what Llama's templates write where they cannot ask for the date.
+# A template that writes today's date would give different tokens every day, and a run could not be resumed a day later.
+# Llama's templates write 26 July 2024 if they have no function for the date.
 FIXED_DATE = {
     "%d": "26", "%m": "07", "%Y": "2024", "%y": "24", "%b": "Jul", "%B": "July", "%a": "Fri", "%A": "Friday",
     "%H": "12", "%I": "12", "%M": "00", "%S": "00", "%p": "PM", "%j": "208", "%-d": "26", "%-m": "7",
 }  # fmt: skip
-# What render_jinja_template and its template get from here.
+# Arguments of render_jinja_template and variables of a template that this module sets itself.
 OWN_VARIABLES = {
     "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
     "continue_final_message", "add_generation_prompt",
 }  # fmt: skip
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as Transformers looks for it
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that Transformers uses
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Turns messages into text. `tool_use`: the template for conversations with tools, where there is one."""
+    """Renders messages as text.
 
-    name: str  # where it is from, for errors
+    tool_use: the template for conversations with tools; None: `source` is used for them too.
+    """
+
+    name: str  # origin of the template, for messages
     source: str
     tool_use: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # bos_token and the like, and data.chat_template_args
-    is_own: bool = False  # of the tokenizer's folder
+    is_own: bool = False  # whether it is from the tokenizer's folder
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompt: bool = False) -> str:
-        """The text; `prompt`: with what makes the model answer next. Raises RecordError with the template's reason."""
+        """Return the rendered text. Raises RecordError with the template's reason if it refuses the messages.
+
+        prompt: whether to append the text that makes the model answer next.
+        """
         return self._render(messages, tools, prompt=prompt, marked=False)[0]
 
     def render_marked(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the places [start, end) of what the {% generation %} tags enclose. Raises RecordError."""
+        """Return the text and the ranges [start, end) that {% generation %} tags enclose, in characters.
+
+        Raises RecordError with the template's reason if it refuses the messages.
+        """
         return self._render(messages, tools, prompt=False, marked=True)
 
     def marks_generation(self, tools: Sequence[Message]) -> bool:
-        """Whether the template itself says what is learned."""
+        """Return whether the template marks the supervised text itself, with {% generation %} tags."""
         return GENERATION_TAG.search(self._source(tools)) is not None
 
     def _source(self, tools: Sequence[Message]) -> str:
@@ -76,7 +85,7 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Message], *, prompt: bool, marked: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template  # a second, only where chats are read
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes 1 s: only if chats are read
 
         try:
             texts, places = render_jinja_template(
@@ -89,7 +98,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"data.chat_template: {self.name}: line {error.lineno}: {error.message}") from None
-        except Exception as error:  # a template is a program; what it stumbles over shows in many kinds
+        except Exception as error:  # a template is a program and may raise anything
             raise RecordError(f"the chat template ({self.name}) refuses it: {error}") from None
         return texts[0], places[0] if marked else []
 
@@ -97,10 +106,11 @@ class ChatTemplate:
 def load_chat_template(
     tokenizer: str, file: str | None = None, arguments: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """The template of `data.chat_template`, else of the tokenizer's folder, else the plain one.
+    """Return the template of `data.chat_template`, else that of the tokenizer's folder, else the plain one.
 
-    `arguments`: variables of the template, such as enable_thinking. Raises ConfigError for files that are broken, for
-    arguments that are not the user's to give, and as find_on_hub.
+    arguments: variables of the template, such as enable_thinking.
+
+    Raises ConfigError for broken files, for arguments that a user may not set, and as find_on_hub.
     """
     if own := OWN_VARIABLES & (arguments or {}).keys():
         raise ConfigError(
@@ -121,7 +131,7 @@ def load_chat_template(
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """bos_token, eos_token and whatever else the folder's settings name so, as texts."""
+    """Return bos_token, eos_token and the other `*_token` settings of a tokenizer's folder, as texts."""
     settings = {**_settings(folder / "special_tokens_map.json"), **_settings(folder / "tokenizer_config.json")}
     tokens = {key: value for key, value in settings.items() if key.endswith("_token") and value}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
@@ -129,7 +139,10 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _sources(folder: Path) -> dict[str, str]:
-    """Templates by name, those in files of their own before those in tokenizer_config.json, as Transformers has it."""
+    """Return the folder's templates by name.
+
+    Files of their own take precedence over tokenizer_config.json, as in Transformers.
+    """
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (own := folder / TEMPLATE_NAME).is_file():
         files["default"] = own
@@ -166,7 +179,10 @@ def _read(file: Path) -> str:
 
 
 def _with_fixed_date(source: str) -> str:
-    """The line end after the macro belongs to its last tag, so the template itself starts on a fresh line."""
+    """Define the template's strftime_now function so that it returns the fixed date.
+
+    The line end after the macro is trimmed with its last tag, so the template itself starts on a fresh line.
+    """
     if "strftime_now" not in source:
         return source
     filters = " | ".join(f"replace({code!r}, {text!r})" for code, text in FIXED_DATE.items())

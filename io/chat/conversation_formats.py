@@ -1,4 +1,4 @@
-"""Records of chats as conversations: alpaca, sharegpt and `messages`, recognised by their keys or as stated."""
+"""Reads records of chats as conversations: alpaca, sharegpt and `messages`, recognised by their keys or as stated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain_ray.io.records.read_records import RecordError
 
 ChatFormat = Literal["auto", "alpaca", "sharegpt", "messages"]
 
-# Keys that change what is learned, in ways that a conversation cannot say.
+# Keys that change what is learned in ways that a Conversation cannot express.
 REFUSED_KEYS = ("chosen", "rejected", "kto_tag", "image", "images", "video", "videos", "audio", "audios")
 
 MESSAGE_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
@@ -31,22 +31,25 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as a chat template takes them, and the tools that the assistant may call."""
+    """Holds messages as a chat template takes them, and the tools that the assistant may call."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
 
 
 class ChatLayout(Protocol):
-    """How a record holds its conversation."""
+    """Describes how a record holds its conversation."""
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
-        """Raises RecordError naming the key or turn that is wrong."""
+        """Return the conversation of a record. Raises RecordError naming the key or turn that is wrong."""
 
 
 @dataclass(frozen=True)
 class AlpacaLayout:
-    """One question and one answer a record, perhaps with earlier ones. A key of None is not read."""
+    """Describes records with one question and one answer, perhaps with earlier ones.
+
+    The fields are the record's keys. A key of None is not read.
+    """
 
     instruction: str | None = "instruction"
     input: str | None = "input"
@@ -77,7 +80,11 @@ class AlpacaLayout:
 
 @dataclass(frozen=True)
 class TurnsLayout:
-    """A list of turns a record, each with a role and a content. `roles`: their words to those of a template."""
+    """Describes records with a list of turns, each with a role and a content.
+
+    roles: maps the roles of the records to those of a template.
+    extras: further keys that a turn may have.
+    """
 
     turns: str
     role: str
@@ -117,7 +124,7 @@ MESSAGES = TurnsLayout("messages", "role", "content", MESSAGE_ROLES, extras=MESS
 
 @dataclass(frozen=True)
 class AutoLayout:
-    """Recognises the format of each record by its keys; turns may stand under `messages` or `conversations`."""
+    """Recognises the format of each record by its keys. Turns may stand under `messages` or `conversations`."""
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
         found = [_recognised(record, name) for name in ("messages", "conversations") if record.get(name) is not None]
@@ -138,7 +145,7 @@ LAYOUTS: Mapping[ChatFormat, ChatLayout] = {
 
 
 def read_conversation(record: Any, layout: ChatLayout) -> Conversation:
-    """The conversation of what `read_records` gave. Raises RecordError."""
+    """Return the conversation of a record of `read_records`. Raises RecordError."""
     if isinstance(record, RecordError):
         raise record
     if not isinstance(record, dict):
@@ -174,9 +181,12 @@ def _shown(record: Mapping[str, Any], key: str) -> str:
     return f"{record[key]!r:.60}" if key in record else f"none (keys: {', '.join(map(str, record))})"
 
 
-@lru_cache(maxsize=64)  # the records of a file have few sets of keys
+@lru_cache(maxsize=64)  # the records of a file have few distinct sets of keys
 def _check_keys(keys: frozenset[str], optional: tuple[str | None, ...]) -> None:
-    """Other keys are no harm, but one that is nearly the name of a missing optional key would be lost silently."""
+    """Raise RecordError for a key that is nearly the name of a missing optional key: that one would be silently lost.
+
+    Other unknown keys are accepted.
+    """
     absent = [key for key in optional if key and key not in keys]
     for key in sorted(keys - set(optional), key=str):
         if close := get_close_matches(str(key), absent, n=1, cutoff=0.8):

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's dataset_info.json: which files a data set has, and under which keys its records hold a chat."""
+"""Reads LLaMA-Factory's dataset_info.json: the files of a data set, and the keys under which records hold a chat."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain_ray.io.chat.conversation_formats import (
 
 FILE_NAME = "dataset_info.json"
 HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-OTHER_KEYS = ("ranking", "num_samples")  # preference data, and a part of the records only
+OTHER_KEYS = ("ranking", "num_samples")  # refused: preference data, and a limit on the records used
 KNOWN_KEYS = {"file_name", "formatting", "columns", "tags", "split", "subset", "folder", *HUB_KEYS, *OTHER_KEYS}
 ALPACA_COLUMNS = ("prompt", "query", "response", "system", "history", "tools")
 TURN_COLUMNS = ("messages", "system", "tools")
@@ -32,16 +32,19 @@ ROLE_TAGS = {
 
 
 class NamedDataset(NamedTuple):
-    """`path`: a file or a folder of files."""
+    """Holds the files of a data set and the layout of their records.
+
+    path: a file or a folder of files.
+    """
 
     path: Path
     layout: ChatLayout
 
 
 def read_dataset_info(file: Path, names: Sequence[str]) -> tuple[NamedDataset, ...]:
-    """The data sets of these names, in their order.
+    """Return the data sets of these names, in their order.
 
-    Raises ConfigError naming the entry and key for what is missing, unknown or cannot be read here.
+    Raises ConfigError, naming the entry and key, for what is missing, unknown or cannot be read here.
     """
     try:
         entries = json.loads(file.read_bytes().decode("utf-8-sig"))

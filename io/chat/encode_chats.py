@@ -1,4 +1,4 @@
-"""Files of chats as sequences of token ids, each with a mask of the tokens that are learned."""
+"""Encodes files of chats as sequences of token ids, each with a loss mask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Truncation = Literal["turn", "drop"]
 
 
 class EncodedChat(NamedTuple):
-    """Ids, the mask, and the lengths after which an answer ends."""
+    """Holds the ids of a chat, its loss mask, and for each answer the number of tokens up to its end."""
 
     ids: TokenIds  # [num_tokens]
     supervised: Mask  # [num_tokens]
@@ -35,18 +35,18 @@ class EncodedChat(NamedTuple):
 
 
 class ChatEncoder:
-    """Conversation to ids and mask: the part that takes the time. Holds no state."""
+    """Encodes a conversation as ids and mask, which is the expensive part of reading chats. Holds no state."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        """Raises ConfigError for a template that cannot be used."""
+        """Prepare to encode with a tokenizer and a template. Raises ConfigError for a template that cannot be used."""
         self._tokenizer = tokenizer
         self._marker = TurnMarker(template)
 
     def encode(self, conversation: Conversation) -> list[EncodedChat]:
-        """The sequences of a conversation: one, or one a turn where the template rewrites earlier turns.
+        """Return the sequences of a conversation: one, or several if the template rewrites earlier turns.
 
-        Ids are those of the whole text, tokenised once without further special tokens. Raises RecordError for what
-        the template refuses.
+        The whole text is tokenised at once, without further special tokens. Raises RecordError if the template refuses
+        the conversation.
         """
         return [self._encode(marked) for marked in self._marker.mark(conversation)]
 
@@ -57,7 +57,7 @@ class ChatEncoder:
         for start, end in marked.spans:
             learned = (starts < end) & (ends > start)
             for token in np.flatnonzero(learned & (starts < start)):
-                # The prompt's last token reaches into the answer. It is learned unless all it takes are blanks.
+                # The prompt's last token reaches into the answer. It is supervised unless it takes only blanks of it.
                 learned[token] = not marked.text[start : ends[token]].isspace()
             supervised |= learned
         answer_ends = np.searchsorted(starts, [end for _, end in marked.spans])
@@ -65,9 +65,10 @@ class ChatEncoder:
 
 
 class EncodedRecord(NamedTuple):
-    """What became of a record: ids and masks of what is kept of it, and what is to be told.
+    """Holds the result of one record: the ids and masks of what is kept of it, and its fates for the tally.
 
-    `highest_id`: of all its ids, cut off or not. `problem`: what is wrong with it, if anything is.
+    highest_id: highest of all its ids, including those that are cut off.
+    problem: what is wrong with the record; None: nothing.
     """
 
     kept: list[tuple[TokenIds, Mask]]
@@ -78,7 +79,7 @@ class EncodedRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordEncoder:
-    """Records, each with the number of its layout, to what becomes of them. May be copied to other processes."""
+    """Encodes records, each given with the number of its layout. Picklable, so that other processes can run it."""
 
     encoder: ChatEncoder
     layouts: Sequence[ChatLayout]
@@ -113,11 +114,14 @@ def read_chats(
     vocab_size: int,
     num_processes: int = 1,
 ) -> Generator[TokenSequence]:
-    """Every sequence of these files in their order, at most `max_tokens` long (seq_len + 1), with something to learn.
+    """Yield every sequence with something to learn, in the order of the files.
 
-    The same from any number of processes. Raises ConfigError for a file that cannot be read, a bad record unless the
-    tally skips it, an id outside of the model's vocabulary, and at the end where there was nothing to learn;
-    MegatrainError where a process dies.
+    The sequences do not depend on the number of processes.
+
+    max_tokens: length of a sequence at most, seq_len + 1.
+
+    Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, an id outside the model's
+    vocabulary, and at the end if there was nothing to learn. Raises MegatrainError if a process dies.
     """
     highest = HighestId(vocab_size)
     work = RecordEncoder(encoder, [source.layout for source in sources], max_tokens, truncation)
@@ -137,15 +141,18 @@ def read_chats(
 
 
 def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[Place, tuple[int, object]]]:
-    """Every record of the sources with its place, and the number of its source."""
+    """Yield every record of the sources with its location and the number of its source."""
     for number, source in enumerate(sources):
         for place, record in read_records(source.file):
             yield place, (number, record)
 
 
 def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, Fate | None]:
-    """How much is kept, and why not all: up to the last answer that fits whole, else a part of the first."""
-    if not chat.supervised[1:].any():  # the first token is nobody's target
+    """Return how many tokens of a chat are kept, and the reason if not all are.
+
+    A chat that is too long is cut after the last answer that fits whole, else inside the first answer.
+    """
+    if not chat.supervised[1:].any():  # the first token is never a target
         return 0, Fate.NOTHING
     if chat.ids.size <= max_tokens:
         return chat.ids.size, None
@@ -156,7 +163,10 @@ def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple
 
 
 def _check_text(text: str) -> None:
-    """JSON can hold one half of a pair of surrogates, which is no text: tokenizers refuse it in ways of their own."""
+    """Raise RecordError for a lone surrogate.
+
+    JSON can hold one half of a pair of surrogates, which is no text: each tokenizer fails on it in its own way.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

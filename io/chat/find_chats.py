@@ -1,4 +1,4 @@
-"""Which files hold the chats, and how: paths, folders and globs, or LLaMA-Factory's dataset_info.json."""
+"""Finds the files that hold chats and how they hold them: paths, folders, globs, or a dataset_info.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain_ray.io.records.read_records import SUFFIXES, has_records
 
 
 class ChatSource(NamedTuple):
-    """A file of records, and how they hold their conversations."""
+    """Holds a file of records and the layout of their conversations."""
 
     file: Path
     layout: ChatLayout
@@ -23,9 +23,12 @@ class ChatSource(NamedTuple):
 def find_chats(
     path: str | Sequence[str], dataset: str | Sequence[str] | None = None, chat_format: ChatFormat = "auto"
 ) -> tuple[ChatSource, ...]:
-    """The files of `data.path` in the order given: files, folders, globs, or one dataset_info.json.
+    """Return the files of `data.path` in the order given: files, folders, globs, or one dataset_info.json.
 
-    Raises ConfigError for what is missing, holds no records, or where `dataset` and the path do not belong together.
+    dataset: names of the entries of dataset_info.json; None with other paths.
+
+    Raises ConfigError for what is missing, for what holds no records, and if `dataset` and the path do not belong
+    together.
     """
     patterns = [path] if isinstance(path, str) else list(path)
     infos = [pattern for pattern in patterns if Path(pattern).name == FILE_NAME]
@@ -55,5 +58,8 @@ def _files(pattern: str) -> list[Path]:
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
-    """A folder that was downloaded from a hub has a .cache of JSON files."""
+    """Return whether a part of the path below `folder` begins with a dot.
+
+    A folder that was downloaded from a hub has a .cache of JSON files.
+    """
     return any(part.startswith(".") for part in file.relative_to(folder).parts)

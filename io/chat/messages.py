@@ -1,4 +1,4 @@
-"""One message of a conversation in the form that chat templates expect, checked."""
+"""Checks one message of a conversation and brings it into the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from megatrain_ray.io.records.read_records import RecordError
 
-# What a turn may have beside role and content; templates read these names.
+# Keys that a turn may have in addition to role and content; templates read these names.
 MESSAGE_EXTRAS = frozenset({"tool_calls", "tool_call_id", "name", "reasoning_content", "thinking"})
 
 
 def text_of(content: Any, where: str) -> str:
-    """A text, a list of text parts joined as they stand, or "" for null. Raises RecordError for anything else."""
+    """Return a text as it is, a list of text parts joined, and "" for null. Raises RecordError for anything else."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -24,9 +24,12 @@ def text_of(content: Any, where: str) -> str:
 
 
 def new_message(role: str, text: str, extras: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of a template's role, or of `function_call`, whose text is the JSON of one call or a list of them.
+    """Return a checked message.
 
-    Raises RecordError for a turn without content; only a tool may answer nothing, and an assistant that calls one.
+    role: a template's role, or `function_call`, whose text is the JSON of one tool call or a list of them.
+    extras: further keys of the message, of MESSAGE_EXTRAS.
+
+    Raises RecordError for a turn without content. Only a tool's answer and an assistant's tool call may be empty.
     """
     if role == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _calls(_parsed(text, "function call"))}
@@ -41,7 +44,12 @@ def new_message(role: str, text: str, extras: Mapping[str, Any]) -> dict[str, An
 
 
 def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """The tools of a record: a list of JSON schemas, or its JSON text; a bare function is put into its envelope."""
+    """Return the tools of a record, each in the envelope {"type": "function", "function": …}.
+
+    value: a list of JSON schemas, or its JSON text; empty or null for none.
+
+    Raises RecordError for anything else.
+    """
     tools = _parsed(value, "tools") if isinstance(value, str) and value.strip() else value or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RecordError(f"tools: expected a list of JSON schemas, got {value!r:.60}")
@@ -54,7 +62,10 @@ def _calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """In its envelope, with the arguments as a mapping: OpenAI's JSON text would be written as a text in quotes."""
+    """Return a tool call in its envelope, with the arguments as a mapping.
+
+    OpenAI writes arguments as JSON text, which a template would render as a text in quotes.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
         raise RecordError(f"tool call: expected a name and arguments, got {call!r:.60}")

@@ -1,4 +1,4 @@
-"""Records that hold token ids already, made by a tokenizer elsewhere: `input_ids`, perhaps with `labels`."""
+"""Reads records that hold token ids already, made by a tokenizer elsewhere: `input_ids`, perhaps with `labels`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatrain_ray.io.tokens.token_block import Mask
 from megatrain_ray.io.tokens.token_cache import TokenMeta, provenance_of
 
 IDS, LABELS, ATTENDED = "input_ids", "labels", "attention_mask"
-OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask")  # that some trainers read in place of labels
+OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask")  # refused: some trainers read them instead of labels
 NOT_LEARNED = -100
-ITEMSIZE = 4  # whatever ids come
+ITEMSIZE = 4  # bytes of an id on disk: the tokenizer's vocabulary is not known, so every id must fit
 
 
 @dataclass(frozen=True)
 class TokenRecordsRecipe:
-    """What sequences come from: files of records with ids. Each is a document of at most `seq_len` + 1 tokens."""
+    """Makes sequences from files of records with ids. Each is a document of at most `seq_len` + 1 tokens."""
 
     files: tuple[Path, ...]
     truncation: Truncation
@@ -34,12 +34,12 @@ class TokenRecordsRecipe:
     bad_records: BadRecords
 
     def provenance(self) -> dict[str, Any]:
-        """Raises ConfigError where a file cannot be read."""
+        """Return everything that decides the tokens, as data for JSON. Raises ConfigError if a file cannot be read."""
         settings = {"truncation": self.truncation, "seq_len": self.seq_len, "bad_records": self.bad_records}
         return {**provenance_of(self.files, None), "kind": "tokens", **settings}
 
     def write(self, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
-        """Makes the files of a folder of tokens. Raises ConfigError naming file and record, and OSError."""
+        """Write the token files into `folder`. Raises ConfigError naming file and record, and OSError."""
         tally = ChatTally(self.bad_records)
         files = SequenceFiles(self.files, vocab_size, advance)
         return files.write(folder, self._read(tally), tally, itemsize=ITEMSIZE, end=None)
@@ -62,7 +62,7 @@ class TokenRecordsRecipe:
             raise ConfigError("\n".join(["data.path: nothing to learn", *tally.lines()]))
 
     def _length(self, supervised: Mask) -> tuple[int, Fate | None]:
-        """How much is kept, and why not all. The first token is nobody's target."""
+        """Return how many tokens are kept, and the reason if not all are. The first token is never a target."""
         width = self.seq_len + 1
         if not supervised[1:].any():
             return 0, Fate.NOTHING_LABELLED
@@ -74,9 +74,10 @@ class TokenRecordsRecipe:
 
 
 def read_token_record(record: Any) -> tuple[TokenIds, Mask]:
-    """Ids and which of them are learned: all, or those whose label is the id itself and not -100.
+    """Return the ids of a record and its loss mask.
 
-    What an attention_mask has a 0 for are pads and left out. Raises RecordError.
+    Without labels all ids are supervised, else those whose label is the id itself and not -100. Tokens with a 0 in
+    attention_mask are pads and left out. Raises RecordError.
     """
     if isinstance(record, RecordError):
         raise record

@@ -1,7 +1,7 @@
-"""A function over many items in several processes, results in the order of the items.
+"""Maps a function over many items in several processes, with results in the order of the items.
 
-The processes are plain children that are spoken to over their pipes. Those of multiprocessing import the program that
-starts them once more, which a script without `if __name__ == "__main__"` does not stand; forked ones inherit the locks
+The processes are plain children that communicate over their pipes. Those of multiprocessing import the program that
+starts them once more, which fails for a script without `if __name__ == "__main__"`. Forked ones would inherit the locks
 of a tokenizer's threads.
 """
 
@@ -21,9 +21,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from megatrain_ray.errors import MegatrainError
 
-ALONE_BYTES = 2 << 20  # of pickled items, before processes are started: those take 2 s until the first result
-BATCH_BYTES = 1 << 18  # of pickled items that go to a process at once; one that is larger goes alone
-BATCHES_EACH = 2  # of a process: under way or done, and not yet taken
+ALONE_BYTES = 2 << 20  # pickled items processed here before processes are started, which take 2 s to the first result
+BATCH_BYTES = 1 << 18  # size at which a batch of pickled items is complete
+BATCHES_EACH = 2  # batches per process that are in flight, or done with results not yet yielded
 
 Key = TypeVar("Key")
 Item = TypeVar("Item")
@@ -33,10 +33,10 @@ Result = TypeVar("Result")
 def map_in_order(
     work: Callable[[Item], Result], items: Iterable[tuple[Key, Item]], num_processes: int
 ) -> Generator[tuple[Key, Result]]:
-    """Every key with what `work` makes of its item. `work`, items and results must be picklable; keys stay here.
+    """Yield every key with the result of `work` on its item.
 
-    The first items are worked on here. Close the iterator where it is left before its end. Raises what `work` raises,
-    MegatrainError where a process dies.
+    `work`, items and results must be picklable; keys stay in this process. The first items are processed here. Close
+    the iterator if it is not exhausted. Raises what `work` raises, MegatrainError if a process dies.
     """
     left, taken_bytes = iter(items), 0
     for key, item in left:
@@ -51,7 +51,7 @@ def map_in_order(
 
 
 class _Processes(Generic[Item, Result]):
-    """Gone when the block ends, whatever they are doing."""
+    """Runs the work in child processes, which are killed when the block ends, even in the middle of a batch."""
 
     def __init__(self, work: Callable[[Item], Result], number: int) -> None:
         self._number = number
@@ -88,23 +88,23 @@ class _Processes(Generic[Item, Result]):
         process = self._idle.get()
         try:
             return process.ask(batch)
-        finally:  # a dead one too, or the next batch would wait for ever
+        finally:  # a dead process is returned too, or the next batch would wait forever
             self._idle.put(process)
 
 
 class _Process(Generic[Result]):
-    """A child that answers each batch with its results."""
+    """Runs one child process that answers each batch with its results."""
 
     def __init__(self, work: bytes) -> None:
         self._unsent = work
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-        # In a group of its own: an interrupt from the terminal is the parent's to take.
+        # In a process group of its own, so that only the parent receives an interrupt from the terminal.
         self._child = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
         )
 
     def ask(self, batch: list[bytes]) -> list[Result]:
-        """Raises what the work raises, MegatrainError where the child is gone."""
+        """Return the results of a batch. Raises what the work raises, MegatrainError if the child is gone."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         try:
@@ -125,15 +125,15 @@ class _Process(Generic[Result]):
         self._child.kill()
 
     def close(self) -> None:
-        """After a kill."""
-        with suppress(BrokenPipeError):  # what was not written
+        """Wait for the child to exit. Call `kill` first."""
+        with suppress(BrokenPipeError):  # a request was still unwritten
             self._child.communicate()
 
 
 def serve() -> None:
-    """What a child does: takes a function, then lists of items, until its input ends."""
+    """Run the loop of a child: read a function, then lists of items, and answer each list until the input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # for whatever prints
+    sys.stdout = sys.stderr  # anything that the work prints must not get into the answers
     with suppress(EOFError):
         work = pickle.load(requests)
         while True:

@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub, in huggingface_hub's own cache: fetched once, read without a network afterwards."""
+"""Fetches files of the Hugging Face hub into huggingface_hub's own cache: once, then read without a network."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[\w./
 
 @dataclass(frozen=True)
 class HubFolder:
-    """A commit of a repository in the cache. `key`: the setting that names it, for errors."""
+    """Points to a commit of a repository in the cache.
+
+    key: the setting that names the repository, for messages.
+    path: the folder of the commit in the cache; its last part is the commit's hash.
+    """
 
     key: str
     repository: str
-    path: Path  # its last part is the commit
+    path: Path
 
     def require(self, files: Iterable[str]) -> None:
-        """Fetches those of `files` that are not here yet. Raises ConfigError."""
+        """Fetch those of `files` that are not in the cache. Raises ConfigError if one cannot be fetched."""
         for file in files:
             if not (self.path / file).is_file():
                 _download(self.key, self.repository, self.path.name, file)
 
     def add(self, files: Iterable[str]) -> None:
-        """Fetches those of `files` that there are, once. Without a network what is here must do. Raises ConfigError."""
+        """Fetch those of `files` that the repository has and the cache has not.
+
+        Without a network this returns with what the cache has. Raises ConfigError for any other failure.
+        """
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -46,7 +53,7 @@ class HubFolder:
                 raise _explained(self.key, self.repository, file, error) from None
 
     def add_code(self) -> None:
-        """Fetches the repository's Python files. Raises ConfigError."""
+        """Fetch the repository's Python files. Raises ConfigError."""
         from huggingface_hub import snapshot_download
 
         try:
@@ -56,11 +63,14 @@ class HubFolder:
 
 
 def find_on_hub(name: str, key: str, required: str, optional: Iterable[str]) -> HubFolder | None:
-    """The cached repository that `name` (OWNER/NAME, or with @REVISION) means, with these files of it.
+    """Return the cached repository that `name` (OWNER/NAME, or with @REVISION) means, after fetching files of it.
 
-    What is in the cache is taken as it is there: a branch stays at the commit it was at first. None where `name` is a
-    folder of this machine, or can be no hub id. Raises ConfigError where the hub has no such repository or file, and
-    where it cannot be reached and the cache has none.
+    key: the setting that holds `name`, for messages.
+    required, optional: files to fetch; the repository may lack the optional ones.
+
+    A cached repository is used as it is: a branch stays at the commit that was fetched first. Returns None if `name` is
+    a local file or folder, or cannot be a hub id. Raises ConfigError if the hub has no such repository or file, or if
+    it cannot be reached and the cache has none.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -70,7 +80,7 @@ def find_on_hub(name: str, key: str, required: str, optional: Iterable[str]) -> 
     repository, revision = match["repository"], match["revision"] or "main"
     try:
         cached = try_to_load_from_cache(repository, required, revision=revision)
-    except ValueError:  # by the hub's finer rules for names
+    except ValueError:  # the hub's rules for names are stricter than HUB_ID
         return None
     path = Path(cached) if isinstance(cached, str) else _download(key, repository, revision, required)
     folder = HubFolder(key, repository, path.parent)
@@ -81,7 +91,7 @@ def find_on_hub(name: str, key: str, required: str, optional: Iterable[str]) -> 
 def _download(key: str, repository: str, revision: str, file: str) -> Path:
     try:
         return _fetch(repository, revision, file)
-    except Exception as error:  # of the hub's own classes, of its HTTP library's, of the disk
+    except Exception as error:  # of the hub's own classes, of its HTTP library, or OSError
         raise _explained(key, repository, file, error) from None
 
 

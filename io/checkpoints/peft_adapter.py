@@ -1,5 +1,8 @@
-"""A folder of LoRA adapters in the format of the peft library: adapter_config.json and adapter_model.safetensors, whose
-names are those of the model's parameters behind `base_model.model.`."""
+"""Reads and writes folders of LoRA adapters in the format of the peft library.
+
+A folder holds adapter_config.json and adapter_model.safetensors. The names in the latter are those of the model's
+parameters after the prefix `base_model.model.`.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,21 @@ from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTen
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-READ_ELEMENTS = 8 << 20  # 32 MiB at once
-# Of peft's settings, what would compute something else than a plain pair when set.
+READ_ELEMENTS = 8 << 20  # elements compared at a time: 32 MiB
+# Settings of peft which, when set, make the adapter compute something other than a plain pair.
 OTHER_KINDS = (
     "use_rslora", "use_dora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "lora_bias", "arrow_config",
     "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "kasa_config",
     "monteclora_config", "velora_config",
 )  # fmt: skip
-# Of init_lora_weights, by which peft makes pairs. The others (pissa, olora, …) take the pair's product out of the base,
-# and do so again whenever the adapter is loaded.
+# Values of peft's init_lora_weights that only make pairs and leave the base unchanged. The others (pissa, olora, …)
+# subtract the pair's product from the base, and do so again whenever the adapter is loaded.
 PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Adapters and what was trained beside them, by the names of the model's parameters."""
+    """Reads adapters, and other parameters that were trained with them, by the names of the model's parameters."""
 
     path: Path
     rank: int
@@ -42,7 +45,7 @@ class AdapterFolder:
 
     @staticmethod
     def open(path: Path) -> AdapterFolder:
-        """Raises ConfigError for a folder that holds no adapters, others than plain LoRA, or damaged ones."""
+        """Open an adapter folder. Raises ConfigError if it holds none, others than plain LoRA, or damaged ones."""
         file = path / CONFIG_NAME
         try:
             settings = json.loads(file.read_bytes())
@@ -62,10 +65,15 @@ class AdapterFolder:
     def check(
         self, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str], tied: Mapping[str, str] | None = None
     ) -> None:
-        """`shapes`: of all that is trained. `tied`: other names of it, each with the one in `shapes`.
+        """Check that the folder holds the parameters that will be trained.
 
-        Raises ConfigError where the folder lacks a `required` parameter, holds one of another shape, one that is not
-        trained, or other values of a shared one under its other name."""
+        shapes: shapes of all trained parameters, by name.
+        required: names that the folder must hold.
+        tied: other names of shared parameters, each with the name in `shapes`.
+
+        Raises ConfigError if the folder lacks a required parameter, holds one of another shape, one that is not
+        trained, or other values of a shared parameter under its other name.
+        """
         shapes = {**shapes, **{alias: shapes[name] for alias, name in (tied or {}).items()}}
         names = [name.removeprefix(PREFIX) for name in self._weights.names]
         strangers = sorted(set(names) - shapes.keys())
@@ -91,7 +99,7 @@ class AdapterFolder:
         return PREFIX + name in self._weights.names
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flattened parameter: 1-D, fp32. Raises ConfigError as WeightFolder.read."""
+        """Return elements [start, stop) of the flattened parameter: 1-D, fp32. Raises as WeightFolder.read."""
         return self._weights.read(PREFIX + name, start, stop)
 
 
@@ -102,7 +110,9 @@ def write_adapter_folder(
     settings: Mapping[str, Any],
     copies: Sequence[Path] = (),
 ) -> None:
-    """Writes `settings` as adapter_config.json, the weights, whose names are those of the model, and copies of files.
+    """Write `settings` as adapter_config.json, the weights, and copies of files.
+
+    tensors: the weights, by the names of the model's parameters.
 
     The folder appears when it is complete. Raises as write_model_folder.
     """

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face safetensors folder, read in parts: never a whole file, never a whole parameter."""
+"""Reads the weights of a Hugging Face safetensors folder in parts: never a whole file or a whole parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain_ray.errors import ConfigError
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# By safetensors' names, what a buffer may be of beside them.
+# Types that a buffer may have, by safetensors' names.
 BUFFER_DTYPES = DTYPES | {
     "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
@@ -28,7 +28,7 @@ BUFFER_DTYPES = DTYPES | {
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a parameter lies: its bytes start at `offset` of a file."""
+    """Locates a tensor: its bytes start at `offset` of a file."""
 
     file: Path
     offset: int
@@ -38,14 +38,14 @@ class _Stored:
 
 @dataclass(frozen=True)
 class WeightFolder:
-    """Names, shapes and values of the parameters in a folder. Every error is a ConfigError naming the file."""
+    """Gives names, shapes and values of the parameters in a folder. Every error is a ConfigError naming the file."""
 
     path: Path
     _stored: Mapping[str, _Stored]
 
     @staticmethod
     def open(path: Path | str) -> WeightFolder:
-        """Reads the headers of model.safetensors, or of the files that model.safetensors.index.json names.
+        """Read the headers of model.safetensors, or of the files that model.safetensors.index.json names.
 
         Raises ConfigError for a folder without them, and for a file that is missing, unreadable, truncated or no
         safetensors file.
@@ -67,7 +67,7 @@ class WeightFolder:
 
     @staticmethod
     def of_file(file: Path) -> WeightFolder:
-        """What one safetensors file holds. Raises ConfigError as `open`."""
+        """Return the weights of one safetensors file. Raises ConfigError as `open`."""
         return WeightFolder(file.parent, _read_header(file))
 
     @property
@@ -75,15 +75,15 @@ class WeightFolder:
         return frozenset(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises ConfigError when there is no such parameter."""
+        """Return the shape of a parameter. Raises ConfigError if there is no such parameter."""
         return self._find(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises ConfigError when there is no such tensor, or it is of a type that torch does not have."""
+        """Return the type of a tensor. Raises ConfigError if there is no such tensor, or if torch lacks its type."""
         return _dtype(name, self._find(name), BUFFER_DTYPES)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ConfigError unless every named parameter is there, of that shape and of a type that can be read."""
+        """Raise ConfigError unless every named parameter is there with that shape and a type that can be read."""
         for name, shape in shapes.items():
             stored = self._find(name)
             if stored.shape != tuple(shape):
@@ -91,10 +91,10 @@ class WeightFolder:
             _dtype(name, stored)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flattened parameter: 1-D, fp32, a copy. Reads only those bytes.
+        """Return elements [start, stop) of the flattened parameter: 1-D, fp32, a copy. Reads only those bytes.
 
-        Raises ConfigError for a name or range that is not there, another type than fp32, bf16 or fp16, and a file that
-        has changed since it was opened.
+        Raises ConfigError for a name or range that is not there, a type other than fp32, bf16 and fp16, and a file that
+        has become shorter since it was opened.
         """
         stored = self._find(name)
         numel = math.prod(stored.shape)
@@ -105,7 +105,7 @@ class WeightFolder:
         return values.float()
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor as it is stored, in its own type and shape: of a buffer, or of what a run does not train.
+        """Return a tensor in its stored type and shape, for buffers and for parameters that a run does not train.
 
         Raises ConfigError as `read` does.
         """
@@ -115,8 +115,11 @@ class WeightFolder:
         return values
 
     def _fill(self, values: torch.Tensor, stored: _Stored, start: int) -> None:
-        """Leaves nothing in the page cache, where a model of any size would be in the way of its own state. Reads 2.4
-        GB/s; with O_DIRECT, which does not read ahead, it was 1.5, and 0.6 to 1.6 filling the cache."""
+        """Fill `values` with the tensor's elements from `start` on, and drop the bytes read from the page cache.
+
+        In the page cache a model of any size would take memory from its own training state. This reads 2.4 GB/s. With
+        O_DIRECT, which does not read ahead, it was 1.5 GB/s, and 0.6 to 1.6 GB/s when filling the cache.
+        """
         buffer = values.view(torch.uint8).numpy().data
         first = position = stored.offset + start * values.itemsize
         try:
@@ -138,8 +141,10 @@ class WeightFolder:
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
-    """The files that hold the weights of a folder, whether they are there or not: those that its index names, or the
-    single one. Raises ConfigError for a broken index."""
+    """Return the names of a folder's weight files, existing or not: those that its index names, or the single one.
+
+    Raises ConfigError for a broken index.
+    """
     index = folder / INDEX_NAME
     return tuple(sorted(set(_read_index(index).values()))) if index.exists() else (SINGLE_NAME,)
 
@@ -151,7 +156,7 @@ def _dtype(name: str, stored: _Stored, allowed: Mapping[str, torch.dtype] = DTYP
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The file of each parameter."""
+    """Return the name of the file that holds each parameter."""
     try:
         files = json.loads(index.read_bytes())["weight_map"]
         return {str(name): str(file) for name, file in files.items()}
@@ -174,13 +179,16 @@ def _read_indexed(index: Path, present: Set[str]) -> dict[str, _Stored]:
 
 
 def _read_header(path: Path) -> dict[str, _Stored]:
-    """The library checks the file as a whole (offsets, sizes, length); it does not tell where the bytes lie."""
+    """Read the header of a safetensors file and locate its tensors.
+
+    The safetensors library checks the file as a whole (offsets, sizes, length) but does not say where the bytes lie.
+    """
     try:
         with path.open("rb") as file, safetensors.safe_open(path, framework="pt"):
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(length))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None  # the library's have none
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None  # the library sets no strerror
     except safetensors.SafetensorError as error:
         raise ConfigError(f"{path} is damaged or no safetensors file: {error}; download the model again") from None
     return {

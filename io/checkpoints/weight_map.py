@@ -1,7 +1,7 @@
-"""Names and shapes of a checkpoint's tensors where they are not those of the model's parameters.
+"""Maps parameters to the tensors of a checkpoint where names or shapes differ.
 
-Transformers fuses experts and renames parts when it loads a model. Every checkpoint tensor is then a piece of one
-parameter: a strided view of it. `Piece`s say which; nothing here knows why.
+Transformers fuses experts and renames modules when it loads a model. Every checkpoint tensor is then a strided view of
+one parameter. A `CheckpointTensor` describes that view; nothing here knows the reason for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """Tensor `name` of a checkpoint holds these elements of a parameter: `offset` and `stride` in elements of it."""
+    """Describes which elements of a parameter the checkpoint's tensor `name` holds.
+
+    offset, stride: of the tensor as a view of the flattened parameter, in elements.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -27,7 +30,7 @@ class CheckpointTensor:
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...]) -> CheckpointTensor:
-        """A parameter that a checkpoint holds as it is."""
+        """Return the description of a tensor that holds a parameter unchanged."""
         return CheckpointTensor(name, shape, 0, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))))
 
     @property
@@ -36,38 +39,38 @@ class CheckpointTensor:
 
     @property
     def stop(self) -> int:
-        """One beyond its last element in the parameter."""
+        """Return the index in the parameter one beyond the tensor's last element."""
         return self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) + 1
 
     @property
     def is_dense(self) -> bool:
-        """Whether it holds all elements from `offset` to `stop`, in whatever order."""
+        """Return whether the tensor holds all elements from `offset` to `stop`, in any order."""
         return self.stop - self.offset == self.numel
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it holds them in the parameter's own order."""
+        """Return whether the tensor holds its elements in the parameter's own order."""
         expected = CheckpointTensor.whole(self.name, self.shape).stride
         return all(n == 1 or s == e for n, s, e in zip(self.shape, self.stride, expected, strict=True))
 
 
-WeightMap = Mapping[str, Sequence[CheckpointTensor]]  # parameter → what a checkpoint holds of it; equal names left out
+WeightMap = Mapping[str, Sequence[CheckpointTensor]]  # by parameter; one stored under its own name is left out
 
 
 @dataclass(frozen=True)
 class MappedWeights:
-    """The parameters of a model, read from a folder that holds them under its own names or under a checkpoint's."""
+    """Reads the parameters of a model from a folder that holds them under its own names or a checkpoint's names."""
 
     folder: WeightFolder
     map: WeightMap
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ConfigError unless every parameter is there, whole and of its shape."""
+        """Raise ConfigError unless every parameter is there, whole and of its shape."""
         for name, shape in shapes.items():
             self.folder.check({t.name: t.shape for t in self._tensors(name)} or {name: shape})
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flattened parameter: 1-D, fp32. Raises ConfigError as WeightFolder.read."""
+        """Return elements [start, stop) of the flattened parameter: 1-D, fp32. Raises as WeightFolder.read."""
         tensors = self._tensors(name)
         if not tensors:
             return self.folder.read(name, start, stop)
@@ -91,7 +94,7 @@ class MappedWeights:
 
 
 def check_covered(name: str, numel: int, tensors: Sequence[CheckpointTensor]) -> None:
-    """Raises ConfigError unless the tensors hold every element of the parameter once."""
+    """Raise ConfigError unless the tensors hold every element of the parameter exactly once."""
     position = 0
     for tensor in sorted(tensors, key=lambda t: t.offset):
         if not tensor.is_dense or tensor.offset != position:

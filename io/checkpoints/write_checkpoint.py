@@ -1,7 +1,7 @@
-"""Writes a Hugging Face folder of weights, one part of one tensor in memory at a time.
+"""Writes a Hugging Face folder of weights with only one part of one tensor in memory at a time.
 
-safetensors' own writer takes a whole file from memory; the format is simple enough to be written as the bytes come:
-the length of a JSON header (8 bytes, little-endian), the header, then the tensors' bytes one after the other.
+safetensors' own writer needs a whole file in memory, but the format is simple enough to be written piece by piece: the
+length of a JSON header (8 bytes, little-endian), the header, then the tensors' bytes one after the other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_N
 from megatrain_ray.io.files.free_space import check_room
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 
-FILE_BYTES = 5 * 10**9  # the largest file that hubs and file systems take without ado
-REST_BYTES = 32 << 20  # of everything beside the weights, at most: a tokenizer
-SETTLE_BYTES = 256 << 20  # written at most before they are brought to the disk
+FILE_BYTES = 5 * 10**9  # largest file that every hub and file system accepts
+REST_BYTES = 32 << 20  # upper bound on everything except the weights, such as the tokenizer
+SETTLE_BYTES = 256 << 20  # bytes written between two flushes to disk
 
 
 class ExportDtype(Enum):
-    """Type of the exported weights, by its name on the command line."""
+    """Names the type of the exported weights as on the command line."""
 
     BF16 = "bf16"
     FP32 = "fp32"
@@ -38,25 +38,32 @@ class ExportDtype(Enum):
 
     @property
     def config_name(self) -> str:
-        """In config.json."""
+        """Return the name of the type in config.json."""
         return "bfloat16" if self is ExportDtype.BF16 else "float32"
 
     @property
     def header_name(self) -> str:
-        """In a safetensors header."""
+        """Return the name of the type in a safetensors header."""
         return "BF16" if self is ExportDtype.BF16 else "F32"
 
 
 class StoredDtype(NamedTuple):
-    """Any type, of a tensor that is passed on as it is: its name in a safetensors header, bytes of an element."""
+    """Describes the type of a tensor that is exported as it is stored.
+
+    header_name: its name in a safetensors header.
+    itemsize: bytes of an element.
+    """
 
     header_name: str
     itemsize: int
 
 
 class ExportTensor(NamedTuple):
-    """A tensor to write; `chunks` makes its bytes, row-major and little-endian, when its turn has come. `dtype`: where
-    it is not that of the others."""
+    """Describes a tensor to write.
+
+    chunks: yields its bytes, row-major and little-endian; called when the tensor is written.
+    dtype: the tensor's own type; None: that of the export.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -73,13 +80,14 @@ def write_model_folder(
     file_bytes: int = FILE_BYTES,
     copies: Sequence[Path] = (),
 ) -> None:
-    """Writes config.json, the weights in files of at most `file_bytes` (a larger tensor has its own), their index, and
-    copies of other files.
+    """Write config.json, the weights, their index if there are several files, and copies of other files.
 
-    The folder appears when it is complete. Raises ConfigError unless `out_dir` is new or empty, CapacityError when
-    there is no room for the weights, MegatrainError when writing fails.
+    file_bytes: size of a weight file at most; a larger tensor has a file of its own.
+
+    The folder appears when it is complete. Raises ConfigError unless `out_dir` is new or empty, CapacityError if there
+    is no room for the weights, MegatrainError if writing fails.
     """
-    # torch_dtype is the same key by its name before Transformers 4.56; two answers would be one too many
+    # Before Transformers 4.56 the key dtype was called torch_dtype. Only one may remain, as they could contradict.
     described = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype.config_name}
     settings: dict[str, Mapping[str, Any]] = {"config.json": described}
     if generation_config is not None:
@@ -100,8 +108,10 @@ def write_folder(
     dtype: ExportDtype,
     copies: Sequence[Path] = (),
 ) -> None:
-    """Writes JSON files, safetensors files, each by its name, and copies of other files. Raises as
-    write_model_folder."""
+    """Write JSON files and safetensors files, each by its name, and copies of other files.
+
+    Raises as write_model_folder.
+    """
     with complete_or_absent(out_dir) as folder:
         for name, values in settings.items():
             _write_json(folder / name, values)
@@ -114,7 +124,7 @@ def write_folder(
 
 
 def _split(tensors: Sequence[ExportTensor], dtype: ExportDtype, file_bytes: int) -> list[list[ExportTensor]]:
-    """In order, as many to a file as fit."""
+    """Divide the tensors among files, in order, as many to a file as fit."""
     files: list[list[ExportTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -164,7 +174,10 @@ def _header(tensors: Sequence[ExportTensor], dtype: ExportDtype) -> bytes:
 
 
 def _settle(file: BinaryIO) -> None:
-    """What is written is on disk and out of the page cache, where it would take memory from a training beside it."""
+    """Flush the written bytes to disk and drop them from the page cache.
+
+    There they would take memory from a training that runs at the same time.
+    """
     file.flush()
     os.fdatasync(file.fileno())
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Small text files that are the old one or the new one, whatever happens in between."""
+"""Replaces small text files atomically: after a crash a file is either the old one or the new one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:
-    """Write `text`, whole or in parts, in the place of `path`; durable on return.
+    """Replace the file `path` by `text`, given whole or in parts. The new file is durable on return.
 
-    A process that is killed meanwhile leaves the old file, and beside it a temporary one that `left_by_kills` finds.
+    If the process is killed meanwhile, the old file stays, with a temporary one next to it that `left_by_kills` finds.
     Raises MegatrainError.
     """
     with explained("write", path), temporary_file(path) as temporary:
@@ -33,7 +33,7 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[Path]:
-    """Yield a new empty file beside `path`, which is deleted after the block unless it was renamed. Raises OSError."""
+    """Yield a new empty file next to `path`. It is deleted after the block unless it was renamed. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
     try:

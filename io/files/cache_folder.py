@@ -1,4 +1,4 @@
-"""Where what can be made again is kept."""
+"""Locates the cache for files that can be made again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """This package's folder in the user's cache: `$XDG_CACHE_HOME`, or ~/.cache where that is unset or, as its
-    specification says, relative. The hub's files lie beside it, in huggingface_hub's own.
+    """Return this package's folder in the user's cache, `$XDG_CACHE_HOME`.
 
-    Raises RuntimeError where there is no home.
+    If that is unset or, as its specification says, relative, the user's cache is ~/.cache. Files of the hub are not in
+    it: huggingface_hub has its own cache. Raises RuntimeError if the user has no home.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "megatrain-ray"

@@ -1,4 +1,4 @@
-"""What a disk can do to a file, as errors that say which file, what happened and what to do."""
+"""Turns errors of the disk into errors that say which file, what happened and what to do."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.units import format_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# The file itself is gone or bad. Anything else may pass: permissions, a server that is away, too many open files.
+# The file itself is missing or bad. Other errors may be temporary: permissions, an absent server, too many open files.
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EUCLEAN)
 
 
 class DiskFullError(MegatrainError):
-    """The file system, or the user's quota of it, has no room."""
+    """Says that the file system, or the user's quota of it, has no room."""
 
 
 class UnreadableError(MegatrainError):
-    """A file is missing, ends too early, or cannot be read."""
+    """Says that a file is missing, ends too early, or cannot be read."""
 
 
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
-    """Raises MegatrainError for an OSError of the block, which did `action` (read, write, …) to `path`.
+    """Turn an OSError of the block, which did `action` (read, write, …) to `path`, into a MegatrainError.
 
-    UnreadableError when the file cannot be read now or ever, DiskFullError when there was no room.
+    Raises UnreadableError if a read failed because the file is missing or bad, DiskFullError if there was no room.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def explained(action: str, path: Path) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """What a user who is not root may still write where `path` is, or will be; a quota is not counted."""
+    """Return how many bytes a user who is not root can still write at `path`, existing or not, without quotas."""
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     stats = os.statvfs(there)
     return stats.f_bavail * stats.f_frsize

@@ -1,4 +1,4 @@
-"""What is on the disk, not only in the kernel's memory; and locks that the kernel drops when their holder dies."""
+"""Brings files to the disk durably, and takes locks that the kernel releases when their holder dies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from megatrain_ray.errors import DeadlineError
 
 POLL_S = 0.2
-STALL_S = 600.0  # a guess: what a process writes into a cache grows many times a second
+STALL_S = 600.0  # a guess: the files that a process writes into a cache grow many times a second
 
 
 def sync(*paths: Path) -> None:
-    """Brings files, or the names in folders, to the disk. Raises OSError."""
+    """Flush files, or the entries of folders, from the kernel's memory to disk. Raises OSError."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -26,9 +26,9 @@ def sync(*paths: Path) -> None:
 
 
 def take_lock(path: Path) -> int:
-    """The descriptor of a locked file, made where it is missing: close it to give the lock up.
+    """Lock a file, which is made if it is missing, and return its descriptor. Closing that releases the lock.
 
-    Raises BlockingIOError when another process holds it, of this container or of one that shares the folder.
+    Raises BlockingIOError if another process holds it, in this container or in one that shares the folder.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
@@ -43,13 +43,14 @@ def take_lock(path: Path) -> int:
 def wait_for_lock(
     path: Path, waiting: Callable[[], None], progress: Callable[[], object], stall_s: float = STALL_S
 ) -> Iterator[None]:
-    """Hold the lock of a file, which is made for the block and gone after it.
+    """Hold the lock of a file, which is made for the block and deleted after it.
 
     waiting: is called once before this waits for another process.
-    progress: returns something that changes while the other process works.
+    progress: returns a value that changes while the other process works.
     stall_s: seconds without such a change after which this gives up.
 
-    The file is deleted only while it is empty, as this function makes it. Raises DeadlineError, OSError.
+    The file is deleted only while it is empty, as this function makes it. Raises DeadlineError if the other process
+    stalls, and OSError.
     """
     lock = _take_when_free(path, waiting, progress, stall_s)
     try:
@@ -82,7 +83,7 @@ def _take_when_free(path: Path, waiting: Callable[[], None], progress: Callable[
             continue
         if _is_current(lock, path):
             return lock
-        os.close(lock)  # its holder removed the file before we had it
+        os.close(lock)  # the holder before us deleted the file between our opening and locking it
 
 
 def _is_current(lock: int, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Whether there is room on a disk, asked before anything is written."""
+"""Checks, before anything is written, that a disk has enough room."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from megatrain_ray.units import format_bytes
 
 
 def check_room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
-    """Raises CapacityError, with the arithmetic and `advice`, unless `needed_bytes` more fit where `folder` is or will
-    be."""
+    """Raise CapacityError unless `needed_bytes` more fit where `folder` is or will be.
+
+    what, advice: what is to be written and what to do about missing room, for the message.
+    """
     free = free_bytes(folder)
     if needed_bytes > free:
         raise CapacityError(

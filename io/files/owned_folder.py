@@ -1,8 +1,8 @@
-"""Folders that this program made and may delete again.
+"""Makes folders that carry a mark, and deletes only folders whose mark shows that this program made them.
 
-Each holds a mark: a file that says what the folder is for, which user and process made it, and a random token. A folder
-is deleted only if its mark says so, never for its name or its age, and never through a link. Whoever makes a folder
-holds a lock of the mark as long as nobody else may delete it; the kernel drops the lock when the process dies.
+A mark is a file that says what the folder is for, which user and process made it, and a random token. A folder is
+deleted only if its mark allows it, never because of its name or age, and never through a link. The process that makes a
+folder holds a lock on the mark while nobody else may delete it. The kernel releases the lock when the process dies.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MARK_NAME = "owner.json"
 MADE_BY = "megatrain-ray"
 PRIVATE = 0o700  # mode of a folder: no other user can read it or put anything into it
 SHARED = 0o777  # mode of a folder that others may read or write as far as the umask lets them
-MARK_BYTES = 4096  # a mark is smaller
+MARK_BYTES = 4096  # upper bound on the size of a mark
 
 
 class FolderKind(Enum):
-    """What a folder was made for."""
+    """Names what a folder was made for."""
 
     SESSION = "Ray's session folder of one start of a run"
     RUN = "a run"
@@ -45,19 +45,19 @@ class FolderKind(Enum):
 
 
 class NotOwnedError(MegatrainError):
-    """A folder is not deleted, because nothing shows that this program made it and that nobody uses it."""
+    """Says that a folder is not deleted, because nothing shows that this program made it and that it is unused."""
 
 
 class FolderInUseError(NotOwnedError):
-    """A folder is not deleted, because a process still uses it."""
+    """Says that a folder is not deleted, because a process still uses it."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What the mark of a folder says.
+    """Holds the contents of a folder's mark.
 
     token: random, the same for a run and all its saves.
-    inode: of the folder; a copy of it, which the user made, has another one.
+    inode: inode of the folder; a copy of the folder made by the user has another one.
     uid: the user who made it.
     pid, start_ticks, namespace: the process that made it.
     """
@@ -72,7 +72,7 @@ class Mark:
 
     @staticmethod
     def of_this_process(folder: Path, kind: FolderKind, token: str | None = None) -> Mark:
-        """Return a mark of `folder`, which this process makes now. `token`: a new one unless given."""
+        """Return a mark for `folder`, which this process is making. Without `token` it gets a new random one."""
         return Mark(
             kind=kind,
             token=token or secrets.token_hex(16),
@@ -85,13 +85,16 @@ class Mark:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this process made the folder."""
+        """Return whether this process made the folder."""
         return self.pid == os.getpid() and self.maker_lives
 
     @property
     def maker_lives(self) -> bool:
-        """Whether the process that made the folder still runs. False for one of another container, which cannot be
-        looked up from here: there only the lock says so."""
+        """Return whether the process that made the folder still runs.
+
+        It is False for a process of another container, which cannot be looked up from here. Then only the lock shows
+        whether the process runs.
+        """
         return self.namespace.is_current and start_ticks(self.pid) == self.start_ticks
 
     def to_json(self) -> str:
@@ -100,7 +103,7 @@ class Mark:
 
     @staticmethod
     def from_json(text: bytes) -> Mark:
-        """Raises ValueError, KeyError, TypeError or AttributeError for what is no mark."""
+        """Parse a mark. Raises ValueError, KeyError, TypeError or AttributeError for anything that is no mark."""
         tree: dict[str, Any] = json.loads(text)
         if tree.pop("made_by") != MADE_BY:
             raise ValueError("made by another program")
@@ -110,7 +113,7 @@ class Mark:
 
 @dataclass
 class OwnedFolder:
-    """A folder that this process made, and whose lock it holds until `release`."""
+    """Holds the lock of a folder that this process made, until `release` or `remove`."""
 
     path: Path
     mark: Mark
@@ -118,10 +121,10 @@ class OwnedFolder:
 
     @staticmethod
     def make(path: Path, kind: FolderKind, token: str | None = None, mode: int = PRIVATE) -> OwnedFolder:
-        """Make the folder with its mark, in one step with `mode`, less the umask. Its parent must exist.
+        """Make the folder, with the mode bits of `mode` less the umask, and its mark. Its parent must exist.
 
-        An empty folder that is there already is taken. Raises FileExistsError for any other, BlockingIOError where
-        another process is making it at this moment, OSError.
+        An existing empty folder is used. Raises FileExistsError for any other, BlockingIOError if another process is
+        making it at this moment, and OSError.
         """
         try:
             path.mkdir(mode)
@@ -144,7 +147,7 @@ class OwnedFolder:
                 os.fsync(lock)
                 sync(path)
             except OSError:
-                os.ftruncate(lock, 0)  # half a mark would keep the folder from being taken later
+                os.ftruncate(lock, 0)  # half a mark would make every later attempt fail
                 raise
         except OSError:
             os.close(lock)
@@ -152,11 +155,11 @@ class OwnedFolder:
         return OwnedFolder(path, mark, lock)
 
     def release(self) -> None:
-        """Give up the lock. The folder and its mark stay."""
+        """Release the lock. The folder and its mark stay."""
         os.close(self._lock)
 
     def remove(self) -> None:
-        """Delete the folder and give up the lock. What cannot be deleted stays."""
+        """Delete the folder and release the lock. Anything that cannot be deleted stays."""
         try:
             with suppress(OSError, NotOwnedError), _opened(self.path, self.path.parent) as fd:
                 if os.path.samestat(os.stat(MARK_NAME, dir_fd=fd, follow_symlinks=False), os.fstat(self._lock)):
@@ -166,15 +169,17 @@ class OwnedFolder:
 
 
 def is_free(path: Path) -> bool:
-    """Return whether there is nothing at `path`, or an empty folder, or one that a kill left before its mark was
-    written."""
+    """Return whether a new folder can be made at `path`.
+
+    So it is if there is nothing, an empty folder, or a folder that a killed process left before it wrote the mark.
+    """
     if path.is_symlink() or not path.is_dir():
         return not os.path.lexists(path)
     return {file.name for file in path.iterdir()} <= {MARK_NAME} and read_mark(path) is None
 
 
 def read_mark(path: Path) -> Mark | None:
-    """Return the mark of a folder, whoever wrote it, or None where it has none. `path` may be a link to the folder."""
+    """Return the mark of a folder, whoever wrote it, or None if it has none. `path` may be a link to the folder."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -188,19 +193,19 @@ def read_mark(path: Path) -> Mark | None:
 
 
 def has_mark(path: Path, *kinds: FolderKind) -> bool:
-    """Return whether `path` is a folder, no link to one, with a mark for one of `kinds`, or for any."""
+    """Return whether `path` is a folder, and no link to one, with a mark of one of `kinds`; without kinds, of any."""
     mark = None if path.is_symlink() else read_mark(path)
     return mark is not None and mark.kind in (kinds or FolderKind)
 
 
 def remove_owned(path: Path, kind: FolderKind, *, below: Path | None = None, token: str | None = None) -> None:
-    """Delete a folder that this program made for `kind`, and that no process uses any more.
+    """Delete a folder that this program made for `kind` and that no process uses any more.
 
     below: the folder that the user named, which may be reached through links; nothing between it and `path` may be one.
         The parent of `path` unless given.
-    token: that of the mark, where only one owner's folders may go.
+    token: deletes only a folder whose mark has this token, that is, only one owner's folders.
 
-    Raises NotOwnedError naming the reason when the folder must stay, OSError when it cannot be deleted.
+    Raises NotOwnedError naming the reason if the folder must stay, OSError if it cannot be deleted.
     """
     with _opened(path, below or path.parent) as fd:
         _check(path, fd, kind, token)
@@ -215,7 +220,10 @@ def remove_owned(path: Path, kind: FolderKind, *, below: Path | None = None, tok
 
 
 def why_not_owned(path: Path, kind: FolderKind, *, below: Path | None = None, token: str | None = None) -> str | None:
-    """Return why `remove_owned` would leave a folder; None where it would delete it, unless another process uses it."""
+    """Return why `remove_owned` would not delete a folder. Arguments as there.
+
+    Returns None if it would, unless another process then uses the folder.
+    """
     try:
         with _opened(path, below or path.parent) as fd:
             _check(path, fd, kind, token)
@@ -225,7 +233,7 @@ def why_not_owned(path: Path, kind: FolderKind, *, below: Path | None = None, to
 
 
 def _check(path: Path, fd: int, kind: FolderKind, token: str | None) -> None:
-    """Raises NotOwnedError unless the mark of an open folder lets it be deleted."""
+    """Raise NotOwnedError unless the mark of an open folder allows its deletion."""
     try:
         mark = _read(fd)
         owners = {mark.uid, os.fstat(fd).st_uid, os.stat(MARK_NAME, dir_fd=fd, follow_symlinks=False).st_uid}
@@ -249,7 +257,10 @@ def _kept(path: Path, reason: str) -> NotOwnedError:
 
 @contextmanager
 def _opened(path: Path, below: Path) -> Iterator[int]:
-    """Open the folder `path` from `below` down, and no link on the way. Raises NotOwnedError, OSError."""
+    """Open the folder `path` from `below` down and yield its descriptor. No part on the way may be a link.
+
+    Raises NotOwnedError, OSError.
+    """
     parts = path.absolute().relative_to(below.absolute()).parts
     fd = os.open(below.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -279,7 +290,10 @@ def _read(fd: int) -> Mark:
 
 
 def _delete(path: Path, fd: int) -> None:
-    """Delete an open folder, its mark last: a folder that a kill left half deleted still has it. Raises OSError."""
+    """Delete an open folder, its mark last, so that a folder that a kill left half deleted still has it.
+
+    Raises OSError.
+    """
     for name in os.listdir(fd):
         if name != MARK_NAME:
             _delete_entry(name, fd)

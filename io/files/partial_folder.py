@@ -1,4 +1,4 @@
-"""Folders that are complete or not there: written under another name, beside where they will be."""
+"""Writes folders that appear complete or not at all: under a temporary name next to their final one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatrain_ray.io.files.owned_folder import (
 
 @contextmanager
 def complete_or_absent(out_dir: Path, kind: FolderKind | None = None) -> Iterator[Path]:
-    """Yield a folder that takes the name `out_dir` when the block ends well, durably, and is gone when it does not.
+    """Yield a folder that is renamed to `out_dir`, durably, if the block succeeds, and is deleted if it fails.
 
     kind: the finished folder carries a mark of this kind (owned_folder.py); None: it is the user's and carries none.
 
-    Raises ConfigError unless `out_dir` is new or empty and nobody else is writing it, MegatrainError for an OSError of
-    the block.
+    Raises ConfigError unless `out_dir` is new or empty and no other process is writing it, MegatrainError for an
+    OSError of the block.
     """
     target = out_dir.resolve()
     partial = partial_of(target)
@@ -50,12 +50,12 @@ def complete_or_absent(out_dir: Path, kind: FolderKind | None = None) -> Iterato
 
 
 def partial_of(target: Path) -> Path:
-    """Return where the folder `target` is written until it is whole."""
+    """Return the path at which the folder `target` is written until it is complete."""
     return target.with_name(f".{target.name}.partial")
 
 
 def remove_abandoned(folder: Path) -> list[Path]:
-    """Delete the unfinished folders in `folder` that nobody writes any more, and return what they were.
+    """Delete the unfinished folders in `folder` that no process writes any more, and return their paths.
 
     Those without a mark and those of other users stay.
     """
@@ -63,7 +63,7 @@ def remove_abandoned(folder: Path) -> list[Path]:
 
 
 def _remove(partial: Path) -> bool:
-    """Delete an unfinished folder that nobody writes any more; False where it stays."""
+    """Delete an unfinished folder that no process writes any more, and return whether it was deleted."""
     try:
         _remove_or_explain(partial)
     except (NotOwnedError, OSError):
@@ -72,7 +72,7 @@ def _remove(partial: Path) -> bool:
 
 
 def _remove_or_explain(partial: Path) -> None:
-    """Raises NotOwnedError where the folder must stay, OSError where it cannot be deleted."""
+    """Delete an unfinished folder. Raises NotOwnedError if it must stay, OSError if it cannot be deleted."""
     mark = read_mark(partial)
     remove_owned(partial, mark.kind if mark else FolderKind.PARTIAL)
 
@@ -87,7 +87,7 @@ def _make(partial: Path, target: Path, out_dir: Path, kind: FolderKind) -> Owned
         if not is_free(partial):
             _remove_or_explain(partial)
         return OwnedFolder.make(partial, kind, mode=SHARED)
-    except (BlockingIOError, FileExistsError, FolderInUseError):  # FileExistsError: made a moment ago
+    except (BlockingIOError, FileExistsError, FolderInUseError):  # FileExistsError: another process has just made it
         raise in_use from None
     except NotOwnedError as error:
         raise ConfigError(f"cannot write to {out_dir}: {error}; move it away, or name another folder") from None

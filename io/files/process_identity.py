@@ -1,4 +1,4 @@
-"""Identifies processes of this machine even after the kernel has used their pids again."""
+"""Identifies processes of this machine even after the kernel has reused their pids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class PidNamespace:
-    """Names the namespace in which a pid means something: one boot of one machine, and one container of it."""
+    """Identifies the namespace in which a pid is valid: one boot of one machine, and one container on it."""
 
     host: str
     boot_id: str
@@ -23,19 +23,22 @@ class PidNamespace:
 
     @property
     def is_current(self) -> bool:
-        """Whether pids of this namespace can be looked up from here. The host's name may have changed."""
+        """Return whether pids of this namespace can be looked up from here.
+
+        The host's name is not compared, because it may have changed.
+        """
         here = PidNamespace.current()
         return (self.boot_id, self.pid_namespace) == (here.boot_id, here.pid_namespace)
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in ticks of the kernel's clock since boot; no change of the wall clock moves it.
+    """Return when a process started, in kernel clock ticks since boot, which no change of the wall clock moves.
 
-    None when there is no such process, or only a zombie, which holds nothing.
+    Returns None if there is no such process, or only a zombie, which holds no resources.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name before may hold anything, spaces and brackets too
+    state, *fields = stat.rpartition(")")[2].split()  # the process name before may contain spaces and brackets
     return None if state in "ZX" else int(fields[18])

@@ -1,4 +1,4 @@
-"""Which files `data.path` means, and which formats there are."""
+"""Finds the files that `data.path` means and knows their formats."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ SUFFIXES = (TEXT, JSONL, JSONL_ZST, PARQUET)
 
 
 def format_of(file: Path) -> str | None:
-    """The one of SUFFIXES that a file's name ends with, in small or capital letters."""
+    """Return the one of SUFFIXES that a file's name ends with, in small or capital letters; None for another suffix."""
     return next((suffix for suffix in SUFFIXES if file.name.lower().endswith(suffix)), None)
 
 
 def find_documents(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """The files of `data.path`: a path, a glob, a folder, or a list of these.
+    """Return the files of `data.path`: a path, a glob, a folder, or a list of these.
 
-    In the order given. What a glob or a folder holds is sorted by path and named once; of a folder these are the files
-    of a known format at any depth, those whose names begin with a dot and what is in such folders left out.
+    They come in the order given. The files of a glob or a folder are sorted by path, each named once. Of a folder these
+    are the files of a known format at any depth. Files whose names begin with a dot are left out, and so is everything
+    in such folders.
 
     Raises ConfigError for what is missing, a file of another format, a folder or glob that yields nothing, and an
     empty list.

@@ -1,4 +1,4 @@
-"""Files of records, read one after the other: a JSON list, JSON lines (plain or zstandard), Parquet."""
+"""Reads the records of a file in order: a JSON list, JSON lines (plain or zstandard), or Parquet."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatrain_ray.errors import ConfigError
 
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 1 << 20
-ROWS = 256  # of a Parquet file that are objects of Python at a time
+ROWS = 256  # rows of a Parquet file converted to Python objects at a time
 SUFFIXES = (".json", ".jsonl", ".jsonl.zst", ".parquet")
 
 
 class RecordError(ValueError):
-    """What is wrong with one record. The place is added by whoever knows it."""
+    """Says what is wrong with one record. Whoever reports it adds the location."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record stands: a line of a .jsonl file, a record of a .json list, a row of a .parquet file; from 1.
+    """Locates a record: a line of a .jsonl file, a record of a .json list, or a row of a .parquet file, from 1.
 
-    `read_bytes`: about how much of the file has been read with it, for a progress bar.
+    read_bytes: about how many bytes of the file have been read up to and including it, for a progress bar.
     """
 
     file: Path
@@ -42,14 +42,14 @@ class Place:
 
 
 def has_records(file: Path) -> bool:
-    """Whether the name is one that `read_records` knows."""
+    """Return whether the file's name has a suffix that `read_records` knows."""
     return file.name.lower().endswith(SUFFIXES)
 
 
 def read_records(file: Path) -> Iterator[tuple[Place, Any]]:
-    """Every record with its place, in the order of the file; blank lines are passed over.
+    """Yield every record with its location, in the order of the file. Blank lines are skipped.
 
-    A record that cannot be decoded comes as the RecordError that says why, and the rest of the file follows. Raises
+    A record that cannot be decoded comes as the RecordError that says why, and reading continues after it. Raises
     ConfigError for a file that cannot be read, is cut off or has another suffix.
     """
     name = file.name.lower()
@@ -64,7 +64,7 @@ def read_records(file: Path) -> Iterator[tuple[Place, Any]]:
         else:
             raise ConfigError(f"data.path: {file}: expected a file of records ({', '.join(SUFFIXES)}), got this name")
     except OSError as error:
-        if error.errno is None:  # Arrow's word for damage
+        if error.errno is None:  # Arrow reports damage in this way
             what = str(error).partition("\n")[0].rstrip(".")
             raise ConfigError(f"data.path: {file} is cut off or is damaged: {what}; copy the file again") from None
         raise ConfigError(f"data.path: cannot read {file}: {error.strerror or error}") from None
@@ -72,21 +72,21 @@ def read_records(file: Path) -> Iterator[tuple[Place, Any]]:
 
 @contextmanager
 def open_lines(file: Path) -> Iterator[tuple[Any, IO[bytes]]]:
-    """The file as it lies on the disk, which tells how far it has been read, and its lines; .zst is decompressed.
+    """Yield the file as it is on disk, whose `tell` gives the bytes read, and its lines; a .zst is decompressed.
 
-    Raises OSError, also where what is compressed ends too early or is damaged; that one has no number.
+    Raises OSError, also if compressed data end too early or are damaged; that error has no errno.
     """
     if not file.name.lower().endswith(".zst"):
         with file.open("rb", buffering=CHUNK_BYTES) as plain:
             yield plain, plain
         return
-    # Arrow's stream raises for a frame that ends too early; that of the zstandard package ends silently.
+    # Arrow's stream raises if a frame ends too early; that of the zstandard package would end silently.
     with pyarrow.OSFile(str(file)) as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
         yield raw, io.BufferedReader(stream, CHUNK_BYTES)
 
 
 def _json(file: Path) -> Iterator[tuple[Place, Any]]:
-    """A list, or, as many tools write them, lines in spite of the name."""
+    """Yield the records of a .json file: a list, or JSON lines, which many tools write under this suffix."""
     content = file.read_bytes().removeprefix(BOM)
     if not content.lstrip().startswith(b"["):
         lines = io.BytesIO(content)
@@ -114,7 +114,7 @@ def _decoded(text: bytes) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         return RecordError(f"not valid JSON: {error.msg} at {where}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deeply nested brackets
         return RecordError(f"not valid JSON: {error}")
 
 
@@ -126,6 +126,6 @@ def _parquet(file: Path) -> Iterator[tuple[Place, Any]]:
             for number, row in enumerate(rows, 1):
                 yield Place(file, "row", number, size * number // table.metadata.num_rows), row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # without a number it is Arrow's word for damage
+        if isinstance(error, OSError) and error.errno is not None:  # without an errno, Arrow reports damage
             raise
         raise ConfigError(f"data.path: {file} is damaged or no Parquet file (after row {number}): {error}") from None

@@ -1,4 +1,4 @@
-"""Files as texts: a .txt file is one document, a line of JSON or a row of Parquet one each."""
+"""Reads files as texts: a .txt file is one document, and so is each line of JSON or row of Parquet."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.find_files import PARQUET, TEXT, format_of
 from megatrain_ray.io.records.read_records import BOM, ROWS, open_lines
 
-BLOCK_BYTES = 1 << 20  # read at a time
-NUM_PLACES = 5  # of skipped records, remembered
+BLOCK_BYTES = 1 << 20  # bytes read at a time
+NUM_PLACES = 5  # locations of bad records that are remembered
 
 
 class TextBlock(NamedTuple):
-    """A part of a document. `ends`: its last. `read_bytes`: how far in the file it ends, about."""
+    """Holds a part of a document.
+
+    ends: whether this is the document's last part.
+    read_bytes: about how far in the file the part ends.
+    """
 
     text: str
     ends: bool
@@ -31,15 +35,15 @@ class TextBlock(NamedTuple):
 
 @dataclass
 class Skips:
-    """What to do with records that hold no text, and what has been skipped."""
+    """Decides what to do with records that hold no text, and counts those that were skipped."""
 
     policy: Literal["error", "skip"]
     num_bad: int = 0
     num_empty: int = 0
-    places: list[str] = field(default_factory=list)  # of the first bad ones, with what is wrong
+    places: list[str] = field(default_factory=list)  # locations of the first bad records, each with its problem
 
     def bad(self, place: str, problem: str) -> None:
-        """Counts a bad record, or raises ConfigError for it, as the policy says."""
+        """Count a bad record, or raise ConfigError for it, as the policy says."""
         if self.policy == "error":
             raise ConfigError(f"data.path: {place}: {problem}; mend it, or set data.bad_records: skip")
         self.num_bad += 1
@@ -47,19 +51,19 @@ class Skips:
             self.places.append(f"{place}: {problem}")
 
     def empty(self) -> None:
-        """Counts an empty text; that is no error."""
+        """Count an empty text, which is no error."""
         self.num_empty += 1
 
 
 class BadRecordError(Exception):
-    """A record that holds no text; the message says why."""
+    """Says why a record holds no text."""
 
 
 def read_texts(file: Path, text_field: str, skips: Skips) -> Iterator[TextBlock]:
-    """The documents of a file in their order, long .txt files in several blocks, empty ones not at all.
+    """Yield the documents of a file in their order: long .txt files in several blocks, empty ones not at all.
 
-    A byte order mark at the start of a file is dropped; line ends stay as they are. Raises ConfigError naming file and
-    line, row or offset for what cannot be read or ends too early, and for a bad record unless `skips` counts those.
+    A byte order mark at the start of a file is dropped; line ends are kept as they are. Raises ConfigError naming file
+    and line, row or offset for what cannot be read or ends too early, and for a bad record unless `skips` counts those.
     """
     suffix = format_of(file)
     if suffix == TEXT:
@@ -87,7 +91,11 @@ def _read_plain(file: Path, skips: Skips) -> Iterator[TextBlock]:
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, data: bytes, file: Path, end: int) -> str:
-    """`end`: offset of the end of `data` in the file; no data: the file is over."""
+    """Decode the next bytes of a file. Raises ConfigError if they are not UTF-8.
+
+    data: the bytes; empty at the end of the file.
+    end: offset of the end of `data` in the file.
+    """
     try:
         return decoder.decode(data, final=not data)
     except UnicodeDecodeError as error:
@@ -123,7 +131,7 @@ def _text_of(line: bytes, text_field: str) -> str:
         raise BadRecordError(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise BadRecordError(f"bad JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deep
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deeply nested brackets
         raise BadRecordError(f"bad JSON: {error}") from None
     if not isinstance(record, dict):
         raise BadRecordError(f"expected an object with the key {text_field!r}, got {_kind(record)}")
@@ -151,7 +159,7 @@ def _kind(value: Any) -> str:
 
 
 def _read_parquet(file: Path, text_field: str, skips: Skips) -> Iterator[TextBlock]:
-    """Row group by row group, and of each a few rows at a time."""
+    """Yield the texts of a Parquet file, reading one row group at a time and converting a few rows of it at a time."""
     row, size = 0, _size(file)
     with _readable(file, lambda: f"row {row + 1}"), pyarrow.parquet.ParquetFile(file) as table:
         _check_column(file, table.schema_arrow, text_field)
@@ -198,7 +206,10 @@ def _size(file: Path) -> int:
 
 @contextmanager
 def _readable(file: Path, where: Any) -> Iterator[None]:
-    """Raises ConfigError naming file and place for what reading it raises. `where`: says how far it came."""
+    """Turn the errors of reading a file in the block into a ConfigError naming file and location.
+
+    where: returns the location that reading had reached.
+    """
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:

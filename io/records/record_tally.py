@@ -1,4 +1,4 @@
-"""What became of the records of a data set: counted by kind, with the first places of each."""
+"""Counts what became of the records of a data set, by kind, and remembers the first locations of each kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACES_TOLD = 3
 
 
 class Fate(Enum):
-    """What can happen to a record but being learned whole; a conversation may meet several."""
+    """Names what can happen to a record other than being used whole. One conversation may have several fates."""
 
     BAD = "bad, skipped"
     NO_ANSWER = "without an assistant turn, dropped"
@@ -32,7 +32,7 @@ class Fate(Enum):
 
 
 class ChatTally:
-    """Counts while chats are read. One object a pass over the data."""
+    """Counts records, sequences and tokens while chats are read. Use a new one for each pass over the data."""
 
     def __init__(self, bad_records: BadRecords = "error") -> None:
         self._bad_records = bad_records
@@ -44,25 +44,25 @@ class ChatTally:
         self.num_supervised = 0
 
     def bad(self, place: Place, problem: str) -> None:
-        """Raises ConfigError with place and problem, or counts where bad records are skipped."""
+        """Count a bad record, or raise ConfigError with its location and problem if bad records are errors."""
         if self._bad_records == "error":
             raise ConfigError(f"data.path: {place}: {problem}. Fix the record, or set data.bad_records: skip")
         self.note(Fate.BAD, f"{place}: {problem}")
 
     def note(self, fate: Fate, place: Place | str) -> None:
-        """Counts, and remembers the place of the first few."""
+        """Count a fate, and remember the locations of the first few records that met it."""
         self.counts[fate] += 1
         if len(self._places[fate]) < PLACES_TOLD:
             self._places[fate].append(str(place))
 
     def learn(self, supervised: NDArray[np.bool_]) -> None:
-        """Counts a sequence by its mask; its first token is nobody's target."""
+        """Count a sequence by its loss mask. Its first token is never a target."""
         self.num_sequences += 1
         self.num_tokens += supervised.size
         self.num_supervised += int(supervised[1:].sum())
 
     def lines(self) -> list[str]:
-        """The whole in one line, and a line for every kind of exception with its first places."""
+        """Return a line with the totals, and a line for each fate that occurred with its first locations."""
         lines = [
             f"{self.num_records} records: {self.num_sequences} sequences, {self.num_tokens} tokens, "
             f"{self.num_supervised} of them learned"

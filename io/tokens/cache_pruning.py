@@ -1,7 +1,8 @@
-"""What a cache of tokens gives up: folders whose files have changed, and those that nothing has used for long.
+"""Deletes folders of the token cache whose input files have changed or that nothing has used for a long time.
 
-A folder is used whenever it is found or made, which the time of its meta.json says. Who maps its files holds a shared
-lock of meta.json; what is to go needs the only one, so no folder goes while a run reads it.
+A folder counts as used whenever it is found or made: the modification time of its meta.json records that. A process
+that maps the files of a folder holds a shared lock on its meta.json. Pruning needs the exclusive lock, so no folder is
+deleted while a run reads it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remov
 from megatrain_ray.io.tokens.token_cache import META_NAME, VERSION, file_identity
 
 UNUSED_DAYS = 30
-HELD_S = 10.0  # longer than any process looks at one folder
-STRANGE = (ValueError, KeyError, TypeError, IndexError)  # what a meta.json of another program raises
+HELD_S = 10.0  # a pruning process holds the lock of one folder for less time than this
+STRANGE = (ValueError, KeyError, TypeError, IndexError)  # raised when a meta.json of another program is read
 
 
 def mark_used(folder: Path) -> None:
-    """As of now; not in a cache that can only be read."""
+    """Set the last use of a folder of tokens to now. Does nothing in a cache that can only be read."""
     with suppress(OSError):
         os.utime(folder / META_NAME)
 
 
 @contextmanager
 def held(folders: Sequence[Path]) -> Iterator[None]:
-    """Keep other processes from pruning these folders during the block. Where locks do not work nothing is pruned."""
+    """Keep other processes from pruning these folders during the block.
+
+    Where the file system has no locks this does nothing, and nothing is pruned there either.
+    """
     with ExitStack() as locks:
         for folder in folders:
             with suppress(OSError):
@@ -43,7 +47,10 @@ def held(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def _share(lock: int) -> None:
-    """Take a share of the lock, which a pruning process holds for an instant. Raises BlockingIOError after HELD_S."""
+    """Take the shared lock, waiting while a pruning process holds the exclusive one for an instant.
+
+    Raises BlockingIOError after HELD_S.
+    """
     deadline_s = time.monotonic() + HELD_S
     while True:
         try:
@@ -55,8 +62,10 @@ def _share(lock: int) -> None:
 
 
 def prune(root: Path) -> int:
-    """Delete what the cache gives up, and return how many bytes that were. What cannot be deleted stays, and so does a
-    folder without the mark of tokens (files/owned_folder.py)."""
+    """Delete the folders of a cache that are outdated or unused, and return how many bytes that freed.
+
+    A folder that cannot be deleted stays, and so does one without the mark of tokens (files/owned_folder.py).
+    """
     freed_bytes = 0
     for folder in _folders(root):
         with suppress(OSError, *STRANGE):
@@ -70,7 +79,7 @@ def without_mark(root: Path) -> list[Path]:
 
 
 def size_of(root: Path) -> tuple[int, int]:
-    """Folders of tokens in a cache, and their bytes."""
+    """Return the number of folders of tokens in a cache and their total size in bytes."""
     folders = list(_folders(root))
     return len(folders), sum(map(_bytes_of, folders))
 
@@ -80,7 +89,10 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> int:
-    """Bytes freed; 0 where it is wanted still, or in use. Raises OSError, STRANGE."""
+    """Delete a folder of tokens and return the bytes freed; 0 if it is still wanted or in use.
+
+    Raises OSError, and the errors of STRANGE for a meta.json of another program.
+    """
     lock = os.open(folder / META_NAME, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,7 +116,10 @@ def _is_given_up(folder: Path) -> bool:
 
 
 def _has_changed(identity: list[Any]) -> bool:
-    """A file that is missing may be on a disk that is not mounted."""
+    """Return whether a file differs from its recorded identity.
+
+    A missing file counts as unchanged: it may be on a disk that is not mounted.
+    """
     try:
         return file_identity(Path(identity[0])) != identity
     except OSError:

@@ -1,4 +1,4 @@
-"""The tokens of one data source, as they lie on the disk."""
+"""Memory-maps the tokens of one data source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatrain_ray.io.tokens.token_writer import (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Tells one tokenised data set, cut into its documents, from another."""
+    """Identifies one tokenised data set, cut into its documents."""
 
     num_tokens: int
     crc32: int
@@ -36,14 +36,17 @@ class Fingerprint:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents one after the other. `name`: what data.path calls them. `supervised`: which tokens are learned, for
-    sequences of chats, of which each is a document; None: all."""
+    """Holds the documents of one data source as one array of tokens, in order and without separators.
+
+    name: what data.path calls the source, for messages.
+    supervised: true where a token counts in the loss, for chats, of which each sequence is a document; None: all do.
+    """
 
     name: str
     tokens: TokenArray  # [num_tokens]
     document_lengths: NDArray[np.int64]  # [num_documents]
     fingerprint: Fingerprint
-    end_of_document: int | None  # the id that stands between two documents; None: the tokenizer has none
+    end_of_document: int | None  # id to put between two documents when they are joined; None: the tokenizer has none
     supervised: Mask | None = None  # [num_tokens]
 
     @property
@@ -52,7 +55,10 @@ class Corpus:
 
 
 def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
-    """Maps a folder of make_tokens. Raises ConfigError where it is gone, or has an id outside the vocabulary."""
+    """Memory-map a folder that `make_tokens` wrote.
+
+    Raises ConfigError if the folder is gone, or if it has an id outside the vocabulary.
+    """
     meta = read_meta(folder)
     if meta is None:
         raise ConfigError(
@@ -63,7 +69,8 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
         name=name,
         tokens=_map(folder / TOKENS_NAME, ID_TYPES[meta.itemsize], meta.num_tokens),
         document_lengths=_map(folder / LENGTHS_NAME, LENGTH_TYPE, meta.num_documents),
-        # Of ids as wide as the vocabulary needs, whatever is on the disk: what saves have recorded from the first on.
+        # The checksum for ids as wide as the vocabulary needs, even if the file's are wider: saves have always recorded
+        # this one.
         fingerprint=Fingerprint(meta.num_tokens, meta.crc32[id_bytes(vocab_size)]),
         end_of_document=meta.end_of_document,
         supervised=None if meta.num_supervised is None else _map(folder / MASK_NAME, MASK_TYPE, meta.num_tokens),
@@ -71,5 +78,5 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
 
 
 def _map(path: Path, kind: np.dtype[Any], size: int) -> NDArray[Any]:
-    """Read from the disk as it is used; mmap knows no empty files."""
+    """Memory-map `size` elements, read from disk on access; an empty file, which mmap refuses, gives an empty array."""
     return np.memmap(path, kind, "r", shape=(size,)) if size else np.empty(0, kind)

@@ -1,8 +1,8 @@
-"""Long documents cut for a tokenizer that works on many texts at once, and the ids put together as if they were whole.
+"""Cuts long documents for a batch tokenizer and joins the ids so that they equal those of the whole text.
 
-Neighbouring pieces share the text around their cut. Where both make the same tokens of it, from well before the cut to
-well after it, neither is under the influence of where its text begins or ends, and the ids of one go on with those of
-the other. Where they differ, the two are encoded as one.
+Neighbouring pieces share the text around their cut. If both give the same tokens there, from well before the cut to
+well after it, neither is affected by where its text begins or ends. Then the ids of the one continue with those of the
+other. If they differ, the two pieces are encoded again as one text.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import numpy as np
 from megatrain_ray.io.records.read_texts import TextBlock
 from megatrain_ray.io.tokens.token_block import TokenArray, TokenBlock
 
-PIECE_CHARS = 1 << 14  # between two cuts: a byte-level BPE took half the CPU time that it took with 1 << 17
-OVERLAP_CHARS = 1 << 9  # that a piece has beyond a cut, on either side
-COMPARED_CHARS = OVERLAP_CHARS // 2  # in which pieces must agree, on either side of a cut
+PIECE_CHARS = 1 << 14  # characters between two cuts: a byte-level BPE took half the CPU time that it took with 1 << 17
+OVERLAP_CHARS = 1 << 9  # characters of a piece beyond a cut, on either side
+COMPARED_CHARS = OVERLAP_CHARS // 2  # characters in which two pieces must agree, on either side of a cut
 
-Encode = Callable[[str], Any]  # of one text, to a tokenizers.Encoding
+Encode = Callable[[str], Any]  # from one text to its tokenizers.Encoding
 
 
 class Piece(NamedTuple):
-    """Text of one document from its character `start` on. `ends`: to its end."""
+    """Holds the text of one document from its character `start` on.
+
+    ends: whether the piece reaches the end of the document.
+    read_bytes: about how far in the file it ends, as in TextBlock.
+    """
 
     text: str
     start: int
@@ -38,9 +42,9 @@ class Piece(NamedTuple):
 
 
 def cut_texts(blocks: Iterable[TextBlock], size: int = PIECE_CHARS, overlap: int = OVERLAP_CHARS) -> Iterator[Piece]:
-    """Documents in pieces that reach `overlap` characters beyond the cuts, which are `size` apart.
+    """Yield documents in pieces: cuts are `size` characters apart, pieces reach `overlap` characters beyond them.
 
-    A piece is cut off only where at least `size` characters follow, so a shorter document stays whole.
+    A piece is cut off only if at least `size` characters follow, so a shorter document stays whole.
     """
     held, start = "", 0
     for block in blocks:
@@ -58,7 +62,11 @@ def cut_texts(blocks: Iterable[TextBlock], size: int = PIECE_CHARS, overlap: int
 
 @dataclass(frozen=True)
 class Part:
-    """A text of the document from its character `start` on, encoded. Its tokens count from character `begin` on."""
+    """Holds an encoded text of the document from its character `start` on.
+
+    begin: character of the document from which its tokens count; earlier ones belong to the piece before.
+    encoding: the tokenizers.Encoding of `text`.
+    """
 
     text: str
     start: int
@@ -66,35 +74,35 @@ class Part:
     encoding: Any
 
     def first_token(self, char: int) -> int:
-        """The first token that begins at this character of the document or after it."""
+        """Return the index of the first token that begins at or after this character of the document."""
         tokens = range(len(self.encoding))
         return bisect_left(tokens, char - self.start, key=lambda token: self.encoding.token_to_chars(token)[0])
 
     def tokens_of(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(id, first character, end) of the tokens that begin in [start, stop)."""
+        """Return (id, first character, end) of the tokens that begin in [start, stop), as document offsets."""
         first, last = self.first_token(start), self.first_token(stop)
         spans = (self.encoding.token_to_chars(token) for token in range(first, last))
         ids = self.encoding.ids[first:last]
         return [(token, self.start + a, self.start + b) for token, (a, b) in zip(ids, spans, strict=True)]
 
     def ids(self, stop: int | None = None) -> TokenArray:
-        """Those that count, of tokens that begin before `stop`."""
+        """Return the ids of the tokens that begin from character `begin` on and before `stop`; None: to the end."""
         last = None if stop is None else self.first_token(stop)
         return np.array(self.encoding.ids[self.first_token(self.begin) : last], np.uint32)
 
 
 class Joiner:
-    """Puts the ids of a document's pieces together. Pieces come in order, one document after the other."""
+    """Joins the ids of a document's pieces. Pieces come in order, one document after the other."""
 
     def __init__(self, encode: Encode, overlap: int = OVERLAP_CHARS, compared: int = COMPARED_CHARS) -> None:
         self._encode = encode
         self._overlap = overlap
         self._compared = compared
         self._part: Part | None = None
-        self._waiting: list[str] = []  # texts after the part's, to be encoded with it
+        self._waiting: list[str] = []  # texts that follow the part, to be encoded together with it
 
     def add(self, piece: Piece, encoding: Any) -> Iterator[TokenBlock]:
-        """The ids that are certain now."""
+        """Take the next piece and yield the ids that no later piece can change."""
         cut = piece.start + self._overlap
         after = Part(piece.text, piece.start, cut if piece.start else 0, encoding)
         if self._part is None:
@@ -114,7 +122,10 @@ class Joiner:
         return bool(tokens) and tokens[0][1] < cut <= tokens[-1][1] and tokens == after.tokens_of(*around)
 
     def _grown(self, part: Part, piece: Piece) -> Part:
-        """The part with the piece, once what waits is as long as the part: no character is encoded many times."""
+        """Return the part extended by the piece, encoded again.
+
+        Encoding waits until the pending texts are as long as the part, so that no character is encoded many times.
+        """
         self._waiting.append(piece.text[2 * self._overlap :])
         if not piece.ends and sum(map(len, self._waiting)) < len(part.text):
             return part

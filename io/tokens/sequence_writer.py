@@ -1,4 +1,4 @@
-"""Sequences with their masks, written one after the other as a folder of tokens."""
+"""Writes sequences with their loss masks as a folder of tokens."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ TokenIds = NDArray[np.uint32]
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """Ids of one sequence, and where its record stands."""
+    """Holds the ids and the loss mask of one sequence, and the location of its record."""
 
     ids: TokenIds  # [num_tokens]
-    supervised: Mask  # [num_tokens], true where the model has to generate the token
+    supervised: Mask  # [num_tokens], true where the model must generate the token, so that it counts in the loss
     place: Place
 
 
 class SequenceFiles:
-    """Writes the sequences of these files, which come in the order of the files."""
+    """Writes the sequences of some files. The sequences must come in the order of the files."""
 
     def __init__(self, files: Sequence[Path], vocab_size: int, advance: Callable[[int, int], None]) -> None:
-        """`advance`: as a watcher's."""
+        """Prepare to write the sequences of `files`.
+
+        advance: is called with (bytes read, bytes of all files), as Watcher.advance.
+        """
         self._files = files
         self._advance = advance
         self._total_bytes = sum(file.stat().st_size for file in files)
@@ -41,9 +44,13 @@ class SequenceFiles:
     def write(
         self, folder: Path, sequences: Iterable[TokenSequence], tally: ChatTally, *, itemsize: int, end: int | None
     ) -> TokenMeta:
-        """`tally`: what became of the records, once `sequences` are over. `end`: the end of a document's id.
+        """Write all sequences into `folder` and return what meta.json records of them.
 
-        Raises ConfigError for an id outside the vocabulary, OSError.
+        tally: counts of what became of the records, complete once `sequences` is exhausted.
+        itemsize: bytes of an id on disk, 2 or 4.
+        end: id of the end of a document; None: the tokenizer has none.
+
+        Raises ConfigError for an id outside the vocabulary, and OSError.
         """
         with TokenWriter(folder, itemsize, self._seen, masked=True) as writer:
             for block in self._blocks(sequences):

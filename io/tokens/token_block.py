@@ -1,4 +1,4 @@
-"""Token ids as they pass from tokenizer to cache."""
+"""Defines the blocks of token ids that a tokenizer hands to the cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ Mask = NDArray[np.bool_]
 
 
 class TokenBlock(NamedTuple):
-    """Ids of a document or of a part of one. `ends`: the document's last. `read_bytes`: as in TextBlock.
+    """Holds the ids of a document or of a part of one.
 
-    `supervised`: which of the ids are learned; None: all.
+    ends: whether this is the document's last block.
+    read_bytes: about how far in the file the block ends, as in TextBlock.
+    supervised: true where an id counts in the loss; None: all do.
     """
 
     ids: TokenArray  # [num_tokens]

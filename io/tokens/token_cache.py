@@ -1,4 +1,7 @@
-"""Documents tokenised once: a folder of ids and document lengths per data source, found again by what went into it."""
+"""Tokenises documents once, into one folder of ids and document lengths per data source.
+
+A folder is found again by a hash of everything that decides its tokens.
+"""
 
 from __future__ import annotations
 
@@ -36,26 +39,30 @@ META_NAME = "meta.json"
 
 
 class Watcher(Protocol):
-    """Is told how tokenising goes."""
+    """Receives progress reports while tokens are made."""
 
     def wait(self, folder: Path) -> None:
-        """Another process makes this folder."""
+        """Report that this process waits for another one that makes this folder."""
 
     def replace(self, folder: Path) -> None:
-        """The folder is damaged and will be made again."""
+        """Report that the folder is damaged and will be made again."""
 
     def advance(self, read_bytes: int, total_bytes: int) -> None:
-        """This much of the files has been read, and what came of it written."""
+        """Report how many bytes of the input files have been read and their tokens written."""
 
     def end(self, meta: TokenMeta, seconds: float) -> None:
-        """The folder is complete."""
+        """Report that the folder is complete, after `seconds`."""
 
 
 @dataclass(frozen=True)
 class TokenMeta:
-    """What meta.json says of the files beside it. `crc32`: by bytes of an id, of all tokens, lengths and the mask.
+    """Describes the token files of a folder, as its meta.json records it.
 
-    `report`: what became of records of chats, in lines. `num_supervised`: None where there is no mask.
+    itemsize: bytes of an id on disk.
+    places: locations of the first bad records, each with its problem.
+    crc32: checksum of all tokens, lengths and the mask, by bytes of an id (2 and 4).
+    num_supervised: tokens that count in the loss; None: there is no mask.
+    report: lines that say what became of the records of chats.
     """
 
     itemsize: int
@@ -76,7 +83,7 @@ class TokenMeta:
         writer: TokenWriter, highest: HighestId, end_of_document: int | None, num_bad: int, *, num_empty: int = 0,
         places: Sequence[str] = (), num_supervised: int | None = None, report: Iterable[str] = (),
     ) -> TokenMeta:  # fmt: skip
-        """Of what was written."""
+        """Return the description of what `writer` has written."""
         return TokenMeta(
             itemsize=writer.itemsize,
             num_tokens=writer.num_tokens,
@@ -94,18 +101,21 @@ class TokenMeta:
 
 
 class Recipe(Protocol):
-    """What a folder of tokens comes from."""
+    """Makes the tokens of one data source from its inputs."""
 
     def provenance(self) -> dict[str, Any]:
-        """All that decides the tokens, for JSON. Raises ConfigError where a file cannot be read."""
+        """Return everything that decides the tokens, as data for JSON. Raises ConfigError if a file cannot be read."""
 
     def write(self, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
-        """Makes the files. `advance`: as a watcher's. Raises ConfigError, OSError."""
+        """Write the token files into `folder`. Raises ConfigError, OSError.
+
+        advance: as Watcher.advance.
+        """
 
 
 @dataclass(frozen=True)
 class TokenRecipe:
-    """What tokens come from: the files in their order, the tokenizer, how records are read."""
+    """Makes tokens from texts: the files in their order, the tokenizer, and how records are read."""
 
     files: tuple[Path, ...]
     tokenizer: str
@@ -121,8 +131,12 @@ class TokenRecipe:
 
 
 def provenance_of(files: Sequence[Path], tokenizer: str | None) -> dict[str, Any]:
-    """What all recipes have. `tokenizer`: None where ids come as they are. Raises ConfigError where a file cannot be
-    read."""
+    """Return what the provenance of every recipe has: version, identities of files, hashes of the tokenizer's files.
+
+    tokenizer: its name; None where the records hold ids already.
+
+    Raises ConfigError if a file cannot be read.
+    """
     try:
         parts = tokenizer_files(tokenizer) if tokenizer else ()
         hashes = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in parts]
@@ -136,12 +150,15 @@ def provenance_of(files: Sequence[Path], tokenizer: str | None) -> dict[str, Any
 
 
 def key_of(provenance: dict[str, Any]) -> str:
-    """The name of the folder that holds the tokens."""
+    """Return the name of the folder that holds the tokens of this provenance."""
     return hashlib.sha256(json.dumps(provenance).encode()).hexdigest()[:32]
 
 
 def read_meta(folder: Path) -> TokenMeta | None:
-    """None where the folder is missing, of another version, or not what was written."""
+    """Return the description of a folder of tokens.
+
+    Returns None if the folder is missing, of another version, or if its files do not have the recorded sizes.
+    """
     try:
         tree = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["tokens"]
         crc32 = {int(itemsize): crc for itemsize, crc in tree["crc32"].items()}
@@ -159,7 +176,7 @@ def read_meta(folder: Path) -> TokenMeta | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the folder holds what was written, byte for byte: reads all of it."""
+    """Return whether the folder holds what was written, byte for byte. Reads and checksums all of it."""
     meta = read_meta(folder)
     if meta is None:
         return False
@@ -172,15 +189,17 @@ def is_whole(folder: Path) -> bool:
 
 
 def find_tokens(recipe: Recipe, root: Path) -> Path | None:
-    """The undamaged folder of a recipe in `root`, if there is one. Raises as make_tokens."""
+    """Return the undamaged folder of a recipe in `root`, or None if there is none. Raises as make_tokens."""
     folder = root / key_of(recipe.provenance())
     return folder if is_whole(folder) else None
 
 
 def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -> Path:
-    """The folder of a recipe in `root`, made where it is missing or damaged; by one process, for which others wait.
+    """Return the folder of a recipe in `root`, and make it if it is missing or damaged.
 
-    Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError where the disk fails.
+    One process makes a folder while others wait for it.
+
+    Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError if the disk fails.
     """
     provenance = recipe.provenance()
     folder = root / key_of(provenance)
@@ -210,19 +229,19 @@ def _remove_damaged(folder: Path) -> None:
 
 
 def _written_bytes(folder: Path) -> int:
-    """Return how much the process that makes the folder of tokens has written."""
+    """Return how many bytes the process that makes the folder of tokens has written so far."""
     with suppress(OSError):
         return sum(file.stat().st_size for file in partial_of(folder).iterdir())
     return 0
 
 
 def check_ids(meta: TokenMeta, vocab_size: int) -> None:
-    """Raises ConfigError for an id that the model does not have."""
+    """Raise ConfigError if the tokens have an id outside the model's vocabulary."""
     HighestId(vocab_size).check(meta.highest_id, meta.highest_file)
 
 
 class _Making:
-    """Files to ids, with nothing in memory but what is under way."""
+    """Streams the files of a recipe through the tokenizer to disk; only the blocks in flight are in memory."""
 
     def __init__(self, recipe: TokenRecipe, vocab_size: int, advance: Callable[[int, int], None]) -> None:
         self._recipe = recipe
@@ -258,7 +277,7 @@ class _Making:
 
 
 def file_identity(file: Path) -> list[Any]:
-    """Path, size and time of change, by which a file is known again. Raises OSError."""
+    """Return path, size and modification time of a file, by which it is recognised later. Raises OSError."""
     real = file.resolve()
     stats = real.stat()
     return [str(real), stats.st_size, stats.st_mtime_ns]

@@ -1,4 +1,4 @@
-"""Token ids on their way to the disk: two files, or three with a mask, and what is to be known of them."""
+"""Writes token ids to disk: tokens, document lengths and, if there is one, a loss mask, with checksums."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ MASK_NAME = "supervised.bin"
 LENGTH_TYPE = np.dtype("<i8")
 MASK_TYPE = np.dtype("?")
 READ_BYTES = 1 << 20
-CHUNK_TOKENS = 1 << 18  # written at a time
-EMPTY_TOKENS = 16  # what a block takes in memory beside its ids, counted as these
+CHUNK_TOKENS = 1 << 18  # tokens buffered before they are written
+EMPTY_TOKENS = 16  # memory of a block in addition to its ids, in tokens
 
 ID_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 def id_bytes(num_ids: int) -> int:
-    """Bytes of an id that is less than `num_ids`."""
+    """Return the bytes per id on disk, 2 or 4, for ids less than `num_ids`."""
     return 2 if num_ids <= 1 << 16 else 4
 
 
 class TokenWriter:
     """Writes documents one after the other.
 
-    `crc32`: for ids of 2 and of 4 bytes, over all tokens, then all lengths, then the mask where there is one.
+    crc32: checksums for ids of 2 and of 4 bytes, over all tokens, then all lengths, then the mask if there is one.
     """
 
     def __init__(
         self, folder: Path, itemsize: int, seen: Callable[[int, int, int], None], *, masked: bool = False
     ) -> None:
-        """`seen` is told of every chunk: its highest id, the number of the document that has it, bytes read so far.
+        """Create the files in `folder`.
 
-        `masked`: blocks come with `supervised`.
+        itemsize: bytes of an id on disk, 2 or 4.
+        seen: is called for each chunk with its highest id, the number of the document that has it, and the bytes read.
+        masked: whether blocks come with `supervised`, which is written as the mask.
         """
         self._files = ExitStack()
         self._tokens, self._lengths, *masks = (
@@ -53,7 +55,7 @@ class TokenWriter:
         self._seen = seen
         self._blocks: list[TokenBlock] = []
         self._num_waiting = 0
-        self._length = 0  # of the document so far that the next chunk goes on with
+        self._length = 0  # tokens written so far of the document that the next chunk continues
         self.num_tokens = self.num_documents = 0
         self.crc32 = dict.fromkeys(ID_TYPES, 0)
 
@@ -66,14 +68,14 @@ class TokenWriter:
         self._files.close()
 
     def add(self, block: TokenBlock) -> None:
-        """Raises OSError."""
+        """Add a block of ids; it is written once enough blocks are buffered. Raises OSError."""
         self._blocks.append(block)
         self._num_waiting += block.ids.size + EMPTY_TOKENS
         if self._num_waiting >= CHUNK_TOKENS:
             self._write()
 
     def finish(self) -> None:
-        """Writes what waits and takes lengths and mask into the checksums. Raises OSError."""
+        """Flush the buffered blocks and add lengths and mask to the checksums. Raises OSError."""
         self._write()
         for file in filter(None, (self._lengths, self._mask)):
             file.seek(0)

@@ -1,4 +1,4 @@
-"""Text to token ids: plain bytes, or the tokenizer of a Hugging Face folder, of this machine or of the hub."""
+"""Turns text into token ids: plain bytes, or the tokenizer of a local or hub Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatrain_ray.io.records.read_texts import TextBlock
 from megatrain_ray.io.tokens.long_documents import Joiner, Piece, cut_texts
 from megatrain_ray.io.tokens.token_block import TokenArray, TokenBlock
 
-BATCH_CHARS = 4 << 20  # encoded at a time; an encoded character takes some 30 bytes until its ids are taken
-EMPTY_CHARS = 64  # what a text takes beside its characters, counted as these
+BATCH_CHARS = 4 << 20  # characters encoded at a time; each takes about 30 bytes until the ids are extracted
+EMPTY_CHARS = 64  # memory of a text in addition to its characters, in characters
 
-# tokenizer.json is what is read here. The others go with exports: what AutoTokenizer and AutoProcessor read beside it,
-# and what llama.cpp, vLLM and older Transformers read in its place.
+# Only tokenizer.json is read here, and the eos token of the next two. The rest is copied into exports: AutoTokenizer
+# and AutoProcessor read some of them as well, and llama.cpp, vLLM and older Transformers read others instead.
 FILE_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,7 +42,10 @@ TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 
 
 class PlacedTokens(NamedTuple):
-    """Ids of a text and the characters each stands for: [start, end). Tokens of one character share its place."""
+    """Holds the ids of a text and the characters [start, end) that each stands for.
+
+    Several tokens of one character all have its range.
+    """
 
     ids: TokenArray  # [num_tokens]
     starts: NDArray[np.int64]  # [num_tokens]
@@ -52,24 +55,24 @@ class PlacedTokens(NamedTuple):
 class Tokenizer(Protocol):
     @property
     def num_ids(self) -> int:
-        """Every id is less."""
+        """Return a number greater than every id."""
 
     @property
     def end_of_document(self) -> int | None:
-        """The id that stands between two documents, None where the tokenizer names none."""
+        """Return the id to put between two documents, or None if the tokenizer names none."""
 
     def encode(self, text: str) -> TokenArray:
-        """The ids of a text, 1-D. No special tokens are added."""
+        """Return the ids of a text, 1-D. No special tokens are added."""
 
     def encode_placed(self, text: str) -> PlacedTokens:
-        """The same ids, each with its place in the text."""
+        """Return the ids that `encode` gives, each with its range of characters in the text."""
 
     def encode_all(self, blocks: Iterable[TextBlock]) -> Iterator[TokenBlock]:
-        """The ids of documents in their order, each as `encode` gives them for its whole text, on all cores."""
+        """Yield the ids of documents in their order, as `encode` gives them for each whole text. Uses all cores."""
 
 
 class ByteTokenizer:
-    """One id a byte of UTF-8, 0-255. Id 256 is the end of a document."""
+    """Encodes each byte of UTF-8 as one id, 0 to 255. Id 256 is the end of a document."""
 
     num_ids = 256
     end_of_document = 256
@@ -89,14 +92,15 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The tokenizer.json of a Hugging Face folder: local, and data only, no code of the folder runs."""
+    """Encodes with the tokenizer.json of a local Hugging Face folder, read as data: no code of the folder runs."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError where the folder or its tokenizer.json is missing or broken."""
+        """Read the tokenizer of `folder`. Raises ConfigError if the folder or its tokenizer.json is missing or bad."""
         self._tokenizer = _read(folder)
-        self._tokenizer.no_truncation()  # a stored limit would cut a document short, and silently
+        self._tokenizer.no_truncation()  # a stored limit would silently truncate a document
         self._tokenizer.no_padding()
-        # It would add special tokens, which nothing here asks for, or take the space before a word out of its place.
+        # A post-processor adds special tokens, which are never wanted here, or excludes the space before a word from
+        # the token's character range.
         self._tokenizer.post_processor = processors.Sequence([])
         self._end_of_sequence = _end_of_sequence(folder)
 
@@ -106,7 +110,7 @@ class FolderTokenizer:
 
     @property
     def end_of_document(self) -> int | None:
-        """The eos token that the folder's tokenizer_config.json or special_tokens_map.json names."""
+        """Return the id of the eos token that tokenizer_config.json or special_tokens_map.json of the folder names."""
         token = self._end_of_sequence
         return None if token is None else self._tokenizer.token_to_id(token)
 
@@ -130,7 +134,11 @@ class FolderTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Any]]:
-        """A batch is encoded, by threads that need no Python, while the next is read and the one before looked at."""
+        """Yield each piece with its encoding.
+
+        Threads that do not need the Python interpreter encode a batch, while the next one is read and the one before is
+        consumed.
+        """
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer") as pool:
             under_way: tuple[list[Piece], Future[Any]] | None = None
             for batch in _batches(pieces):
@@ -157,13 +165,19 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or a folder or repository of the hub that holds a tokenizer.json. Raises ConfigError."""
+    """Return the tokenizer that `name` means: `bytes`, or a folder or hub repository with a tokenizer.json.
+
+    Raises ConfigError.
+    """
     return ByteTokenizer() if name == "bytes" else FolderTokenizer(tokenizer_folder(name))
 
 
 def tokenizer_folder(name: str) -> Path:
-    """The folder that a name other than `bytes` means. What the hub has of it is fetched; a folder of this machine may
-    be missing. Raises ConfigError as find_on_hub."""
+    """Return the folder that a name other than `bytes` means.
+
+    The tokenizer's files are fetched from the hub for a hub id. A local folder may be missing. Raises ConfigError as
+    find_on_hub.
+    """
     required, *optional = FILE_NAMES
     found = find_on_hub(name, "data.tokenizer", required, [*optional, TOOL_TEMPLATE_NAME])
     return found.path if found else Path(name)
@@ -184,8 +198,10 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 
 
 def tokenizer_files(name: str) -> tuple[Path, ...]:
-    """The files that make up a tokenizer; none for `bytes`, and none where its folder is gone. Raises ConfigError as
-    find_on_hub."""
+    """Return the existing files of a tokenizer.
+
+    There are none for `bytes`, and none if the folder is gone. Raises ConfigError as find_on_hub.
+    """
     folder = None if name == "bytes" else tokenizer_folder(name)
     paths = [folder / file for file in FILE_NAMES] if folder else []
     return tuple(path for path in paths if path.is_file())

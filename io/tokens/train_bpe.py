@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer learned from a corpus, as a folder that Transformers reads."""
+"""Trains a byte-level BPE tokenizer on a corpus and writes it as a folder that Transformers reads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.read_texts import Skips, read_texts
 
-END_OF_TEXT = "<|endoftext|>"  # the first id: begins and ends texts
-PAD = "<|pad|>"  # the second: an end of text as padding would not be learned by those who mask pads
+END_OF_TEXT = "<|endoftext|>"  # id 0: bos and eos token
+PAD = "<|pad|>"  # id 1: if the pad were the end of text, trainers that mask pads would never learn the end of text
 NUM_BYTES = 256
-# The words that merges stay within, as the families since 2023 cut them: contractions, a word with what stands before
-# it, at most three digits, marks with the line ends that follow, blanks.
+# Merges never cross these words, which are cut as model families since 2023 cut them: a contraction; letters with one
+# character before them; at most three digits; punctuation with the line ends after it; blanks.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -25,7 +25,10 @@ WORDS = (
 
 
 def special_tokens(extra: Sequence[str]) -> list[str]:
-    """All of a tokenizer with these of one's own, in the order of their ids. Raises ConfigError."""
+    """Return all special tokens in the order of their ids: the built-in ones, then `extra`.
+
+    Raises ConfigError for an empty or repeated one.
+    """
     tokens = [END_OF_TEXT, PAD, *extra]
     if "" in tokens or len(set(tokens)) < len(tokens):
         raise ConfigError(f"--special: expected texts, each once, beside {END_OF_TEXT} and {PAD}; got {list(extra)}")
@@ -33,10 +36,14 @@ def special_tokens(extra: Sequence[str]) -> list[str]:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, specials: Sequence[str]) -> tokenizers.Tokenizer:
-    """Merges of the most frequent pairs, ties by id: the same texts give the same tokenizer. Any text can be encoded
-    and is decoded as it was. Has fewer ids than `vocab_size` where the texts hold no more pairs.
+    """Train a tokenizer by merging the most frequent pairs, ties by id: the same texts give the same tokenizer.
 
-    Raises ConfigError for fewer ids than 256 bytes and the special tokens need.
+    Any text can be encoded and decodes to itself. The tokenizer has fewer ids than `vocab_size` if the texts hold no
+    more pairs.
+
+    specials: all special tokens, as `special_tokens` returns them.
+
+    Raises ConfigError if `vocab_size` is less than the 256 bytes and the special tokens need.
     """
     if vocab_size < (least := NUM_BYTES + len(specials)):
         raise ConfigError(
@@ -64,9 +71,11 @@ def train_bpe(texts: Iterator[str], vocab_size: int, specials: Sequence[str]) ->
 def read_corpus(
     files: Sequence[Path], text_field: str, bad_records: Literal["error", "skip"], advance: Callable[[int], None]
 ) -> Iterator[str]:
-    """The texts of all files. A long .txt file comes in parts, and a word that lies across two of them counts as two.
+    """Yield the texts of all files. A long .txt file comes in parts: a word across two of them counts as two words.
 
-    `advance` is told how many bytes have been read. Raises ConfigError as read_texts.
+    advance: is called with the number of bytes read so far.
+
+    Raises ConfigError as read_texts.
     """
     done_bytes = 0
     for file in files:
@@ -77,7 +86,10 @@ def read_corpus(
 
 
 def write_tokenizer(tokenizer: tokenizers.Tokenizer, specials: Sequence[str], folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json. Raises OSError."""
+    """Write tokenizer.json and tokenizer_config.json into `folder`. Raises OSError.
+
+    specials: all special tokens, as `special_tokens` returns them.
+    """
     end, pad, *extra = specials
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -85,7 +97,7 @@ def write_tokenizer(tokenizer: tokenizers.Tokenizer, specials: Sequence[str], fo
         "eos_token": end,
         "pad_token": pad,
         "additional_special_tokens": extra,
-        "clean_up_tokenization_spaces": False,  # it would take blanks out of decoded text
+        "clean_up_tokenization_spaces": False,  # true would remove blanks from decoded text
     }
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(

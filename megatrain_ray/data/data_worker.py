@@ -1,4 +1,4 @@
-"""The process that draws batches from tokenised data, with the position after each of them."""
+"""Draws the batches of a run from tokenised data and remembers the stream's position after each of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from megatrain_ray.io.batching.windows import Windows, cut
 from megatrain_ray.io.tokens.corpus import open_corpus
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
-REMEMBERED_STEPS = 64  # positions kept: more than a worker has asked for that did not live to compute them
+REMEMBERED_STEPS = 64  # positions kept: more than the batches that a dead GPU worker had requested but not computed
 
 
 def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tuple[str, ...]]:
-    """What data.path holds for each source, by the name it has in messages; one source where there are no weights.
+    """Return what data.path holds for each source, by the source's name in messages.
 
-    `key`: what data.path is called in the configuration.
+    Without weights there is only one source.
+
+    key: what data.path is called in the configuration.
     """
     weighted = [source for source in data.path if isinstance(source, WeightedPath)]
     if weighted:
@@ -36,7 +38,12 @@ def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tupl
 
 
 def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int) -> Stream:
-    """Batches of data.path, from the folders of tokens of its sources. Raises ConfigError where these are wrong."""
+    """Open the batches of data.path from the folders of tokens of its sources.
+
+    tokens: one folder for each source, in order.
+
+    Raises ConfigError if the tokens are missing or wrong.
+    """
     sources = _windows(data, tokens, vocab_size, whole=False)
     weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]
     if weights:
@@ -45,14 +52,19 @@ def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch
 
 
 def count_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> int:
-    """Sequences of an epoch of all sources. Raises ConfigError as open_stream."""
+    """Return the number of sequences in one epoch of all sources. Raises ConfigError as open_stream."""
     return sum(source.num_windows for source in _windows(data, tokens, vocab_size, whole=False))
 
 
 @dataclass(frozen=True)
 class HeldOutData:
-    """What is evaluated, before it is opened. `data`: DataConfig.held_out. `tokens`: folders of its sources.
-    `micro_batch_size`: of all GPUs together, since each computes as many rows."""
+    """Describes the held-out data before it is opened.
+
+    data: the configuration, as DataConfig.held_out.
+    tokens: one folder of tokens for each source.
+    batch_size: rows of a batch.
+    micro_batch_size: rows of a micro-batch over all GPUs together, since each GPU computes as many rows.
+    """
 
     data: DataConfig
     tokens: tuple[Path, ...]
@@ -62,11 +74,11 @@ class HeldOutData:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of each source in the mean over sources; of one source 1."""
+        """Return the weight of each source in the mean over sources; of a single source it is 1."""
         return tuple(source.weight for source in self.data.path if isinstance(source, WeightedPath)) or (1.0,)
 
     def open(self) -> HeldOut:
-        """Raises ConfigError where the tokens are wrong."""
+        """Open the held-out batches. Raises ConfigError if the tokens are missing or wrong."""
         with naming_eval_path():
             sources = _windows(self.data, self.tokens, self.vocab_size, whole=True)
         return HeldOut(sources, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
@@ -74,7 +86,10 @@ class HeldOutData:
 
 @contextmanager
 def naming_eval_path() -> Iterator[None]:
-    """What is wrong with held-out data is said of the keys that name them; readers know of data.path alone."""
+    """Rename the data keys in a ConfigError of the block to those of held-out data.
+
+    Readers know only data.path and data.dataset; held-out data have data.eval_path and data.eval_dataset.
+    """
     try:
         yield
     except ConfigError as error:
@@ -82,7 +97,10 @@ def naming_eval_path() -> Iterator[None]:
 
 
 def _windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int, *, whole: bool) -> list[Windows]:
-    """Of each source; `whole` as for cut."""
+    """Open the windows of each source.
+
+    whole: as for cut.
+    """
     return [
         cut(
             open_corpus(name, folder, vocab_size),
@@ -96,15 +114,19 @@ def _windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int, *, whole
 
 
 class DataWorker:
-    """Plain class behind the data actor: batches in the order of steps, and held-out ones by number."""
+    """Serves batches in the order of steps, and held-out batches by number. The data actor only forwards to it."""
 
     def __init__(
         self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
         position: Mapping[str, Any] | None, held_out: HeldOutData | None = None, traced: range = range(0),
         num_readers: int = 1,
     ) -> None:  # fmt: skip
-        """Continues after `step` updates at `position`; None: from the start. `tokens`: as for open_stream.
-        `traced`: steps of which spans are recorded. `num_readers`: who ask for every batch, each at its own time."""
+        """Continue after `step` updates at `position`; without a position, from the start.
+
+        tokens: as for open_stream.
+        traced: steps whose spans are recorded.
+        num_readers: number of GPU workers, each of which asks for every batch at its own time.
+        """
         self._stream = open_stream(data, tokens, vocab_size, batch_size)
         self._held_out = held_out.open() if held_out else None
         if position is not None:
@@ -113,20 +135,23 @@ class DataWorker:
         self._positions = {step: self._stream.position}
         self._traced = traced
         self._spans = SpanLog()
-        self._newest: dict[int, Batch] = {}  # where there are several readers: they are about a step apart
+        self._newest: dict[int, Batch] = {}  # kept for several readers, which are about a step apart
         self._num_kept = 2 if num_readers > 1 else 0
 
     def pid(self) -> int:
         return os.getpid()
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step, with the position behind it. The next one as a rule; one of before for a GPU worker that
-        makes a step once more, and one further on for those that asked a data process before this one."""
+        """Return the batch of a step, with the stream's position after it.
+
+        Usually this is the next step. It is an earlier one if a GPU worker repeats a step, and a later one if GPU
+        workers have already had batches from an earlier data process.
+        """
         if step in self._newest:
             return self._newest[step]
         if step != self._step + 1:
             self._go_to(step - 1)
-        self._spans.on = step in self._traced or step - 1 in self._traced  # it is made in the step before
+        self._spans.on = step in self._traced or step - 1 in self._traced  # drawn during the step before
         with self._spans.span(Row.BATCHES, f"batch {step}"):
             batch = replace(self._draw(), position=self._positions[step])
         if self._num_kept:
@@ -142,7 +167,7 @@ class DataWorker:
         return batch
 
     def _go_to(self, step: int) -> None:
-        """To where that step ended. Raises ValueError where it is too far away."""
+        """Move the stream to the end of a step. Raises ValueError if the step is too far away."""
         if step in self._positions:
             self._stream.seek(self._positions[step])
             self._step = step
@@ -155,11 +180,11 @@ class DataWorker:
             self._draw()
 
     def held_out_batch(self, index: int) -> Batch:
-        """Any of what is evaluated."""
-        assert self._held_out is not None  # nobody asks where nothing is evaluated
+        """Return held-out batch `index`."""
+        assert self._held_out is not None  # called only if there are held-out data
         with self._spans.span(Row.BATCHES, f"held-out batch {index}"):
             return self._held_out.batch(index)
 
     def spans(self) -> RecordedSpans:
-        """Those of the traced steps."""
+        """Return the recorded spans of the traced steps."""
         return self._spans.take()

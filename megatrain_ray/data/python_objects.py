@@ -1,5 +1,7 @@
-"""A model and data that a Python program holds: written into the run directory once, from where a run reads them as any
-other files. So a run on objects is a run on files."""
+"""Writes a model and data that a Python program holds into the run directory, once.
+
+The run then reads them like any other files, so a run on objects is a run on files.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from megatrain_ray.run.run_dir import RunDir
 
 INPUTS_NAME = "inputs"
 TOKEN_KEYS = (IDS, LABELS, ATTENDED, *OTHER_MASKS)
-# What each object stands for among the settings, and where it is written.
+# The setting (group, key) that each object replaces, and the file or folder that it is written to.
 PLACES = {
     "model": ("model", "path", "model"),
     "train_dataset": ("data", "path", "train.jsonl"),
@@ -34,10 +36,14 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Objects:
-    """What stands in the place of files; None: nothing. A text is the name that the setting takes.
+    """Holds objects that replace files of the configuration; None: no object.
 
-    `model`: a PreTrainedModel. `train_dataset`, `eval_dataset`: records (mappings) in a list, a datasets.Dataset, a
-    torch Dataset, or anything else that can be gone over more than once. `tokenizer`: of Transformers.
+    A text or Path instead of an object is the value of the setting itself.
+
+    model: a PreTrainedModel.
+    train_dataset, eval_dataset: records (mappings) in a list, a datasets.Dataset, a torch Dataset, or anything else
+        that can be iterated more than once.
+    tokenizer: a tokenizer of Transformers.
     """
 
     model: Any = None
@@ -46,9 +52,12 @@ class Objects:
     tokenizer: Any = None
 
     def fill(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a configuration with the paths of these objects, and data.kind by the first record.
+        """Return the settings of a configuration with the paths of these objects filled in.
 
-        Raises ConfigError for a setting that an object stands for as well, and for an object of another kind.
+        If it is not set, data.kind is chosen by the first record. What a model object has frozen is added to
+        train.freeze.
+
+        Raises ConfigError for a setting that an object replaces as well, and for an object of a wrong type.
         """
         tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
         inputs = Path(str(tree.get("run_dir"))).absolute() / INPUTS_NAME
@@ -73,16 +82,17 @@ class Objects:
 
     @contextmanager
     def written(self, run: RunDir) -> Iterator[None]:
-        """For the block, and for good once the block has begun a run, the objects are files of `run`.
+        """Write the objects as files of `run` for the block; they stay if the block has begun a run.
 
-        A run that goes on keeps the model that it has; held-out records may be others. Raises ConfigError where its
-        data or tokenizer were others, and for records that JSON cannot hold; MegatrainError where the disk fails.
+        A run that is resumed keeps the model that it has; held-out records may have changed. Raises ConfigError if its
+        training records or tokenizer have changed, and for records that JSON cannot hold. Raises MegatrainError if the
+        disk fails.
         """
         folder, is_new = run.path / INPUTS_NAME, not run.has_begun
         given = [(name, value) for name, value in self._given() if not isinstance(value, str)]
         try:
             if is_new and given:
-                if folder.exists():  # of a start that made no step
+                if folder.exists():  # left by a start that completed no step
                     remove_owned(folder, FolderKind.RUN_PART)
                 OwnedFolder.make(folder, FolderKind.RUN_PART).release()
             for name, value in given:
@@ -104,7 +114,7 @@ class Objects:
 
     @property
     def num_records(self) -> int | None:
-        """Of the training; None where the data are files, or do not say."""
+        """Return the number of training records; None if the data are files or have no length."""
         there = not isinstance(self.train_dataset, (str, Path)) and hasattr(self.train_dataset, "__len__")
         return len(self.train_dataset) if there else None
 
@@ -115,10 +125,10 @@ class Objects:
 
 
 def _freeze_likewise(train: Any, model: Any) -> None:
-    """What the object has frozen is frozen in the run too, beside what the settings freeze."""
+    """Add what the model object has frozen to the parameters that the settings freeze."""
     frozen = [f"^{re.escape(name)}$" for name, p in model.named_parameters() if not p.requires_grad]
     given = train.get("freeze", ()) if isinstance(train, dict) else None
-    if frozen and isinstance(given, (str, list, tuple)):  # else the settings are refused as they are
+    if frozen and isinstance(given, (str, list, tuple)):  # other types are refused later, when the settings are checked
         train["freeze"] = [*((given,) if isinstance(given, str) else given), *frozen]
 
 
@@ -151,7 +161,10 @@ _CHECKS = {
 
 
 def _records(name: str, dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """In order. A torch Dataset has a length and items, and need not stop on its own."""
+    """Yield the records in order.
+
+    A torch Dataset has a length and items, and iterating over it need not stop.
+    """
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Iterable)
     for number, record in enumerate((dataset[at] for at in range(len(dataset))) if has_items else dataset, 1):
         if not isinstance(record, Mapping):
@@ -186,14 +199,21 @@ def _check_tokenizer(value: Any, folder: Path) -> None:
 
 
 def _meaning(folder: Path) -> list[Any]:
-    """What of a tokenizer's files decides ids: cutting and padding are left as the last call set them."""
+    """Return those parts of a tokenizer's files that decide ids.
+
+    Truncation and padding are ignored, because they are left as the last call set them.
+    """
     file, template = folder / "tokenizer.json", folder / TEMPLATE_NAME
     tree = json.loads(file.read_bytes()) if file.exists() else {}
     return [tree | {"truncation": None, "padding": None}, template.exists() and template.read_bytes()]
 
 
 def _write_records(name: str, dataset: Any, file: Path, data: Any) -> None:
-    """A file that holds the same already stays, with its time of change, by which its tokens are found again."""
+    """Write the records to `file`, unless it holds the same ones already.
+
+    An unchanged file keeps its modification time, by which its tokens are found again. Raises ConfigError if training
+    records differ from those of the file.
+    """
     if file.exists():
         number = _first_difference(file, _lines(name, dataset, data.kind, data.text_field))
         if number is None:
@@ -207,14 +227,14 @@ def _write_records(name: str, dataset: Any, file: Path, data: Any) -> None:
 
 
 def _first_difference(file: Path, lines: Iterator[str]) -> int | None:
-    """The number of the first line that is another."""
+    """Return the number, from 1, of the first line that differs; None if there is none."""
     with file.open(encoding="utf-8") as before:
         pairs = enumerate(zip_longest(before, lines), 1)
         return next((number for number, (there, here) in pairs if there != here), None)
 
 
 def _lines(name: str, dataset: Any, kind: str, text_field: str) -> Iterator[str]:
-    """JSON of what is read of each record."""
+    """Yield a line of JSON for each record, with only the keys that the run reads."""
     keys = {"pretrain": (text_field,), "tokens": TOKEN_KEYS}.get(kind)
     for number, record in enumerate(_records(name, dataset), 1):
         kept = dict(record) if keys is None else {key: record[key] for key in keys if key in record}
@@ -225,7 +245,7 @@ def _lines(name: str, dataset: Any, kind: str, text_field: str) -> Iterator[str]
 
 
 def _as_json(value: Any) -> Any:
-    """Arrays and tensors as lists."""
+    """Return an array or tensor as a list and a mapping as a dict. Raises TypeError for anything else."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The driver's part of the data: every source tokenised, before anything is started, where a later run finds it."""
+"""Tokenises every source of a run in the driver, before any actor starts, into a cache that later runs find."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TokenMeta, TokenRecipe, find_tokens, make_tokens
 from megatrain_ray.units import format_bytes, format_count
 
-MOST_PROCESSES = 12  # reading records and writing what comes of them is one process's, about a tenth of the work
+MOST_PROCESSES = 12  # about a tenth of the work stays in one process: reading records and writing the tokens
 
 
 def tokenize(
     data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path, key: str = "data.path"
 ) -> tuple[Path, ...]:
-    """The folder of tokens of each source, made where it is missing: in the user's cache, or else in `run_dir`.
-    `key`: what data.path is called in the configuration.
+    """Return the folder of tokens of each source, made if it is missing: in the user's cache, or else in `run_dir`.
 
-    Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError where the disk fails.
+    key: what data.path is called in the configuration.
+
+    Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError if the disk fails.
     """
     recipes = {name: _recipe(path, data, tokenizer) for name, path in sources_of(data, key).items()}
     return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
 
 
 def missing_data(data: DataConfig) -> Iterator[str]:
-    """What is wrong with the places that data.path and data.eval_path name, a message each; reads no text."""
+    """Yield a message for each problem with the files that data.path and data.eval_path name. Reads no text."""
     for part, naming in ((data, nullcontext()), (data.held_out, naming_eval_path())):
         try:
             with naming:
@@ -54,7 +55,7 @@ def missing_data(data: DataConfig) -> Iterator[str]:
 
 
 def check_there(config: TrainConfig) -> None:
-    """Raises ConfigError where data of a run are not there; reads no text."""
+    """Raise ConfigError if files of a run's data are missing. Reads no text."""
     _find(config.data)
     if config.eval_every and config.data.held_out is not None:
         with naming_eval_path():
@@ -87,9 +88,9 @@ def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Reci
 
 
 def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Path:
-    with suppress(RuntimeError):  # no home
+    with suppress(RuntimeError):  # a user without a home has no cache
         with spinner(f"checking the tokens of {name}"):
-            found = find_tokens(recipe, token_cache())  # in one that cannot be written to, perhaps
+            found = find_tokens(recipe, token_cache())  # the cache may be read-only
         if found:
             mark_used(found)
             return found
@@ -104,16 +105,19 @@ def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Pat
 
 
 def token_cache() -> Path:
-    """Where tokens are kept. Raises RuntimeError for a user without a home."""
+    """Return the folder in which tokens are cached. Raises RuntimeError for a user without a home."""
     return cache_folder() / "tokens"
 
 
 @contextmanager
 def _root(run_dir: Path) -> Iterator[Path]:
-    """The cache, or a folder in `run_dir` where that cannot be written to; an empty one goes again."""
+    """Yield the user's cache, or a folder in `run_dir` if the cache cannot be written to.
+
+    The folder is deleted after the block if it is empty.
+    """
     try:
         root = token_cache()
-        root.mkdir(0o700, parents=True, exist_ok=True)  # other users may not read them either
+        root.mkdir(0o700, parents=True, exist_ok=True)  # other users may not read the tokens
         with tempfile.TemporaryFile(dir=root):
             pass
     except (OSError, RuntimeError) as error:
@@ -128,7 +132,7 @@ def _root(run_dir: Path) -> Iterator[Path]:
 
 
 class Reports:
-    """A bar on a terminal while files are read, a line at the end."""
+    """Reports the progress of tokenising: a bar on a terminal while files are read, and lines at the end."""
 
     def __init__(self, name: str, bar: Progress) -> None:
         self._name = name

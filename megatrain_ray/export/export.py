@@ -1,4 +1,4 @@
-"""`megatrain export`: the newest save of a run as a Hugging Face folder."""
+"""Implements `megatrain export`: writes the newest save of a run as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -35,11 +35,15 @@ MAX_TRIES = 5
 
 
 def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False) -> int:
-    """The step of the save that was taken. `dtype`: bf16, fp32, or None for the working copy's. The tokenizer's files
-    go with the weights. Of a run with `lora` the adapters alone, or with `merge` the model with these added in.
+    """Export the newest save of a run and return its step.
 
-    Raises ConfigError for a folder that holds no run or no save, for an OUT_DIR that is in use, and for a merge of what
-    has no adapters; MegatrainError for a damaged save. OUT_DIR appears whole or not at all.
+    The tokenizer's files go with the weights. Of a run with `lora` only the adapters are exported, or, with `merge`,
+    the model with the adapters added to its weights.
+
+    dtype: bf16, fp32, or None for the working copy's.
+
+    Raises ConfigError for a folder that holds no run or no save, for an OUT_DIR that is in use, and for `merge` of a
+    run without adapters; MegatrainError for a damaged save. OUT_DIR appears complete or not at all.
     """
     files = RunFiles(run_dir.absolute())
     config = files.read_config()
@@ -65,7 +69,10 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool =
 
 
 def load_exported(folder: Path) -> Any:
-    """A PreTrainedModel. Raises ConfigError for one with code of its own, which is not run unasked."""
+    """Load an exported folder as a PreTrainedModel.
+
+    Raises ConfigError for a model with code of its own, which is not run unless the user asks for it.
+    """
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not is_known(settings["model_type"]):
         raise ConfigError(
@@ -76,7 +83,7 @@ def load_exported(folder: Path) -> Any:
 
 
 def has_adapters(run_dir: Path) -> bool:
-    """Raises ConfigError where there is no run."""
+    """Return whether a run trains LoRA adapters. Raises ConfigError if there is no run."""
     return RunFiles(run_dir).read_config().lora is not None
 
 
@@ -90,7 +97,7 @@ def _export(
         empty = _empty(_with_own_code(model, manifest), manifest)
         return export_adapter(folder, manifest, out_dir, dtype, lora, empty, model, tokenizer)
     beside = beside_the_save(model, manifest)
-    # What serves models looks here for the class; a run that began with model.config alone was told none.
+    # Inference servers read the class here. A run that began with only model.config has no entry for it.
     settings = {**manifest.model, "architectures": manifest.model.get("architectures") or [beside.model_class]}
     whole = replace(manifest, model=settings)
     copies = [*tokenizer, *beside.code]
@@ -104,20 +111,24 @@ def _export(
 
 
 def _with_own_code(model: ModelConfig, manifest: Manifest) -> ModelSource | None:
-    """Where a model comes from that Transformers does not have."""
+    """Return the source of a model that Transformers does not have; None if it has the model."""
     return None if is_known(manifest.model.get("model_type")) else open_model(model)
 
 
 def _empty(source: ModelSource | None, manifest: Manifest) -> nn.Module:
-    """The model without weights: of its own code, or of Transformers'."""
+    """Return the model without weights, built by its own code or by Transformers."""
     return build_empty(source.factory if source else Architecture(dict(manifest.model)), torch.float32)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What an export needs that no save holds. `model_class`: its name in Transformers. `names`: what a checkpoint of
-    the model calls its tensors. `rest`: those that the run never trained, as they are. `code`: files of the model's own
-    code."""
+    """Holds what an export needs that no save holds.
+
+    model_class: the model's class in Transformers.
+    names: what a checkpoint of the model calls its tensors.
+    rest: tensors that the run did not train, exported as they are.
+    code: files of the model's own code.
+    """
 
     model_class: str
     names: WeightMap
@@ -126,9 +137,10 @@ class Beside:
 
 
 def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
-    """The rest are parameters that a text does not reach and persistent buffers.
+    """Return what an export needs in addition to a save, from the folder that the run began with.
 
-    They come from where the run began: raises ConfigError when that folder is gone and something of it is needed.
+    `rest` are the parameters that text does not reach and the persistent buffers. Raises ConfigError if that folder is
+    gone and something of it is needed.
     """
     source = _with_own_code(config, manifest)
     empty = _empty(source, manifest)

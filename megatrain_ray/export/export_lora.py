@@ -1,4 +1,4 @@
-"""Exports of a run that trained adapters: these in peft's format, or the model with them added in."""
+"""Exports a run that trained adapters: the adapters in peft's format, or the model with the adapters merged in."""
 
 from __future__ import annotations
 
@@ -35,8 +35,13 @@ def export_merged(
     rest: Sequence[ExportTensor],
     copies: Sequence[Path],
 ) -> None:
-    """A Hugging Face folder like any other. `model`: without pairs, on the meta device. `base`: its weights. The others
-    and what is raised: as for export_save, and ConfigError for another base than the run's."""
+    """Write the model with the adapters merged into its weights as an ordinary Hugging Face folder.
+
+    model: the model without LoRA pairs, on the meta device.
+    base: its weights.
+
+    The other arguments and the errors are as for export_save. Also raises ConfigError if `base` is not the run's base.
+    """
     manifest.check_base(source_checksums(base, manifest))
     shapes = {p.name: p.shape for p in owned(manifest)}
     modules = [module_of(name) for name in shapes if name.endswith(A_END)]
@@ -62,8 +67,12 @@ def export_adapter(
     base: ModelConfig,
     copies: Sequence[Path],
 ) -> None:
-    """A folder that peft loads: adapters, and whole parameters that were trained beside them. Arguments as for
-    export_merged; `base`: where it is said to be."""
+    """Write the adapters, and whole parameters that were trained with them, as a folder that peft loads.
+
+    base: settings of the base model, to which adapter_config.json refers.
+
+    The other arguments are as for export_merged.
+    """
     trained = [p for layer in manifest.layers for p in layer.parameters if p.start < layer.num_trained]
     beside = _with_aliases(manifest, whole(p for p in trained if p.tied_to is None and not is_adapter(p.name)))
     with SavedValues.open(save_folder, manifest) as saved:
@@ -77,7 +86,10 @@ def export_adapter(
 
 
 def _with_aliases(manifest: Manifest, parameters: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
-    """By all names: to peft each module that holds a shared parameter has one of its own."""
+    """Return the parameters by all of their names.
+
+    For peft, each module that holds a shared parameter has a copy of its own.
+    """
     by_name = {p.name: p for p in parameters}
     tied = [p for layer in manifest.layers for p in layer.parameters if p.tied_to in by_name]
     return by_name | {p.name: by_name[p.tied_to] for p in tied if p.tied_to}
@@ -90,7 +102,7 @@ def _settings(
     modules: Sequence[str],
     beside: Mapping[str, ParameterEntry],
 ) -> dict[str, Any]:
-    """adapter_config.json, as peft's LoraConfig names it."""
+    """Return the contents of adapter_config.json, with the keys of peft's LoraConfig."""
     name, revision = _base_name(base)
     return {
         "peft_type": "LORA",
@@ -110,14 +122,14 @@ def _settings(
 
 
 def _targets(model: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Last parts of the paths where these mean just these modules to peft, and else the paths."""
+    """Return target_modules for peft: the last parts of the paths if they match only these modules, else the paths."""
     last = {path.rpartition(".")[2] for path in paths}
     meant = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in last}
     return sorted(last if meant == set(paths) else paths)
 
 
 def _base_name(base: ModelConfig) -> tuple[str | None, str | None]:
-    """What peft finds the base by, and its revision on the hub."""
+    """Return the name by which peft finds the base, and its revision on the hub."""
     if base.path is None or Path(base.path).exists():
         return base.path and str(Path(base.path).absolute()), None
     match = HUB_ID.fullmatch(base.path)

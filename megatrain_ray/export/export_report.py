@@ -1,4 +1,4 @@
-"""What `megatrain export` says of the folder it wrote."""
+"""Formats the report that `megatrain export` prints about the folder it wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def describe_export(out_dir: Path, step: int) -> Iterator[str]:
-    """Lines: weights, a line each file, what may be done next. `step`: of the save that was exported."""
+    """Yield the lines of the report: weights, one line for each file, and what can be done next.
+
+    step: step of the exported save.
+    """
     sizes = {file.name: file.stat().st_size for file in sorted(out_dir.iterdir())}
     shapes, dtypes = [], set()
     for file in sorted(out_dir.glob("*.safetensors")):

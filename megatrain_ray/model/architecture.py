@@ -1,4 +1,4 @@
-"""A model's class and configuration in Transformers, from its config.json as plain data. Picklable."""
+"""Gives a model's class and configuration in Transformers, from its config.json as plain data. Picklable."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
 
 @dataclass(frozen=True)
 class Architecture:
-    """Builds the model with random weights: a ModelFactory. `settings`: its configuration. `code`: the folder of its
-    own code, which then runs; None: Transformers' own. `weights`: a folder for the values of persistent buffers, which
-    are no parameters and so are not trained (the biases of DeepSeek's routers)."""
+    """Builds the model with random weights: a ModelFactory.
+
+    settings: the model's configuration.
+    code: folder of the model's own code, which is then run; None: Transformers' code.
+    weights: folder with the values of persistent buffers; these are no parameters, so they are not trained (for example
+        the biases of DeepSeek's routers).
+    """
 
     settings: dict[str, Any]
     code: Path | None = None
@@ -44,8 +48,8 @@ class Architecture:
 
     @cached_property
     def config(self) -> Any:
-        """A transformers PretrainedConfig."""
-        from transformers import AutoConfig  # seconds of imports; errors come first
+        """Return the transformers PretrainedConfig."""
+        from transformers import AutoConfig  # takes seconds to import: cheaper checks have run before
 
         if self.code is not None:
             return AutoConfig.from_pretrained(self.code, trust_remote_code=True)
@@ -53,11 +57,11 @@ class Architecture:
         return AutoConfig.for_model(self.settings["model_type"], **values)
 
     def load(self, folder: Path) -> Any:
-        """The model with the weights of a Hugging Face folder, in their own type."""
+        """Return the model with the weights of a Hugging Face folder, in their own type."""
         return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True)
 
     def refusal(self) -> str | None:
-        """Why no such model can be trained, from its configuration alone; None: nothing speaks against it."""
+        """Return why the configuration alone rules out training such a model; None if it does not."""
         from transformers.models.auto import modeling_auto as auto
 
         kind = self.settings["model_type"]
@@ -87,15 +91,20 @@ class Architecture:
 
 
 def _attention_of(config: Any) -> dict[str, str]:
-    """Scores that are capped need eager attention: Transformers (5.17 does, 5.23 does not) takes SDPA for them, which
-    leaves the cap out without a word."""
+    """Return arguments that select eager attention for a model with capped attention scores, else none.
+
+    For capped scores some releases of Transformers take SDPA (5.17 does, 5.23 does not), which silently omits the cap.
+    """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return {} if capped is None else {"attn_implementation": "eager"}
 
 
 def _without_values(build: Callable[[], Any]) -> Any:
-    """The model that `build` makes. Transformers 4 draws random weights also where there is no memory for them, which
-    some of its models cannot; nobody reads them there."""
+    """Return the model that `build` makes, without drawing random weights.
+
+    Transformers 4 draws them even on a device without memory, which some of its models cannot do. They would not be
+    used.
+    """
     from transformers import modeling_utils
 
     skipping = getattr(modeling_utils, "no_init_weights", None)
@@ -103,19 +112,19 @@ def _without_values(build: Callable[[], Any]) -> Any:
         return build()
     with skipping():
         model = build()
-    model.tie_weights()  # otherwise a part of drawing them
+    model.tie_weights()  # skipped together with drawing the weights
     return model
 
 
 def is_known(model_type: object) -> bool:
-    """Whether Transformers has such a model without code from elsewhere."""
+    """Return whether Transformers has such a model without code from elsewhere."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
 
 
 def _decoded(value: Any) -> Any:
-    """Numbers that JSON lacks, as Transformers writes them: {"__float__": "Infinity"}."""
+    """Decode numbers that JSON lacks, which Transformers writes as {"__float__": "Infinity"}."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -124,7 +133,10 @@ def _decoded(value: Any) -> Any:
 
 
 def _keep_in_fp32(model: nn.Module) -> None:
-    """Buffers that a model wants in FP32 whatever its type: from_pretrained does so, from_config does not."""
+    """Convert buffers to FP32 that the model wants in FP32 whatever its type.
+
+    from_pretrained does so, from_config does not.
+    """
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and kept_in_fp32(model, f"{path}.{name}"):
@@ -132,16 +144,18 @@ def _keep_in_fp32(model: nn.Module) -> None:
 
 
 def _compute_buffers(model: nn.Module, exact: Callable[[], Any]) -> None:
-    """Fills what a model computes and nobody stores from one in FP32 that `exact` builds: from_config computes it in
-    the model's type, from_pretrained of Transformers 5 does not. In bf16 angles of GPT-J and CodeGen, with 64 rotary
-    dimensions, would be up to 0.9 radians off at position 2047."""
+    """Replace the values of computed, non-persistent buffers by those of an FP32 model, which `exact` builds.
+
+    from_config computes them in the model's type; from_pretrained of Transformers 5 does not. In bf16 the angles of
+    GPT-J and CodeGen, with 64 rotary dimensions, would be up to 0.9 radians off at position 2047.
+    """
     computed = {
         f"{path}.{name}".lstrip("."): buffer
         for path, module in model.named_modules()
         for name in module._non_persistent_buffers_set
         if (buffer := module._buffers.get(name)) is not None and buffer.is_floating_point() and _is_loaded(buffer)
     }
-    if not computed or find_spec("transformers.initialization") is None:  # Transformers 4, which has no such module
+    if not computed or find_spec("transformers.initialization") is None:  # Transformers 4 lacks this module
         return
     with init_empty_weights(include_buffers=False):
         buffers = dict(_without_values(exact).named_buffers(remove_duplicate=False))
@@ -150,7 +164,11 @@ def _compute_buffers(model: nn.Module, exact: Callable[[], Any]) -> None:
 
 
 def _load_buffers(model: nn.Module, weights: Path) -> None:
-    """Where there is nothing to load, no file is opened: a plan needs no weights."""
+    """Load the persistent buffers from a folder of weights.
+
+    If there is nothing to load, no file is opened: a plan needs no weights. Raises ConfigError for a buffer of another
+    shape.
+    """
     wanted = {
         (f"{path}.{name}" if path else name): buffer
         for path, module in model.named_modules()

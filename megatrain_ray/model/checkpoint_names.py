@@ -1,4 +1,4 @@
-"""Which tensors Transformers writes to a checkpoint for a model: its own conversion, followed on the meta device."""
+"""Finds which tensors Transformers writes to a checkpoint of a model, by running its conversion on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap,
 
 
 class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A copy keeps the geometry of what it was copied from, so that it tells where its elements came from."""
+    """Makes every clone a view, so that storage, offset and strides still tell where its elements came from."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -23,8 +23,11 @@ class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def checkpoint_names(model: nn.Module) -> WeightMap:
-    """`model`: a transformers PreTrainedModel on the meta device. Parameters that a checkpoint holds under their own
-    name and shape are left out, and those whose conversion is no matter of views: a folder must hold them as they are.
+    """Return the checkpoint tensors of each parameter that a checkpoint holds under other names or in pieces.
+
+    model: a transformers PreTrainedModel on the meta device.
+
+    Parameters whose conversion is more than taking views are left out too: a folder must hold them as they are.
 
     Raises ConfigError for a parameter that a checkpoint holds in pieces that cannot be read one by one.
     """
@@ -49,7 +52,7 @@ def checkpoint_names(model: nn.Module) -> WeightMap:
 
 
 def _renamed(model: nn.Module) -> WeightMap:
-    """Of Transformers 4, which renames what vision-language models are made of, and converts nothing."""
+    """Return the renamed parameters of a vision-language model in Transformers 4, which converts nothing else."""
     from transformers.modeling_utils import VLMS
 
     lineage = [base.__name__.lower() for base in type(model).__mro__]
@@ -65,12 +68,15 @@ def _renamed(model: nn.Module) -> WeightMap:
 
 
 def _plain(pattern: str) -> str:
-    """The text that a pattern of names stands for, without its anchor and conditions."""
+    """Return the text that a pattern of names stands for, without its anchor and conditions."""
     return re.sub(r"\(.*\)", "", pattern.removeprefix("^"))
 
 
 def owned_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters, tied ones once: by storage, since on the meta device they may be several objects."""
+    """Return the names of the parameters, tied ones once.
+
+    They are compared by storage, because on the meta device a tied parameter may be several objects.
+    """
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         first.setdefault(parameter.untyped_storage()._cdata, name)

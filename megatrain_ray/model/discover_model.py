@@ -1,4 +1,4 @@
-"""A model's structure as a run has it: with the attention and the compiled layers that its settings come to."""
+"""Finds a model's structure as a run uses it: with the attention and compiled layers that its settings give."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ log = logging.getLogger(__name__)
 
 
 def compiles(config: TrainConfig, device: str) -> bool:
-    """What hardware.compile comes to."""
+    """Return whether layers are compiled, as hardware.compile and the device decide."""
     setting = config.hardware.compile
     return setting if setting != "auto" else device == "cuda" and not config.train.deterministic
 
 
 class Discovery(NamedTuple):
-    """A model's structure, what a micro-batch takes, and how layers attend: in steps with rows of one document, and of
-    several."""
+    """Holds a model's structure, its activation bytes per micro-batch, and the attention that its layers use.
+
+    attention: for steps whose rows hold one document each.
+    packed_attention: for steps whose rows hold several documents.
+    """
 
     structure: ModelStructure
     activations: ActivationBytes
@@ -43,10 +46,13 @@ class Discovery(NamedTuple):
 def discover_with_attention(
     config: TrainConfig, source: ModelSource, device: str, *, compiled: bool, block_parts: int, trials: Trials
 ) -> Discovery:
-    """As `discover`. Masks cost the more the longer a row is, so flex attention takes the place of those it can."""
+    """Run `discover` with the attention that the settings and the device allow.
+
+    The longer a row is, the more its attention masks cost, so flex attention replaces them where it can.
+    """
     (size, number), seq_len, packed = config.split(), config.data.seq_len, config.data.packing
     shape = Precision(config.train.precision).working_dtype, size, seq_len
-    tokens = size * seq_len * (number if config.train.split_is_free else 1)  # of a micro-batch, at most
+    tokens = size * seq_len * (number if config.train.split_is_free else 1)  # upper bound for a micro-batch
     chunked = may_chunk(tokens, seq_len, has_disk=config.spill.path is not None)
     find = partial(_find, source, shape, rules_of(config), trials, chunked=chunked, block_parts=block_parts)
     sdpa, flex = Attention.SDPA, Attention.FLEX
@@ -74,7 +80,7 @@ def _find(
     chunked: bool = False,
     block_parts: int = 1,
 ) -> tuple[ModelStructure, ActivationBytes]:
-    """As `discover`, with what compiled layers keep from the cache where it is there."""
+    """Run `discover`, taking the trials of compiled layers from the cache if it has them."""
     how: dict[str, Any] = {"attention": attention, "packed": packed, "chunked": chunked}
     if not compiled or block_parts > 1:
         return discover(source.factory, *shape, rules, **how, block_parts=block_parts, trials=trials)
@@ -88,7 +94,7 @@ def _find(
 
 
 def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool:
-    """Raises ConfigError where it must be used and cannot."""
+    """Return whether flex attention can be used. Raises ConfigError if the settings demand it and it cannot."""
     setting = config.model.attention
     if setting == "sdpa" or (setting == "auto" and device != "cuda"):
         return False

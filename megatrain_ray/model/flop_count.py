@@ -1,4 +1,4 @@
-"""Model FLOPs of a step, from what a trial forward found: for model TFLOPS."""
+"""Counts the model FLOPs of a step from the results of a trial forward, for model TFLOPS."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from megatrain_ray.engine.model.flops import BlockAttention, work_of
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.model.model_source import ModelSource
 
-# What Transformers' configurations call the number of experts that a token goes to.
+# Names in Transformers' configurations for the number of experts that a token goes to.
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Model FLOPs of a step: 6 N_matmul tokens + 6 Σ_blocks d_attn Σ len² (causal attention counted once; forward and
-    backward; recomputation and pads are not counted).
+    """Holds the model FLOPs of a step: 6 N_matmul tokens + 6 Σ_blocks d_attn Σ len².
 
-    Of experts, N_matmul holds those that a token goes to. A block with a window attends to 2 window tokens at most
-    where the formula has len. Layers with a state instead of attention count by their matrices alone. Where something
-    is frozen a third of a matrix's goes with its gradient, and layers below the lowest trained one have a forward only.
+    Causal attention is counted once, forward and backward; recomputation and pads are not counted. Of experts, N_matmul
+    holds those that a token goes to. For a block with a sliding window, 2 window tokens replace len in the formula if
+    that is less. Layers with a state instead of attention count only by their matrices. A frozen matrix counts two
+    thirds, because its gradient is not computed. Layers below the lowest trained one count only a forward.
     """
 
-    of_token: int  # 6 N_matmul where all is trained
+    of_token: int  # FLOPs per token, without attention: 6 N_matmul if everything is trained
     attention: tuple[BlockAttention, ...]
 
     @staticmethod
@@ -37,12 +37,12 @@ class FlopCount:
 
 
 def active_experts(source: ModelSource) -> int | None:
-    """How many a token goes to; None where there are none."""
+    """Return how many experts a token goes to; None if the model has no experts."""
     return next((k for name in ACTIVE_EXPERTS if (k := source.setting(name))), None)
 
 
 def windows(source: ModelSource, num_blocks: int) -> tuple[int | None, ...]:
-    """Of each block, in Transformers' terms."""
+    """Return the sliding window of each block in tokens, as Transformers defines it; None: the block has none."""
     window: int | None = source.setting("sliding_window")
     kinds = source.setting("layer_types")
     if not kinds:

@@ -1,5 +1,7 @@
-"""Where a model comes from: a Hugging Face folder, of this machine or of the hub, or a configuration with random
-weights. Picklable."""
+"""Describes where a model comes from: a Hugging Face folder (local or hub), or a configuration with random weights.
+
+Picklable.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,20 @@ GENERATION_NAME = "generation_config.json"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """`config`: the model's Hugging Face configuration as plain data. `folder`: its weights; None: random. `code`: the
-    folder of its own modeling code, where that may run and is needed. `generation_config`: the folder's, which saves
-    and exports carry on. `hub`: what `folder` is of; its weights are fetched when they are first asked for. `lora`:
-    the pairs beside its matrices; `adapter`: folder or hub id that they come from; None: new ones. `names`: of the
-    weights in `folder`, found once: a shard that reads them imports no Transformers, which takes 3 s. `expert_groups`:
-    modules that the experts of a block are at most."""
+    """Describes a model's configuration, weights, code and LoRA pairs.
+
+    config: the model's Hugging Face configuration as plain data.
+    folder: folder of its weights; None: random weights.
+    seed: of random weights and new pairs.
+    code: folder of the model's own modeling code, if that is needed and may run.
+    generation_config: the folder's, which saves and exports keep.
+    hub: the repository of `folder`, if it is from the hub; the weights are fetched when they are first needed.
+    lora: the LoRA pairs of its matrices; None: none.
+    adapter: folder or hub id from which the pairs are read; None: new pairs.
+    names: names of the weights in `folder`. They are found only once, so that a shard that reads weights need not
+        import Transformers, which takes 3 s.
+    expert_groups: number of modules into which the experts of a block are divided, at most.
+    """
 
     config: Mapping[str, Any]
     folder: Path | None
@@ -53,7 +63,7 @@ class ModelSource:
 
     @property
     def factory(self) -> ModelFactory:
-        """Builds the model with a given parameter type; for meta or fake tensors."""
+        """Return a function that builds the model with a given parameter type, for meta or fake tensors."""
         whole = AdaptedFactory(self._base, self.lora) if self.lora else self._base
         return GroupedFactory(whole, self.expert_groups) if self.expert_groups > 1 else whole
 
@@ -62,7 +72,10 @@ class ModelSource:
         return Architecture(dict(self.config), self.code, self.folder)
 
     def setting(self, name: str) -> Any:
-        """A setting of the language model by its name in Transformers, whatever the family calls it; None: has none."""
+        """Return a setting of the language model by its common name in Transformers; None if it has no such setting.
+
+        It is found even if the model's family has another name for it.
+        """
         return getattr(Architecture(dict(self.config), self.code).config.get_text_config(), name, None)
 
     @property
@@ -72,20 +85,25 @@ class ModelSource:
 
     @property
     def written_positions(self) -> int | None:
-        """The same where the configuration says it by this name, which needs nothing of Transformers; else None."""
+        """Return max_positions if the configuration itself holds it under its common name, else None.
+
+        This needs no import of Transformers.
+        """
         texts = self.config.get("text_config") or self.config
         written = texts.get("max_position_embeddings") if isinstance(texts, Mapping) else None
         return written if isinstance(written, int) else None
 
     def check_weights(self, structure: ModelStructure) -> None:
-        """Raises ConfigError when the folder lacks a parameter of the model or holds it in another shape, and where
-        weights cannot be fetched."""
+        """Raise ConfigError if the folder lacks a parameter of the model or holds it in another shape.
+
+        Also raises ConfigError if the weights cannot be fetched.
+        """
         if self.folder is not None:
             shapes = _whole_shapes(p for layer in structure.layers for p in layer.parameters)
             self._mapped(self.folder).check({name: shape for name, shape in shapes.items() if not is_adapter(name)})
 
     def check_adapter(self, structure: ModelStructure) -> None:
-        """Raises ConfigError when the adapter to go on from is not one of this structure."""
+        """Raise ConfigError if the adapter to continue from does not fit this structure."""
         if adapter := self._stored_adapter():
             trained = [p for layer in structure.layers for p in layer.parameters if p.group.trained]
             shapes = _whole_shapes(trained)
@@ -93,20 +111,26 @@ class ModelSource:
             adapter.check(shapes, list(filter(is_adapter, shapes)), tied)
 
     def weights(self) -> WeightSource:
-        """Initial FP32 values of every parameter."""
+        """Return a source of the initial FP32 values of every parameter."""
         base = self.base_weights()
         if self.lora is None:
             return base
         return LoraWeights(base, build_empty(self.factory, torch.float32), self.seed, self._stored_adapter())
 
     def base_weights(self) -> WeightSource:
-        """The same of what is no pair, nor comes with an adapter: of all that is frozen."""
+        """Return a source of the initial FP32 values of the base, without LoRA pairs and values of an adapter.
+
+        It holds the values of everything that is frozen.
+        """
         if self.folder is not None:
             return self._mapped(self.folder)
         return RandomSource(build_empty(self._base, torch.float32), self.seed)
 
     def _stored_adapter(self) -> AdapterFolder | None:
-        """Raises ConfigError for one that cannot be read or has other pairs."""
+        """Open the adapter to continue from; None if there is none.
+
+        Raises ConfigError if it cannot be read or has pairs of another rank or alpha.
+        """
         if self.lora is None or self.adapter is None:
             return None
         stored = _open_adapter(self.adapter)
@@ -123,19 +147,19 @@ class ModelSource:
         return MappedWeights(WeightFolder.open(folder), self.names)
 
     def with_lora(self, lora: LoraConfig | None) -> ModelSource:
-        """The same with pairs."""
+        """Return this source with LoRA pairs; unchanged if `lora` is None."""
         if lora is None:
             return self
         return replace(self, lora=Lora(lora.match, lora.rank, lora.alpha, lora.dropout), adapter=lora.path)
 
 
 def open_model(model: ModelConfig) -> ModelSource:
-    """Reads and checks the configuration. Raises ConfigError for anything that cannot work."""
+    """Read and check the model of a configuration. Raises ConfigError for anything that cannot work."""
     return checked(read_model(model))
 
 
 def checked(source: ModelSource) -> ModelSource:
-    """What `read_model` found, with the names of its weights. Raises ConfigError where it makes no model."""
+    """Check what `read_model` found and add the names of its weights. Raises ConfigError if it makes no model."""
     _check(source)
     if source.folder is None:
         return source
@@ -143,8 +167,11 @@ def checked(source: ModelSource) -> ModelSource:
 
 
 def read_model(model: ModelConfig) -> ModelSource:
-    """What is there, before anything of Transformers is imported for it, but for a model with code of its own. Raises
-    ConfigError for what cannot be found or read."""
+    """Read the configuration of a model and locate its files.
+
+    This imports nothing of Transformers, except for a model with code of its own. Raises ConfigError for what cannot be
+    found or read.
+    """
     folder, hub = None, None
     if model.path is not None:
         hub = find_on_hub(model.path, "model.path", "config.json", [GENERATION_NAME, INDEX_NAME])
@@ -164,7 +191,7 @@ def read_model(model: ModelConfig) -> ModelSource:
 
 
 def _whole_shapes(parameters: Iterable[ParameterSpec]) -> dict[str, tuple[int, ...]]:
-    """Of those that a folder holds: ranges of experts together, tied ones left out."""
+    """Return the shapes of parameters as a folder holds them: ranges of experts joined, tied parameters left out."""
     found: dict[str, tuple[int, ...]] = {}
     for p in parameters:
         name = whole_name(p.name)
@@ -184,7 +211,7 @@ def _open_adapter(name: str) -> AdapterFolder:
 
 
 def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Path | None:
-    """The folder whose code makes the model: None for a model that Transformers has itself."""
+    """Return the folder whose code makes the model; None for a model that Transformers has itself."""
     if "auto_map" not in config or is_known(config.get("model_type")):
         return None
     if place is None:
@@ -222,7 +249,10 @@ def _read_config(path: Path, key: str) -> dict[str, Any]:
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
-    """A name that Transformers does not know and that is close to one it knows is a typo, which it would ignore."""
+    """Raise ConfigError for an unknown setting whose name is close to a known one.
+
+    It is probably a typo, which Transformers would ignore.
+    """
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(config["model_type"])

@@ -1,4 +1,4 @@
-"""What the engine's optimizers are told of a configuration: which parameters they train, and with what constants."""
+"""Translates a configuration for the engine's optimizers: which parameters they train, and with what constants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 
 
 def rules_of(config: TrainConfig) -> ParameterRules:
-    """A group's own learning rate is its peak: it follows the schedule of the run in proportion."""
+    """Return which parameters are trained, and in which groups.
+
+    A group's own learning rate is its peak: it follows the schedule of the run in proportion.
+    """
     train = config.train
     groups = (
         GroupRule(
@@ -30,7 +33,7 @@ def rules_of(config: TrainConfig) -> ParameterRules:
 
 
 def muon_of(train: OptimizationConfig) -> Muon | None:
-    """Muon's constants, where it trains anything."""
+    """Return Muon's constants, or None if Muon trains nothing."""
     if train.optimizer != "muon":
         return None
     muon = train.muon
@@ -38,6 +41,6 @@ def muon_of(train: OptimizationConfig) -> Muon | None:
 
 
 def hyper_of(train: OptimizationConfig) -> Hyper:
-    """The constants of every updater of the run."""
+    """Return the constants that all optimizer updates of the run use."""
     seed = train.seed if train.moments == "bf16" else None
     return Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train), seed)

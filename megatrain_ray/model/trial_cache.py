@@ -1,7 +1,8 @@
-"""What compiled layers keep, kept in the cache: to trace them and to import the compiler takes seconds of a start.
+"""Caches what compiled layers keep for the backward: tracing them and importing the compiler takes seconds of a start.
 
-A file is named by a hash of all that the trace is a function of: the model's configuration, shapes and rules, and the
-versions and sources of what traces. What may change without that, a model's code of its own, is not kept.
+A file is named by a hash of everything that the trace depends on: the model's configuration, shapes and rules, and the
+versions and sources of the code that traces. Models with code of their own are not cached, because that code can change
+without changing the hash.
 """
 
 from __future__ import annotations
@@ -28,27 +29,30 @@ from megatrain_ray.model.model_source import ModelSource
 
 log = logging.getLogger(__name__)
 
-KEPT_FILES = 64  # of at most some 100 KB: the oldest go
+KEPT_FILES = 64  # files of at most about 100 KB each; older ones are deleted
 
 Trials = tuple[CompileTrial | None, ...]
 _TRIALS = TypeAdapter[Trials](Trials)
 
 
 class TrialCache:
-    """The trials of one model in one shape."""
+    """Caches the trials of one model in one shape."""
 
     def __init__(self, source: ModelSource, shape: Mapping[str, Any]) -> None:
-        """`shape`: everything else that `discover` was asked with, as something that `repr` tells whole."""
+        """Find the file of the trials.
+
+        shape: all other arguments of `discover`, as objects that `repr` shows completely.
+        """
         self._file: Path | None = None
         if source.code is None:
             model = dict(source.config), repr(source.lora)
             key = json.dumps([*model, sorted(map(repr, shape.items())), _versions()], default=repr)
             name = hashlib.sha256(key.encode()).hexdigest()[:24]
-            with suppress(RuntimeError):  # there is no home, so no cache
+            with suppress(RuntimeError):  # a user without a home has no cache
                 self._file = cache_folder() / "trials" / f"{name}.json"
 
     def read(self) -> Trials | None:
-        """None where nothing is kept, or nothing that can be read."""
+        """Return the cached trials; None if there are none, or none that can be read."""
         if self._file is None:
             return None
         try:
@@ -57,7 +61,7 @@ class TrialCache:
             return None
 
     def write(self, trials: Trials) -> None:
-        """Of layers that can be compiled: a failure may be of the moment."""
+        """Cache the trials, unless a layer could not be compiled: such a failure may be temporary."""
         if self._file is None or any(trial and trial.problem for trial in trials):
             return
         try:
@@ -71,14 +75,17 @@ class TrialCache:
 def _prune(folder: Path) -> None:
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[KEPT_FILES:]:
-        with suppress(OSError, ValidationError):  # what is no record of ours stays
+        with suppress(OSError, ValidationError):  # a file that this module did not write stays
             _TRIALS.validate_json(file.read_bytes())
             file.unlink()
 
 
 @cache
 def _versions() -> list[str]:
-    """Of all that traces; of this package every source, since a checkout changes without its version."""
+    """Return the versions of everything that traces.
+
+    Of this package it is a hash of every source, since a checkout changes without changing its version.
+    """
     import transformers
 
     digest = hashlib.sha256()
@@ -89,6 +96,6 @@ def _versions() -> list[str]:
 
 
 def sources() -> list[Path]:
-    """The files of this package."""
+    """Return the source files of this package."""
     package = Path(__file__).parents[1]
-    return sorted([*package.glob("*.py"), *package.glob("*/**/*.py")])  # ** alone enters no linked folder
+    return sorted([*package.glob("*.py"), *package.glob("*/**/*.py")])  # a leading ** would not enter linked folders
