@@ -1,4 +1,4 @@
-"""What the GPU worker has moved on the disk: working copies that it reads, activations that it writes and reads."""
+"""Counts what the GPU worker moves on the disk: working copies (read) and activations (written and read)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from megatrain_ray.io.storage.measured_store import NOTHING, Busy, DiskMeter, Moved, Time
 from megatrain_ray.io.storage.spill_file import taken_bytes
 
-MAX_STEPS = 256  # whose times are kept
+MAX_STEPS = 256  # steps whose times are kept
 
 
 @dataclass(frozen=True)
 class GpuWork:
-    """Up to the end of a step, and in steps alone: what evaluations read is left out. `num_steps`: that this process
-    has made. `busy`: when something of each was under way, up to now. `steps`: when the newest of them were, in their
-    order. `spill_bytes`: that the file of activations takes on the disk. `pid`: of the process; another one counts from
-    0."""
+    """Counts what a GPU worker has moved on disk since its process began, up to the end of a step.
+
+    Only transfers within steps count; what evaluations read is left out.
+
+    num_steps: steps that this process has made.
+    weights, activations: bytes read and written.
+    busy: when transfers of weights and of activations were under way, up to now; one entry each.
+    steps: when the newest `MAX_STEPS` steps were made, oldest first.
+    spill_bytes: bytes that the file of activations takes on the disk.
+    pid: id of the process. A replacement process has another id and counts from 0.
+    """
 
     num_steps: int
     weights: Moved = NOTHING
@@ -29,10 +36,16 @@ class GpuWork:
 
 
 class GpuDisk:
-    """`of_weights`, `of_activations`: count what moves, whenever that is."""
+    """Meters the disk traffic of a GPU worker and counts what falls within steps.
+
+    of_weights, of_activations: meters that count every transfer, inside steps and outside.
+    """
 
     def __init__(self, activation_file: int | None) -> None:
-        """`activation_file`: its descriptor, where there is one."""
+        """Create meters that start at 0.
+
+        activation_file: file descriptor of the file of activations; None if there is none.
+        """
         self.of_weights, self.of_activations = DiskMeter(), DiskMeter()
         self._file = activation_file
         self._begun = NOTHING, NOTHING
@@ -44,7 +57,10 @@ class GpuDisk:
         self._begun = self._now()
 
     def end_step(self, time: Time) -> None:
-        """Nothing of the step is under way any more. `time`: from the end of the step before to that of this one."""
+        """Add the traffic since `begin_step` to the totals. Call when no transfer of the step is under way any more.
+
+        time: from the end of the previous step to the end of this one.
+        """
         of_step = (now.since(begun) for now, begun in zip(self._now(), self._begun, strict=True))
         weights, activations = (moved.plus(more) for moved, more in zip(self._moved, of_step, strict=True))
         self._moved = weights, activations

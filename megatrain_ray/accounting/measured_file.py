@@ -1,5 +1,8 @@
-"""measured.json of a run directory: for each start of the run, its plan's hash and what the plan predicted beside what
-was measured (docs/metrics.md)."""
+"""Reads and writes measured.json of a run directory.
+
+For each start of the run, the file holds the hash of its plan and what the plan predicted beside what was measured
+(docs/metrics.md).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ MEASURED_NAME = "measured.json"
 
 @dataclass(frozen=True)
 class Measured:
-    """`starts`: in the order of their first steps."""
+    """Holds the content of measured.json.
+
+    starts: one comparison for each start, in the order of their first steps.
+    """
 
     version: Literal[1]
     starts: tuple[Comparison, ...]
@@ -27,7 +33,7 @@ _MEASURED = TypeAdapter(Measured)
 
 
 def read_comparisons(run_dir: Path) -> tuple[Comparison, ...]:
-    """Empty where nothing was compared, or what is there is not of this version."""
+    """Return the comparisons in measured.json; empty if there is no file, or it is damaged or of another version."""
     try:
         return _MEASURED.validate_json((run_dir / MEASURED_NAME).read_bytes()).starts
     except (OSError, ValidationError):
@@ -35,14 +41,17 @@ def read_comparisons(run_dir: Path) -> tuple[Comparison, ...]:
 
 
 def write_comparison(run_dir: Path, found: Comparison) -> None:
-    """In the place of those of the same start, and of starts that began later and were gone back over. Raises
-    MegatrainError."""
+    """Write `found` to measured.json of `run_dir`.
+
+    It replaces the comparison of the same start, and those of starts with a later first step: the run went back to
+    before them. Raises MegatrainError if the file cannot be written.
+    """
     earlier = [start for start in read_comparisons(run_dir) if start.first_step < found.first_step]
     text = _MEASURED.dump_json(Measured(1, (*earlier, found)), indent=1).decode()
     write_atomically(run_dir / MEASURED_NAME, text + "\n")
 
 
 def comparison_tree(found: Comparison) -> dict[str, Any]:
-    """As it stands in the file."""
+    """Return the comparison as the plain data that measured.json holds."""
     tree: dict[str, Any] = TypeAdapter(Comparison).dump_python(found, mode="json")
     return tree

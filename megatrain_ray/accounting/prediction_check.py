@@ -1,4 +1,4 @@
-"""What a plan predicted against what a run measured, term by term, and what of it is worth a warning. Pure."""
+"""Compares what a plan predicted with what a run measured, term by term, and decides what is worth a warning. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan, UpdateOrder
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.units import format_bytes
 
-TIME_TOLERANCE = 0.1  # of a step
+TIME_TOLERANCE = 0.1  # share of a step's time
 BYTES_TOLERANCE = 0.05
-MIN_STEPS = 3  # that are compared; the first one of a process compiles and is not
-# Of steps that are shorter Ray, Python and the launches of small operators are most, which nothing predicts.
+MIN_STEPS = 3  # steps to compare at least, without a process's first step, which includes compilation
+# Ray, Python and launches of small operators dominate shorter steps, and nothing predicts these.
 MIN_STEP_S = 0.05
-# What processes take besides arenas is estimated in the plan; seen up to half as much again.
+# The plan estimates what processes take besides arenas. Up to half as much again has been measured.
 PROCESSES_TOLERANCE = 0.5
-# Waits of a step, by cause. Where the host waits for the loss the device computes: that is none of them.
+# Waits of a step, by cause. The host's wait for the loss is not among them: the device computes meanwhile.
 WAITS = ("h2d", "d2h", "optimizer", "host_accumulation", "data", "python")
 
 
 class Kind(Enum):
-    """STEP: seconds of all of it. PART: of compute, or of a wait by its cause; together the step. WORK: seconds of a
-    stage at work, hidden or not. HELD: bytes of memory or disk. MOVED: bytes that a step reads of the disk and
-    writes."""
+    """Says what the two numbers of a term count.
+
+    STEP: seconds of a whole step.
+    PART: seconds of compute, or of the waits with one cause. The parts add up to the step.
+    WORK: seconds in which a stage worked, whether or not other work hid them.
+    HELD: bytes of memory or disk in use.
+    MOVED: bytes that a step reads from the disk and writes to it.
+    """
 
     STEP = "step"
     PART = "part"
@@ -41,8 +46,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Term:
-    """Two numbers of the same thing, in seconds or bytes. `slack_bytes`: by which an estimate in it may be wrong, or
-    that comes on top at times."""
+    """Holds a predicted and a measured number of the same thing, in seconds or bytes.
+
+    slack_bytes: excess over the prediction that is no error: an estimate is part of it, or something is added at times.
+    """
 
     name: str
     kind: Kind
@@ -52,7 +59,7 @@ class Term:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured: positive where that was less."""
+        """Return predicted / measured - 1; positive if less was measured than predicted. 0 if nothing was measured."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
     @property
@@ -60,7 +67,13 @@ class Term:
         return self.kind in (Kind.HELD, Kind.MOVED)
 
     def is_off(self, step_s: float) -> bool:
-        """`step_s`: measured, of which a part's error is a share. Of bytes more is an error; less is room."""
+        """Return whether the two numbers differ by more than the tolerance.
+
+        For times, a difference in either direction counts, as a share of the step. For bytes, only an excess over the
+        prediction does. Terms of kind WORK are never off.
+
+        step_s: measured seconds of the step.
+        """
         over = self.measured - self.predicted
         match self.kind:
             case Kind.STEP | Kind.PART:
@@ -72,7 +85,10 @@ class Term:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of the steps from `first_step` to `last_step`, all made by one process with the plan of `plan_sha256`."""
+    """Compares a plan with the steps from `first_step` to `last_step`, all made by one process.
+
+    plan_sha256: hash of the plan.
+    """
 
     first_step: int
     last_step: int
@@ -80,7 +96,7 @@ class Comparison:
     terms: tuple[Term, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for terms that no run has."""
+        """Raise ValueError unless the terms hold a step and its parts, times above 0, and finite numbers."""
         numbers = [number for term in self.terms for number in (term.predicted, term.measured)]
         kinds = {term.kind for term in self.terms}
         worked = all(term.measured > 0 for term in self.terms if term.kind in (Kind.STEP, Kind.WORK))
@@ -88,7 +104,7 @@ class Comparison:
             raise ValueError("a comparison is of a step that took time and of its parts, all of them finite")
 
     def term(self, name: str) -> Term | None:
-        """None where it was not measured."""
+        """Return the term with this name, or None if it was not measured."""
         return next((term for term in self.terms if term.name == name), None)
 
     @property
@@ -97,13 +113,15 @@ class Comparison:
 
     @property
     def worst_part(self) -> Term:
-        """The one that differs most."""
+        """Return the part of the step whose measured and predicted seconds differ most."""
         parts = (term for term in self.terms if term.kind is Kind.PART)
         return max(parts, key=lambda term: abs(term.measured - term.predicted))
 
     def off(self, prediction: Prediction) -> tuple[Term, ...]:
-        """Terms that are further from the prediction than one may be. Seconds only where it was made of rates that were
-        measured, and of steps long enough to be predicted."""
+        """Return the terms that differ from the prediction by more than the tolerance.
+
+        Times are included only if the prediction was made from measured rates and the steps take at least `MIN_STEP_S`.
+        """
         step_s = self.step.measured
         timed = prediction.is_measured and step_s >= MIN_STEP_S
         return tuple(term for term in self.terms if (timed or term.is_of_bytes) and term.is_off(step_s))
@@ -119,8 +137,14 @@ class Comparison:
 def compare(
     plan: Plan, rows: Sequence[Mapping[str, Any]], work: StepWork | None = None, host_bytes: int | None = None
 ) -> Comparison | None:
-    """`rows`: of the metrics of one process, from its first step on. `work`, `host_bytes` (of all its processes): None
-    where they are not known. None where there are too few rows, and for a plan without a prediction."""
+    """Compare the plan's prediction with what one process measured.
+
+    rows: rows of metrics of the process, from its first step on.
+    work: disk traffic and update time per step; None if they are not known.
+    host_bytes: host memory of all processes of the run; None if it is not known.
+
+    Return None if there are fewer than `MIN_STEPS` rows after the first one, or the plan has no prediction.
+    """
     usual, prediction = rows[1:], plan.prediction
     if len(usual) < MIN_STEPS or prediction is None:
         return None
@@ -149,7 +173,7 @@ def _work(prediction: Prediction, work: StepWork) -> Iterator[Term]:
 
 def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | None) -> Iterator[Term]:
     on_device = plan.total_bytes(Tier.HBM)
-    if plan.device == "cuda":  # what is not among its tensors is not in what is measured
+    if plan.device == "cuda":  # the measured peak includes only tensors
         tensors = on_device - plan.row_bytes(Tier.HBM, CONTEXT, EXCHANGE)
         yield Term("HBM", Kind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
     if host_bytes is not None:
@@ -159,8 +183,11 @@ def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | No
 
 
 def _disk(plan: Plan, work: StepWork) -> Iterator[Term]:
-    """All that is there, and of its traffic what GPU workers move. The shards read what is saved, too, and what was
-    copied aside for that once more: as much again at most."""
+    """Yield the terms for the disk: its traffic in total and by GPU workers, and the bytes in use.
+
+    While a save is written, shards also read what is saved, and read what was copied aside for it once more. That is at
+    most as much again, and the slack of the total traffic allows for it.
+    """
     on_disk = plan.total_bytes(Tier.NVME)
     if not on_disk:
         return
@@ -175,7 +202,7 @@ def _disk(plan: Plan, work: StepWork) -> Iterator[Term]:
 
 
 def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder, run_dir: object) -> str | None:
-    """One line that names what is off, by how much and what to do about it; None where nothing is."""
+    """Return one line that names each term that is off, by how much, and what to do about it; None if none is off."""
     off = found.off(prediction)
     told = [_told_of_bytes(term) for term in off if term.is_of_bytes]
     if any(not term.is_of_bytes for term in off):
@@ -186,7 +213,7 @@ def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder
 
 
 def _cause(found: Comparison, profile: HardwareProfile, update_order: UpdateOrder) -> str:
-    """What is behind a wait for the optimizer, or for activations that are on disk, where those tell who move it."""
+    """Return the likely cause of a wait for the optimizer or for activations on disk, as text; empty if unknown."""
     updates, disk = found.term("updates"), found.term("disk")
     match found.worst_part.name:
         case "h2d" | "d2h" if found.term("activation traffic"):
@@ -207,18 +234,21 @@ def _cause(found: Comparison, profile: HardwareProfile, update_order: UpdateOrde
 
 
 def update_rate(profile: HardwareProfile, order: UpdateOrder) -> float:
-    """Parameters a second that predictions take: updates under a forward have the host nearly to themselves."""
+    """Return the rate of updates that predictions use, in parameters per second.
+
+    Updates in forward order have the host nearly to themselves; others compete with copies.
+    """
     return profile.adamw_per_s if order is UpdateOrder.FORWARD else profile.adamw_busy_per_s
 
 
 def disk_rate(found: Comparison) -> float:
-    """Bytes a second, read and written, while the disk was at work; 0 where nothing spilled."""
+    """Return the measured disk rate in bytes per second, read and written, while the disk worked; 0 if unused."""
     disk, traffic = found.term("disk"), found.term("disk traffic")
     return traffic.measured / disk.measured if disk and traffic and disk.measured else 0.0
 
 
 def planned_disk_rate(found: Comparison) -> float:
-    """The same of the prediction."""
+    """Return the predicted disk rate in bytes per second, read and written; 0 if the plan predicts no disk traffic."""
     disk, traffic = found.term("disk"), found.term("disk traffic")
     return traffic.predicted / disk.predicted if disk and traffic and disk.predicted else 0.0
 

@@ -1,8 +1,8 @@
-"""A trace in a file: the JSON that Perfetto and chrome://tracing open.
+"""Writes traces as JSON files that Perfetto and chrome://tracing open, and reads them.
 
 The format is Chrome's "Trace Event Format": complete events (ph X) with times in microseconds, on threads (tid) of
-processes (pid) that metadata events (ph M) name. Events of a thread must nest or lie apart, so spans of one row that do
-neither get rows of their own.
+processes (pid) that metadata events (ph M) name. Two events of a thread must be nested or disjoint. Spans of one row
+that overlap in another way are put on additional threads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatrain_ray.io.files.atomic_file import temporary_file
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.spans import RecordedSpans, Row, Span
 
-LARGE_SPANS = 50_000  # 10 MB of JSON; more are compressed, to a tenth
-LANES = 1000  # numbers of threads that a row may take
+LARGE_SPANS = 50_000  # 10 MB of JSON; a trace with more spans is compressed, to about a tenth
+LANES = 1000  # thread ids reserved for each row
 
 Event = Mapping[str, Any]
 
@@ -37,9 +37,13 @@ def find_traces(run_dir: Path) -> list[Path]:
 
 
 def write_trace(path: Path, processes: Sequence[TracedProcess], layer_names: Sequence[str]) -> Path:
-    """Returns the file, which is `path` or, for a large trace, that with .gz. It is the whole one or none.
+    """Write a trace and return its path: `path`, or `path` with .gz appended if the trace is large.
 
-    `layer_names`: of layers that spans name by number. Raises MegatrainError.
+    The file appears complete or not at all.
+
+    layer_names: names of layers by number, for spans that hold the number.
+
+    Raises MegatrainError if the file cannot be written.
     """
     num_spans = sum(len(process.recorded.spans) for process in processes)
     target = path.with_name(path.name + ".gz") if num_spans > LARGE_SPANS else path
@@ -51,7 +55,7 @@ def write_trace(path: Path, processes: Sequence[TracedProcess], layer_names: Seq
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The events of a file that `write_trace` has written. Raises MegatrainError."""
+    """Return the events of a file that `write_trace` wrote. Raises MegatrainError if it cannot be read."""
     with explained("read", path), _open(path, "rt", compressed=path.suffix == ".gz") as file:
         found: list[Event] = json.load(file)["traceEvents"]
     return found
@@ -62,7 +66,7 @@ def _open(path: Path, mode: str, *, compressed: bool) -> Any:
 
 
 def _lines(found: Iterable[Event], processes: Sequence[TracedProcess]) -> Iterator[str]:
-    """An event a line."""
+    """Yield the lines of the JSON file, with one event on each."""
     dropped = {process.name: process.recorded.num_dropped for process in processes if process.recorded.num_dropped}
     yield f'{{"displayTimeUnit": "ms", "otherData": {{"spans_dropped": {json.dumps(dropped)}}}, "traceEvents": [\n'
     for number, event in enumerate(found):
@@ -71,8 +75,11 @@ def _lines(found: Iterable[Event], processes: Sequence[TracedProcess]) -> Iterat
 
 
 def events(processes: Sequence[TracedProcess], layer_names: Sequence[str]) -> Iterator[Event]:
-    """Time 0 is the first step's begin; what was over by then is left out, what was under way begins there. A thread's
-    events come in order of their begin."""
+    """Yield the events of the trace in Chrome's format. Time 0 is the start of the first step.
+
+    Spans that ended before time 0 are left out; spans that were open then are cut to begin there. The events of a
+    thread are in the order of their start.
+    """
     everything = [span for process in processes for span in process.recorded.spans]
     origin_ns = min((span.start_ns for span in everything if span.row is Row.STEPS), default=0)
     for order, (name, recorded) in enumerate(processes):
@@ -90,9 +97,12 @@ def events(processes: Sequence[TracedProcess], layer_names: Sequence[str]) -> It
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """The same spans in as few lists as it takes for those of each to nest or lie apart; each in order of begin."""
+    """Distribute the spans over lists in which any two spans are nested or disjoint; each list is in order of start.
+
+    A span goes into the first list that can take it, and a list is added only if none can.
+    """
     placed: list[list[Span]] = []
-    stacks: list[list[int]] = []  # ends of what is open in each lane, the innermost last
+    stacks: list[list[int]] = []  # end times of the open spans of each lane, the innermost last
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
         for stack in stacks:
             while stack and stack[-1] <= span.start_ns:

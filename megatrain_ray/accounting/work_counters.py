@@ -1,4 +1,4 @@
-"""What all processes of a run on its first host did in a step, by what each had done at two times. Pure."""
+"""Computes the work of one step from what the processes of a run's first host had done at two moments. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain_ray.io.storage.measured_store import Busy, Time
 
 @dataclass(frozen=True)
 class RunWork:
-    """What has been done at some time."""
+    """Holds what the processes of a run's first host have done so far."""
 
     shards: Sequence[ShardWork]
     gpus: Sequence[GpuWork]
@@ -21,9 +21,14 @@ class RunWork:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Of one step. `update_s`: of the shard that took longest. `disk_bytes`: read and written, by all processes;
-    `weight_bytes`, `activation_bytes`: of these by GPU workers. `disk_s`: in which something of that was under way,
-    whoever moved it. `spill_bytes`: that all files take on the disk."""
+    """Describes the work of one step, of all processes together unless stated otherwise.
+
+    update_s: seconds of updates of the shard that took longest.
+    disk_bytes: bytes read from disk and written to it, by all processes.
+    disk_s: seconds in which at least one transfer to or from disk was under way, in any process.
+    spill_bytes: bytes that all files take on the disk.
+    weight_bytes, activation_bytes: the part of `disk_bytes` that GPU workers moved, by kind.
+    """
 
     update_s: float
     disk_bytes: float = 0.0
@@ -34,13 +39,16 @@ class StepWork:
 
 
 def work_between(before: RunWork | None, after: RunWork | None) -> StepWork | None:
-    """A step's mean. None where somebody did not answer or was replaced, or no step and no update lies between them."""
+    """Return the mean work of one step between two moments.
+
+    Return None if a process did not answer or was replaced, or if no step and no update lies between the moments.
+    """
     if before is None or after is None:
         return None
     pairs = list(zip(before.shards, after.shards, strict=False))
     of_gpus = [(a, b, b.num_steps - a.num_steps) for a, b in zip(before.gpus, after.gpus, strict=False)]
     same = _pids(before) == _pids(after)
-    # Where everything lives on the device shards make no update at all.
+    # If all layers live on the device, shards make no update at all, and `update` stays 0.
     if not same or any(count <= 0 for *_, count in of_gpus) or any(a.update >= b.update > 0 for a, b in pairs):
         return None
     steps = [(a, b, max(1, b.update - a.update)) for a, b in pairs]
@@ -62,7 +70,11 @@ def _pids(work: RunWork) -> list[int]:
 
 
 def _disk_s(work: RunWork, num_steps: int) -> float:
-    """Of the newest steps, those of the first GPU, as far as all processes still know when they moved something."""
+    """Return the mean seconds of a step in which at least one process used the disk.
+
+    The steps are the newest `num_steps` of the first GPU. Times before `since_s` of any process are left out: that
+    process no longer has a complete list of its transfers from then.
+    """
     every = [*(shard.busy for shard in work.shards), *(busy for gpu in work.gpus for busy in gpu.busy)]
     since_s = max(busy.since_s for busy in every)
     steps = work.gpus[0].steps[-num_steps:]
@@ -74,7 +86,7 @@ def _disk_s(work: RunWork, num_steps: int) -> float:
 
 
 def _union(every: Iterable[Busy]) -> list[Time]:
-    """One after the other, when at least one of them was busy."""
+    """Return the intervals in which at least one process was busy, disjoint and in order."""
     merged: list[Time] = []
     for start_s, end_s in sorted(time for busy in every for time in busy.times):
         if merged and start_s <= merged[-1].end_s:
@@ -85,7 +97,7 @@ def _union(every: Iterable[Busy]) -> list[Time]:
 
 
 def _shared_s(first: Sequence[Time], second: Sequence[Time]) -> float:
-    """Both one after the other."""
+    """Return the seconds that lie in both lists of intervals. Each list is disjoint and in order."""
     total_s, i, j = 0.0, 0, 0
     while i < len(first) and j < len(second):
         a, b = first[i], second[j]

@@ -1,6 +1,9 @@
-"""Aliased host memory: layers take the same memory in turn, so that a benchmark runs the steps of a model that this
-machine cannot hold. Copies, updates and signals are those of the plan; only what they work on is several layers' at
-once, so losses mean nothing. No training has it: `megatrain bench` alone makes such a run."""
+"""Lets a benchmark run a model that this machine's host memory cannot hold: layers share host memory.
+
+Layers use the same host memory in turn (aliased memory). Copies, updates and signals are those of the plan, but they
+work on memory that several layers overwrite, so losses mean nothing. Only `megatrain bench` makes such a run, never a
+training.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,11 @@ OPTION = "--alias-host-memory"
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of arenas and activations: what the plan has of them, and what the run takes."""
+    """Holds the bytes of host memory for arenas and activations.
+
+    planned_bytes: what the plan needs.
+    held_bytes: what the run takes; less if memory is aliased.
+    """
 
     planned_bytes: int
     held_bytes: int
@@ -32,10 +39,12 @@ class HostMemory:
 
 
 def with_aliases(prepared: Prepared, num_bytes: int) -> Prepared:
-    """The same plan, with layers on the host taking `num_bytes` in turn, or a little less.
+    """Return `prepared` with the same plan, but host memory that all layers on the host share in turn.
 
-    Raises ConfigError where one layer takes more alone, where something would be on disk, which nothing aliases, or
-    where the run could save what means nothing.
+    num_bytes: bytes of that memory; slightly less may be used.
+
+    Raises ConfigError if one layer needs more than `num_bytes`, if the plan puts anything on disk (only memory can be
+    aliased), or if `save_every` is set: a save of such a run would be meaningless.
     """
     if prepared.config.save_every is not None:
         raise ConfigError(f"{OPTION}: save_every is {prepared.config.save_every}: nothing of such a run can be saved")
@@ -58,7 +67,7 @@ def with_aliases(prepared: Prepared, num_bytes: int) -> Prepared:
 
 
 def _element_bytes(plan: Plan) -> int:
-    """Of everything that a parameter may have on the host."""
+    """Return the most bytes that one parameter needs on the host, with its gradient and activations."""
     working = plan.precision.working_dtype.itemsize
     return plan.precision.element_bytes + plan.slab_itemsize + (working if plan.host_activation_bytes else 0)
 

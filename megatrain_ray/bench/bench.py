@@ -1,5 +1,7 @@
-"""`megatrain bench`: a configuration's speed, beside what the same layers do when nothing has to move, and beside the
-same steps without Ray."""
+"""Implements `megatrain bench`: measures the speed of a configuration.
+
+The speed is compared with that of the same layers when nothing has to be moved, and of the same steps without Ray.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ from megatrain_ray.units import format_bytes
 
 @dataclass(frozen=True)
 class Observed:
-    """What was looked up in the run's processes after its last step."""
+    """Holds what was read from the run's processes after its last step.
+
+    tokens: folders of the tokenized data sources.
+    kernel_names: names of the update kernels in use.
+    pss_bytes: proportional set size by process and kind of memory.
+    """
 
     prepared: Prepared
     tokens: tuple[Path, ...]
@@ -50,9 +57,14 @@ class Observed:
 
 @dataclass(frozen=True)
 class Measured:
-    """`rows`, `in_process`: of all steps, warm-up first and the traced one last; the latter, like `ceiling`, None where
-    it was not asked for. `busy_share`: of the compute stage, from the trace; None without one. `comparison`: of the
-    plan with its run; None where there were too few steps."""
+    """Holds the results of a benchmark.
+
+    rows: rows of metrics of all steps; warm-up steps first, a traced step last.
+    busy_share: share of the traced step in which the compute stage worked; None without a trace.
+    comparison: comparison of the plan with the run; None if there were too few steps.
+    ceiling: the resident ceiling; None if it was not asked for.
+    in_process: rows like `rows`, of the same steps without Ray; None if they were not asked for.
+    """
 
     config: TrainConfig
     observed: Observed
@@ -64,9 +76,9 @@ class Measured:
 
 
 def measure(config: TrainConfig, options: BenchOptions) -> Measured:
-    """Trains, then, where asked for, takes the ceiling and trains in one process; standard output stays empty.
+    """Train, then measure the ceiling and train again in one process, if `options` ask for these.
 
-    Raises what a training does.
+    What is printed meanwhile goes to standard error; standard output stays empty. Raises what a training raises.
     """
     with redirect_stdout(sys.stderr), Interrupts():
         observed, summary = _train(config, options.alias_bytes)
@@ -87,7 +99,7 @@ def measure(config: TrainConfig, options: BenchOptions) -> Measured:
 
 
 class _AliasingTrainer(Trainer):
-    """Of runs whose layers share host memory."""
+    """Trains with host memory that layers share in turn."""
 
     def __init__(self, config: TrainConfig, num_bytes: int) -> None:
         super().__init__(config)
@@ -109,7 +121,7 @@ def _train(config: TrainConfig, alias_bytes: int | None) -> tuple[Observed, Trai
 
 
 def _check_updates(summary: TrainSummary) -> None:
-    """Raises MegatrainError where updates were skipped: such steps are faster than any that trains."""
+    """Raise MegatrainError if updates were skipped: such steps are faster than any step that trains."""
     if skipped := [row["step"] for row in summary.rows if row["skipped"]]:
         raise MegatrainError(
             f"the updates of steps {skipped} were skipped, since gradients were not finite: their speed would be that "

@@ -1,4 +1,4 @@
-"""What a benchmark runs: a configuration with its length and nothing but steps. Imports neither torch nor Ray."""
+"""Builds the configuration of a benchmark: a given length, and nothing besides steps. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.errors import ConfigError
 
-# Nothing is saved, evaluated or sent anywhere. The learning rate does not change what a step costs.
+# Nothing is saved, evaluated or sent anywhere. The learning rate does not affect the time of a step.
 SETTINGS = (
     "train.warmup_steps=0",
     "train.schedule=constant",
@@ -23,9 +23,14 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """`warmup`: steps before the measured ones; after these one more is traced where `with_trace`. `commit`: of the
-    code, where it is not run from a checkout. `alias_bytes`: host memory that layers take in turn (aliased_memory.py);
-    None: each has its own."""
+    """Holds the options of `megatrain bench`.
+
+    warmup: number of steps before the measured ones.
+    steps: number of measured steps.
+    with_trace: whether one more step follows, which is traced.
+    commit: commit of the code, if it is not run from a checkout.
+    alias_bytes: host memory that all layers share in turn (aliased_memory.py); None: each layer has its own.
+    """
 
     warmup: int
     steps: int
@@ -37,20 +42,22 @@ class BenchOptions:
 
     @property
     def measured(self) -> slice:
-        """The rows that count."""
+        """Return the range of rows that are measured."""
         return slice(self.warmup, self.warmup + self.steps)
 
     @property
     def num_steps(self) -> int:
-        """All of them; the last one is traced, if any is."""
+        """Return the number of steps in all, with warm-up and traced step."""
         return self.warmup + self.steps + self.with_trace
 
 
 def bench_config(path: Path, overrides: Sequence[str], options: BenchOptions, run_dir: Path) -> TrainConfig:
-    """The configuration with what a benchmark sets itself. `run_dir`: used unless an override names another; that of
-    the file may hold a run.
+    """Return the configuration at `path` with `overrides` and with the settings that every benchmark makes.
 
-    Raises ConfigError, also for lengths that measure nothing and for an override of what a benchmark sets.
+    run_dir: run directory unless an override names another. The file's own is not used: it may hold a run.
+
+    Raises ConfigError if the configuration is invalid, if no step would be measured, or if an override changes a
+    setting that the benchmark makes.
     """
     if options.warmup < 0 or options.steps < 1:
         raise ConfigError(f"--warmup {options.warmup} --steps {options.steps}: expected 0 or more, and at least 1")

@@ -1,4 +1,4 @@
-"""What `megatrain bench` says: everything as JSON (docs/bench.md), the rest of it as a table."""
+"""Formats the results of `megatrain bench`: all of them as JSON (docs/bench.md), the most important ones as a table."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.units import format_bytes, format_count, format_ranges
 
 VERSION = 1
-ABOVE_CEILING = 1.02  # a run's share of its ceiling that no noise of a quiet machine explains
+ABOVE_CEILING = 1.02  # a run faster than this share of its ceiling: more than the noise of a quiet machine
 
 
 def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
-    """Plain data for JSON."""
+    """Return the results as plain data that can be written as JSON."""
     prepared = measured.observed.prepared
     rows = measured.rows[options.measured]
     step_s = _distribution(row["step_s"] for row in rows)
@@ -76,7 +76,7 @@ def to_json(report: Mapping[str, Any]) -> str:
 
 
 def _distribution(values: Iterable[float]) -> dict[str, float]:
-    """`spread`: from the least to the most, in shares of the median."""
+    """Return median, minimum, maximum and spread of the values; `spread` is (max - min) / median."""
     ordered = sorted(values)
     median = statistics.median(ordered)
     least, most = ordered[0], ordered[-1]
@@ -88,7 +88,7 @@ def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _losses(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """None: not finite, as in metrics.jsonl."""
+    """Return the loss of each row; None if it is not finite, as in metrics.jsonl."""
     return [loss if (loss := row["loss"]) is not None and math.isfinite(loss) else None for row in rows]
 
 
@@ -97,7 +97,7 @@ def _ceiling(measured: Measured, tflops: float) -> dict[str, Any] | None:
     if ceiling is None:
         return None
     best = ceiling.best.model_tflops if ceiling.best else None
-    own = tflops / measured.config.hardware.num_gpus  # the ceiling is one GPU's
+    own = tflops / measured.config.hardware.num_gpus  # the ceiling is measured on one GPU
     return {
         "model_tflops": best,
         "micro_batch_size": ceiling.best.micro_batch_size if ceiling.best else None,
@@ -131,7 +131,7 @@ def _memory(measured: Measured) -> dict[str, Any]:
 
 
 def _aliased(prepared: Prepared) -> dict[str, Any] | None:
-    """None where each layer has host memory of its own."""
+    """Return the note on aliased memory and its sizes; None if each layer has host memory of its own."""
     return {"note": NOTE, **asdict(HostMemory.of(prepared))} if prepared.is_aliased else None
 
 
@@ -147,7 +147,10 @@ def _optimizer(measured: Measured) -> dict[str, Any]:
 
 
 def _shards(measured: Measured) -> Iterator[dict[str, Any]]:
-    """What each of the first host has updated in a second in which its kernel worked; None where it has no updates."""
+    """Yield the placement and speed of each shard of the first host.
+
+    The speed is parameters updated per second in which the kernel worked; None if the shard made no updates.
+    """
     prepared = measured.observed.prepared
     plan = prepared.plan
     layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.num_hosts)
@@ -170,7 +173,10 @@ def _moved(measured: Measured) -> dict[str, float]:
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    """The plan with sums instead of the list of layers. Activation budgets: how many compiled layers have each."""
+    """Return the plan as plain data, with counts instead of the list of layers.
+
+    activation_budgets: number of compiled layers with each budget.
+    """
     tree = json.loads(plan.to_json())
     layers = tree.pop("layers")
     sizes = {"num_layers": len(layers), "num_parameters": plan.num_parameters, "num_trained": plan.num_trained}

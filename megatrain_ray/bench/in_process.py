@@ -1,5 +1,8 @@
-"""A run's steps without Ray: GPU worker, optimizer shards and data in this process, each the class that an actor wraps,
-over the same kind of shared memory. What a run is slower by is the price of its processes."""
+"""Runs the steps of a training without Ray: GPU worker, optimizer shards and data in this process.
+
+Each is the class that an actor wraps, and they use the same kind of shared memory. The time by which a run with Ray is
+slower is the cost of its processes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from megatrain_ray.workers.shard_worker import ShardWorker
 
 
 def run_in_process(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
-    """Rows of all `train.steps`, from the model's first values. `tokens`: folders of the data's sources."""
+    """Run all `train.steps` from the model's initial weights and return their rows of metrics.
+
+    tokens: folders of the tokenized data sources.
+    """
     return asyncio.run(_run(prepared, tokens))
 
 
@@ -57,14 +63,20 @@ async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any
 
 
 def _shard(prepared: Prepared, index: int, handles: Handles) -> ShardWorker:
-    """One after the other: Transformers imports its parts when they are first used, which threads cannot do at once."""
+    """Create and initialize one shard.
+
+    Call it for one shard after the other: Transformers imports its modules on first use, and that is not thread-safe.
+    """
     shard = ShardWorker(prepared, index, [handles])
     shard.initialize()
     return shard
 
 
 def _batches(prepared: Prepared, tokens: Sequence[Path]) -> FetchBatch:
-    """Drawn in a thread, as they are in another process while a step runs."""
+    """Return a function that draws batches in a thread, so that they are drawn while a step runs.
+
+    In a run with Ray another process draws them meanwhile.
+    """
     plan, vocab_size = prepared.plan, prepared.structure.vocab_size
     data = DataWorker(prepared.config.data, tokens, vocab_size, plan.batch_size, 0, None)
 

@@ -1,5 +1,7 @@
-"""The resident ceiling: how fast the model's layers, head and loss run with all weights on the device, no optimizer and
-nothing that moves. A training can come near it and never pass it."""
+"""Measures the resident ceiling: the speed of the model's layers, head and loss with all weights on the device.
+
+There is no optimizer and nothing is moved. A training can come near this speed and never exceed it.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ from megatrain_ray.workers.open_device import make_device
 
 WARMUP_STEPS = 2
 MEASURED_STEPS = 5
-GAIN = 1.01  # of a doubling, or larger ones are not tried
+GAIN = 1.01  # speed-up by doubling the micro-batch below which no larger one is tried
 
 
 @dataclass(frozen=True)
 class Trial:
-    """`model_tflops`: of the median step; None: out of memory."""
+    """Holds the speed with one size of micro-batch.
+
+    model_tflops: model TFLOPS of the median step; None if memory ran out.
+    """
 
     micro_batch_size: int
     model_tflops: float | None
@@ -34,7 +39,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """`best`: None where not even one sequence fits. `trials`: in the order they were made."""
+    """Holds the result of the measurement.
+
+    best: the fastest trial; None if not even one sequence fits on the device.
+    trials: all trials in the order in which they were made.
+    hbm_peak_bytes: peak device memory of all trials.
+    """
 
     best: Trial | None
     trials: tuple[Trial, ...]
@@ -42,9 +52,12 @@ class Ceiling:
 
 
 def measure_ceiling(prepared: Prepared) -> Ceiling:
-    """At the best micro-batch. On the CPU none is larger than the batch of a step: nothing else bounds it there."""
+    """Measure the ceiling with the best size of micro-batch.
+
+    On the CPU the size is at most the batch of a step: nothing else bounds it there.
+    """
     plan = prepared.plan
-    whole = replace(plan, hbm_limit_bytes=None)  # a ceiling for any limit
+    whole = replace(plan, hbm_limit_bytes=None)  # the ceiling may use the whole device, whatever the plan's limit
     device = make_device(whole, deterministic=prepared.config.train.deterministic)
     limit = plan.micro_batch_size * plan.num_micro_batches if plan.device == "cpu" else None
     try:
@@ -53,7 +66,7 @@ def measure_ceiling(prepared: Prepared) -> Ceiling:
             rate = _Rate(prepared, model, FlopCount.of(prepared.structure, prepared.source))
             trials = search(rate.of, plan.micro_batch_size, limit)
         peak_bytes = device.memory().peak_bytes
-    except torch.OutOfMemoryError:  # the weights alone
+    except torch.OutOfMemoryError:  # the weights alone do not fit
         return Ceiling(None, (), device.memory().peak_bytes)
     finally:
         device.close()
@@ -62,10 +75,12 @@ def measure_ceiling(prepared: Prepared) -> Ceiling:
 
 
 def search(rate: Callable[[int], float], first: int, limit: int | None) -> tuple[Trial, ...]:
-    """From micro-batches of `first` sequences: halved until they fit; or doubled, up to `limit`, until they do not or
-    until that gains nothing. Not from 1: every size has to be compiled.
+    """Try sizes of micro-batch, from `first` sequences on, and return the trials.
 
-    `rate`: model TFLOPS of a size; raises torch.OutOfMemoryError.
+    If `first` does not fit, the size is halved until it fits. Otherwise it is doubled, up to `limit`, until it does not
+    fit or doubling gains less than `GAIN`. The search does not begin at 1, since every size has to be compiled.
+
+    rate: returns model TFLOPS of a size; raises torch.OutOfMemoryError if it does not fit.
     """
     trials = [_attempt(rate, first)]
     while trials[-1].model_tflops is None and trials[-1].micro_batch_size > 1:
@@ -86,14 +101,14 @@ def _attempt(rate: Callable[[int], float], size: int) -> Trial:
     try:
         return Trial(size, rate(size))
     except torch.OutOfMemoryError:
-        pass  # outside of the handler nothing refers to the tensors of the step
+        pass  # collect below, outside the handler: the exception's traceback refers to the step's tensors
     gc.collect()
     return Trial(size, None)
 
 
 @dataclass(frozen=True)
 class _Rate:
-    """Model TFLOPS of whole rows, each one document."""
+    """Measures model TFLOPS of micro-batches of whole rows, where each row is one document."""
 
     prepared: Prepared
     model: ResidentModel
@@ -114,7 +129,7 @@ class _Rate:
         return self.flops.per_step(num_tokens, num_tokens * seq_len) / step_s / 1e12
 
     def _step(self, micro_batch_size: int) -> StepInput:
-        """Random ids."""
+        """Return a step of one micro-batch of random token ids."""
         seq_len, train = self.prepared.plan.seq_len, self.prepared.config.train
         generator = torch.Generator().manual_seed(0)
         shape = (micro_batch_size, seq_len + 1)

@@ -1,4 +1,4 @@
-"""`megatrain doctor`: what of this machine would stop a run, or slow it down."""
+"""Implements `megatrain doctor`: finds what on this machine would stop a run or slow it down."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ from megatrain_ray.units import format_bytes
 
 SLOW_DISK_BYTES_PER_S = 0.5e9
 PROBE_BYTES = 256 << 20
-NO_HUGE_PAGES = ("never", "deny")  # of shmem_enabled: whatever arenas ask for
-FEW_FILES = 4096  # every process of a run holds all arenas, and Ray keeps a socket for each other process
-ROOM_BYTES = 2 << 30  # of Ray's session folder: logs, and 128 MiB of object store where /dev/shm is small
+NO_HUGE_PAGES = ("never", "deny")  # values of shmem_enabled with which arenas cannot get huge pages
+FEW_FILES = 4096  # every process of a run opens all arenas, and Ray keeps a socket for each other process
+ROOM_BYTES = 2 << 30  # for Ray's session folder: logs, and 128 MiB of object store if /dev/shm is small
 
 
 def examine(folder: Path, root: Path = Path("/")) -> Iterator[Finding]:
-    """Every check, as it is made. `folder`: where runs would be saved, or a run's own. `root`: of /proc and /sys."""
+    """Run all checks, and yield each finding as soon as it is made.
+
+    folder: where runs would be saved, or a run's own directory.
+    root: folder that holds /proc and /sys.
+    """
     yield Finding("versions", State.GOOD, _versions())
     yield _gpu()
     yield _rates()
@@ -89,7 +93,7 @@ def _kernel() -> Finding:
 
 
 def _attaching() -> Finding:
-    """Shared memory reaches other processes through /proc/<pid>/fd."""
+    """Check that another process can open shared memory through /proc/<pid>/fd, as the processes of a run do."""
     memory = os.memfd_create("megatrain-doctor")
     try:
         path = f"/proc/{os.getpid()}/fd/{memory}"
@@ -185,9 +189,9 @@ def _session_folder() -> Finding:
 
 
 def _unmarked(folder: Path) -> Finding:
-    """Name what looks like folders of this program and has no mark, so that it is never deleted.
+    """Find folders that look like those of this program but have no mark, and which it therefore never deletes.
 
-    folder: saves are looked for in it, if it is a run's directory, and unfinished folders.
+    folder: searched for unfinished folders, and for saves if it is a run's directory.
     """
     from megatrain_ray.crew.ray_cluster import session_folders
     from megatrain_ray.data.tokenize_data import token_cache
@@ -198,7 +202,7 @@ def _unmarked(folder: Path) -> Finding:
     left = [path for path in session_folders() if path.lstat().st_uid == os.geteuid() and not has_mark(path)]
     saves = (save_folder(folder / "saves", step) for step in list_saves(folder / "saves"))
     left += [path for path in (*saves, *sorted(folder.glob(".*.partial"))) if not has_mark(path)]
-    with suppress(RuntimeError):  # no home, so no cache
+    with suppress(RuntimeError):  # without a home directory there is no cache
         left += without_mark(token_cache())
     if not left:
         return Finding("folders", State.GOOD, "none that only looks like one of this program's")
@@ -235,11 +239,11 @@ def _disk(folder: Path) -> Finding:
 
 
 def _meminfo(root: Path, name: str) -> int:
-    """Bytes; 0 where the kernel does not say."""
+    """Return a value of /proc/meminfo in bytes; 0 if the kernel does not report it."""
     lines = read_text(root / "proc/meminfo").splitlines()
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def _chosen(text: str) -> str:
-    """Of a kernel's list, the word in brackets."""
+    """Return the word in brackets of a kernel setting such as "always [madvise] never"."""
     return text.partition("[")[2].partition("]")[0] or "unknown"

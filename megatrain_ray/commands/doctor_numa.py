@@ -1,5 +1,8 @@
-"""What `megatrain doctor` says of NUMA: the nodes, whether the kernel takes memory from each, and where the pages of a
-run that is up are."""
+"""Implements the checks of `megatrain doctor` on NUMA.
+
+They report the nodes, whether the kernel allocates memory on each of them, and on which nodes the pages of an active
+run are.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ TOPIC = "NUMA"
 
 
 def examine_nodes(folder: Path, root: Path) -> Iterator[Finding]:
-    """`folder`: of runs, or one run's. `root`: of /proc and /sys. On one node that is all there is to say."""
+    """Yield the findings on NUMA. With a single usable node only that fact, and the pages of a run, are reported.
+
+    folder: folder of runs, or one run's directory.
+    root: folder that holds /proc and /sys.
+    """
     topology = read_topology(root)
     if len(topology.usable) < 2:
         yield Finding(TOPIC, State.GOOD, f"one node to work on{_others(topology)}: nothing has to be put on any")
@@ -48,7 +55,7 @@ def _others(topology: Topology) -> str:
 
 
 def _gpus(root: Path) -> Iterator[Finding]:
-    """On which node each is; nothing without one."""
+    """Yield the node of each GPU; nothing without a GPU."""
     addresses = pci_addresses()
     nodes = [gpu_node(address, root) for address in addresses]
     if not nodes:
@@ -65,7 +72,7 @@ def _gpus(root: Path) -> Iterator[Finding]:
 
 
 def _takes_memory(nodes: Sequence[int]) -> Finding:
-    """A huge page from each node, asked for as a run does and read back."""
+    """Allocate a huge page on each node as a run does, and check on which node it is."""
     elsewhere = []
     with closing(ArenaHolder.create({"doctor": HUGE_PAGE * len(nodes)})) as holder:
         arena = holder.map("doctor")
@@ -89,7 +96,10 @@ def _takes_memory(nodes: Sequence[int]) -> Finding:
 
 
 def _pages(folder: Path) -> Iterator[Finding]:
-    """Of a run that is up; nothing where the folder holds none, or its plan puts nothing on nodes."""
+    """Yield where the pages of an active run are.
+
+    Yields nothing if the folder holds no active run, or if its plan binds no memory to nodes.
+    """
     files = RunFiles(folder.absolute())
     plan, pids = files.read_plan(), living(files.path)
     if plan is None or not plan.shard_homes or not pids:

@@ -1,4 +1,4 @@
-"""What `megatrain doctor` finds."""
+"""Defines a finding of `megatrain doctor`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from enum import Enum
 
 class State(Enum):
     GOOD = "good"
-    NOTE = "note"  # works, and something better may be had
+    NOTE = "note"  # works, but could be improved
     SLOW = "slow"
     STOP = "stop"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`advice`: what to do about it, empty where there is nothing to do."""
+    """Describes one finding of `megatrain doctor`.
+
+    advice: what to do about it; empty if nothing has to be done.
+    """
 
     topic: str
     state: State

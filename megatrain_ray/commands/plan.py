@@ -1,4 +1,4 @@
-"""`megatrain plan`: what is shown of a plan, or of why there is none."""
+"""Implements `megatrain plan`: prints a plan, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from megatrain_ray.planning.what_if import Alternative, alternatives, print_alte
 
 
 def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_hour: float | None) -> None:
-    """On standard output; on standard error what of the configuration is not here. Where nothing fits what other
-    memory would change is shown all the same. Raises CapacityError then, and ConfigError."""
+    """Print the plan on standard output, and notes on data and disks that are missing here on standard error.
+
+    If no plan fits, the alternatives with other memory (`what_if`) are printed all the same, and CapacityError is
+    raised. Raises ConfigError if the configuration is invalid.
+    """
     with spinner("planning"):
         question = question_of(config)
         plan, misfit = _answer(question)
@@ -43,7 +46,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
 
 
 def _answer(question: Question) -> tuple[Plan | None, CapacityError | None]:
-    """The plan, or why there is none."""
+    """Return the plan, or the error that says why there is none."""
     try:
         return question.plan(), None
     except CapacityError as error:
@@ -51,7 +54,7 @@ def _answer(question: Question) -> tuple[Plan | None, CapacityError | None]:
 
 
 def _as_json(config: TrainConfig, plan: Plan, found: Sequence[Alternative], price_per_hour: float | None) -> str:
-    """The plan as in plan.json; with a price or alternatives that beside what they come to."""
+    """Return the plan as in plan.json. With a price or alternatives, return an object with the plan and these."""
     text = plan.to_json().rstrip("\n")
     if price_per_hour is None and not found:
         return text

@@ -1,4 +1,7 @@
-"""`megatrain refit`: a hardware profile whose rates make the prediction of a run's plan what the run measured."""
+"""Implements `megatrain refit`: fits a hardware profile to what a run measured.
+
+With the rates of the new profile, the prediction of the run's plan equals the measured time.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,29 @@ from megatrain_ray.virtual_clock import SUM_OVER_GPUS
 
 COPY_WAITS = ("h2d", "d2h", "host_accumulation")
 UNPREDICTED = ("data", "python")
-MIN_COPY_SHARE = 0.05  # of a step that copies held up, from which on their rate can be told from it
+MIN_COPY_SHARE = 0.05  # least share of a step spent waiting for copies from which their rate can be inferred
 HALVINGS = 24
-FURTHEST = 64.0  # that copies may be faster or slower than they were thought to be
+FURTHEST = 64.0  # largest factor by which the rate of copies may change, up or down
 
 Predict = Callable[[HardwareProfile], Prediction]
 
 
 @dataclass(frozen=True)
 class Refitted:
-    """`report`: what changed, by how much, and what that makes of the run's prediction."""
+    """Holds a refitted profile and what changed.
+
+    report: lines that say what changed, by how much, and what the profile predicts for the run.
+    """
 
     profile: HardwareProfile
     report: tuple[str, ...]
 
 
 def refit(run_dir: Path, out: Path) -> Refitted:
-    """Of the newest start of a run that is over; writes the profile to `out`, which is new. Raises ConfigError."""
+    """Fit a profile to the newest start of a finished run and write it to `out`.
+
+    Raises ConfigError if `out` exists, or if the run has no comparison or plan to fit to.
+    """
     if out.exists():
         raise ConfigError(f"{out} exists: nothing is overwritten; name another file")
     files = RunFiles(run_dir.absolute())
@@ -61,7 +70,7 @@ def refit(run_dir: Path, out: Path) -> Refitted:
 
 
 def _compared(files: RunFiles) -> tuple[Comparison, Plan]:
-    """The newest start's, with its plan, as it was before the first step."""
+    """Return the comparison of the newest start, and the plan that it had."""
     compared = read_comparisons(files.path)
     if not compared and (files.path / MEASURED_NAME).exists():
         raise ConfigError(
@@ -90,8 +99,13 @@ def _compared(files: RunFiles) -> tuple[Comparison, Plan]:
 def refitted(
     prediction: Prediction, found: Comparison, order: UpdateOrder, predict: Predict, *, gathered: bool = False
 ) -> Refitted:
-    """`prediction`: of the run's plan, with its profile; `predict`: that of the same plan by other rates. Only what the
-    run timed is changed. `gathered`: whether uploads were completed by all-gathers."""
+    """Return the prediction's profile with those rates changed that the run has timed.
+
+    prediction: of the run's plan, with its profile.
+    found: what the run measured.
+    predict: predicts the same plan with another profile.
+    gathered: whether uploads were completed by all-gathers.
+    """
     before = prediction.profile
     assert before is not None
     profile, report = before, []
@@ -119,8 +133,11 @@ def _predictable_s(found: Comparison) -> float:
 def _fit_compute(
     profile: HardwareProfile, found: Comparison, _: UpdateOrder, *, sums_s: float
 ) -> tuple[HardwareProfile, list[str]]:
-    """All at once: which of them it was nobody timed. `sums_s`: predicted of sums over GPUs, which are among what was
-    measured and are as long as the link makes them, whose rate is left as it is."""
+    """Scale all compute rates by one factor: steps are timed as a whole, so the single rates cannot be told apart.
+
+    sums_s: predicted seconds of sums over GPUs. They are part of the measured time but depend on the link, whose rate
+        is not changed.
+    """
     term = found.term("compute")
     if term is None or term.predicted <= sums_s:
         return profile, []
@@ -144,7 +161,7 @@ def _scaled(curve: RateCurve, factor: float) -> RateCurve:
 
 
 def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
-    """The rate that the plan's predictions take."""
+    """Scale the rate of updates that predictions of this plan use."""
     term = found.term("updates")
     if term is None or not term.predicted:
         return profile, ["AdamW         not timed: no optimizer shard updated anything, or one was replaced"]
@@ -157,7 +174,7 @@ def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder
 
 
 def _fit_disk(profile: HardwareProfile, found: Comparison, _: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
-    """All of its rates by one factor, where there are several: which of them it was nobody timed."""
+    """Scale all disk rates by one factor if there are several: the run does not time them separately."""
     measured, planned = disk_rate(found), planned_disk_rate(found)
     before, plain, direct = (
         profile.disk_bytes_per_s, profile.disk_plain_bytes_per_s, profile.disk_direct_bytes_per_s
@@ -177,7 +194,11 @@ def _fit_disk(profile: HardwareProfile, found: Comparison, _: UpdateOrder) -> tu
 
 
 def _fit_copies(profile: HardwareProfile, found: Comparison, predict: Predict) -> tuple[HardwareProfile, list[str]]:
-    """From the waits that they caused: the rates with which the step is predicted to take what it took."""
+    """Scale the rates of copies so that the predicted time of a step equals the measured one.
+
+    They are left as they are if waits for copies take less than `MIN_COPY_SHARE` of a step, or if no factor up to
+    `FURTHEST` predicts the measured time.
+    """
     waited_s = sum(term.measured for term in found.terms if term.name in COPY_WAITS)
     if waited_s < MIN_COPY_SHARE * found.step.measured:
         return profile, ["copies        not timed: computing hid them"]

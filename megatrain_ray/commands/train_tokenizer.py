@@ -1,4 +1,4 @@
-"""`megatrain tokenizer train`: a tokenizer from one's own corpus."""
+"""Implements `megatrain tokenizer train`: trains a tokenizer on the user's own corpus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.io.records.find_files import find_documents
 from megatrain_ray.io.tokens.train_bpe import read_corpus, special_tokens, train_bpe, write_tokenizer
 
-# What readers say of the settings of a run, in the words of this command.
+# Names of settings in error messages of the readers, and the names of this command's options for them.
 OPTIONS = {
     "data.path: ": "",
     "(data.text_field)": "(--field)",
@@ -33,10 +33,14 @@ def train_tokenizer(
     specials: Sequence[str],
     bad_records: Literal["error", "skip"],
 ) -> int:
-    """Writes a folder that data.tokenizer can name; it appears whole or not at all. `paths`: as data.path.
+    """Train a tokenizer and write it to a folder that `data.tokenizer` can name.
 
-    Returns how many ids there are: fewer than `vocab_size` where the corpus has no more pairs. Raises ConfigError for
-    what is wrong with files or options and for an `out_dir` that is in use, MegatrainError where the disk fails.
+    The folder appears complete or not at all.
+
+    paths: files or patterns, as in data.path.
+
+    Return the size of the vocabulary: less than `vocab_size` if the corpus has too few pairs to merge. Raises
+    ConfigError if files or options are invalid or `out_dir` is in use, and MegatrainError if the disk fails.
     """
     tokens = special_tokens(specials)
     try:
@@ -58,7 +62,7 @@ def train_tokenizer(
 
 
 def _and_then_merging(texts: Iterator[str], bar: Progress) -> Iterator[str]:
-    """When the texts are over the library learns merges, and does not say how far it is."""
+    """Yield the texts, then show a second task: the library then learns merges and does not report its progress."""
     yield from texts
     bar.add_task("merging", total=None)
 

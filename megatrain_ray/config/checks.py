@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line a problem: the key, what was expected, what came, what to set."""
+"""Finds problems in a configuration. Each is one line: the key, what was expected and found, and what to set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain_ray.units import format_ranges, parse_ranges
 if TYPE_CHECKING:
     from megatrain_ray.config.schema import DataConfig, HardwareConfig, NodeConfig, OptimizationConfig, TrainConfig
 
-OTHER_NAMES = {  # of Transformers' TrainingArguments, and what they are here
+OTHER_NAMES = {  # names in Transformers' TrainingArguments, and the keys that they correspond to
     "learning_rate": "train.lr",
     "max_steps": "train.steps",
     "per_device_train_batch_size": "train.micro_batch_size",
@@ -27,7 +27,7 @@ OTHER_NAMES = {  # of Transformers' TrainingArguments, and what they are here
     "max_seq_length": "data.seq_len",
     "output_dir": "run_dir",
 }
-# Keys of data that mean nothing for other kinds.
+# Keys of `data` that are valid for some kinds of data only, and these kinds.
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
     "dataset": ("sft",),
@@ -52,13 +52,17 @@ EXPECTED = {
 
 
 def describe_problems(error: ValidationError, root: type[BaseModel]) -> str:
-    """All problems of a configuration that `root` refused, a line each."""
+    """Return all problems of a configuration that failed validation, one per line.
+
+    error: what pydantic raised.
+    root: class of the configuration.
+    """
     problems = error.errors(include_url=False)
     return "\n".join(dict.fromkeys(line for problem in problems for line in _lines(problem, root)))
 
 
 def disagreements(config: TrainConfig) -> Iterator[str]:
-    """Settings that are right alone and wrong together; each line says what to set instead."""
+    """Yield problems of settings that are valid one by one but not together; each line says what to set instead."""
     model, train = config.model, config.train
     if model.path is not None and model.config is not None:
         yield "model.path and model.config are both set: keep path to start from its weights, config for random ones"
@@ -105,7 +109,7 @@ def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
 
 
 def _upload_disagreements(hardware: HardwareConfig) -> Iterator[str]:
-    """Who has whole layers to upload."""
+    """Yield problems of `hardware.all_gather` with the number of GPUs and hosts."""
     if hardware.all_gather is True and hardware.num_gpus == 1:
         yield "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
     if hardware.all_gather is False and hardware.num_hosts > 1:
@@ -116,7 +120,7 @@ def _upload_disagreements(hardware: HardwareConfig) -> Iterator[str]:
 
 
 def _several_hosts_disagreements(config: TrainConfig) -> Iterator[str]:
-    """What does not go with several hosts."""
+    """Yield problems of settings that do not work with several hosts."""
     num_gpus, num_hosts = config.hardware.num_gpus, config.hardware.num_hosts
     if num_gpus % num_hosts:
         yield (
@@ -141,7 +145,7 @@ def _several_hosts_disagreements(config: TrainConfig) -> Iterator[str]:
 
 
 def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
-    """What does not go with several GPUs."""
+    """Yield problems of settings that do not work with several GPUs."""
     train, num_gpus = config.train, config.hardware.num_gpus
     if num_gpus == 1:
         return
@@ -205,7 +209,7 @@ def _batch_disagreements(config: TrainConfig) -> Iterator[str]:
 
 
 def known_keys(root: type[BaseModel]) -> frozenset[str]:
-    """Every dotted key that a configuration may have."""
+    """Return every dotted key that a configuration may have, groups included."""
     return frozenset(_fields(root))
 
 
@@ -239,31 +243,31 @@ def _unknown(key: str, root: type[BaseModel]) -> str:
 
 
 def _nearest(name: str, keys: list[str]) -> str | None:
-    """The key whose last part is most like `name`."""
+    """Return the key whose last part is most similar to `name`; None if none is close."""
     by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
     close = get_close_matches(name, by_name, n=1)
     return by_name[close[0]] if close else None
 
 
 def _fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Every dotted key, groups included, in the order of the classes."""
+    """Return the fields of a configuration by dotted key, groups included, in the order of the classes."""
     fields = {}
     for name, field in root.model_fields.items():
         fields[name] = field
-        for group in (field.annotation, *get_args(field.annotation)):  # itself, or those of a list
+        for group in (field.annotation, *get_args(field.annotation)):  # the type itself, or a list's entries
             if isinstance(group, type) and issubclass(group, BaseModel):
                 fields |= {f"{name}.{inner}": inner_field for inner, inner_field in _fields(group).items()}
     return fields
 
 
 def _without_numbers(key: str) -> str:
-    """A key inside of a list's entries without their numbers."""
+    """Return the key without the numbers of list entries: `train.groups.0.lr` becomes `train.groups.lr`."""
     *groups, name = key.split(".")
     return ".".join([*(part for part in groups if not part.isdigit()), name])
 
 
 def _shown(value: Any) -> str:
-    """A value as it would stand in YAML, shortened."""
+    """Return a value as it would be written in YAML, shortened to 60 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)

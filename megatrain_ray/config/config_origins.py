@@ -1,4 +1,4 @@
-"""Where a wrong setting was made: in the file, or in an override beside it."""
+"""Names the origin of a wrong setting: the configuration file, or an override of the command line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 
 
 def with_origins(problems: Sequence[str], of_file: Sequence[str], path: str, overrides: Mapping[str, str]) -> str:
-    """The problems under the names of what made them: a line where there is one, else a list under each name.
+    """Return the problems grouped by origin: a single line for one problem, otherwise a list under each origin.
 
-    `of_file`: the problems that the file alone has. `overrides`: their texts (`train.lr=1e-4`) by key.
+    problems: all problems, of the file with the overrides.
+    of_file: problems of the file without overrides.
+    path: path of the file.
+    overrides: text of each override (`train.lr=1e-4`) by its key.
     """
     by_origin: dict[str, list[str]] = {}
     for problem in problems:
@@ -21,9 +24,12 @@ def with_origins(problems: Sequence[str], of_file: Sequence[str], path: str, ove
 
 
 def _origin(problem: str, path: str, overrides: Mapping[str, str]) -> str:
-    """Of a problem that the file alone has not, or not only: overrides that it names; where it names none, a setting
-    of the file may have part in it."""
-    stated = problem.partition(";")[0]  # a remedy may name others
+    """Return the origin of a problem that the file without overrides does not have.
+
+    That is the overrides of the keys that the problem names. If it names none, the origin is the file together with all
+    overrides, since a setting of the file may be part of the problem.
+    """
+    stated = problem.partition(";")[0]  # the remedy after the semicolon may name other keys
     key = re.split(r"[: ]", stated, maxsplit=1)[0]
     named = [text for name, text in overrides.items() if _names(stated, name) or name.startswith(f"{key}.")]
     if named:
@@ -32,5 +38,5 @@ def _origin(problem: str, path: str, overrides: Mapping[str, str]) -> str:
 
 
 def _names(text: str, key: str) -> bool:
-    """Whether a text has this key, or one inside of it."""
+    """Return whether the text contains this key, or a key inside of it."""
     return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None

@@ -1,6 +1,6 @@
-"""What a run is: the settings of a configuration file, checked when they are put together.
+"""Defines the settings of a configuration file and checks them when they are constructed.
 
-Sizes are bytes after construction, whatever they were written as.
+Sizes are numbers of bytes after construction, however they were written.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ class DataConfig(Group):
 
     @property
     def held_out(self) -> DataConfig | None:
-        """What is evaluated, as data of its own: read and cut as the data of the training are."""
+        """Return the held-out data as a configuration of its own; None if data.eval_path is not set.
+
+        They are read and cut like the training data.
+        """
         if self.eval_path is None:
             return None
         own = {"path": self.eval_path, "dataset": self.eval_dataset, "eval_path": None, "eval_dataset": None}
@@ -102,7 +105,7 @@ class DataConfig(Group):
 
 
 class ParameterGroupConfig(Group):
-    """Parameters with a learning rate or decay of their own."""
+    """Gives a group of parameters their own learning rate, decay or optimizer."""
 
     match: Annotated[tuple[str, ...], BeforeValidator(name_patterns), Field(min_length=1)]
     """A pattern of parameter names, or a list of them."""
@@ -115,7 +118,7 @@ class ParameterGroupConfig(Group):
 
 
 class MuonConfig(Group):
-    """Muon's own numbers; learning rate and decay are those of train."""
+    """Holds Muon's own settings; learning rate and decay are those of `train`."""
 
     momentum: Rate = 0.95
     """Weight of the old momentum in the new one."""
@@ -184,12 +187,12 @@ class OptimizationConfig(Group):
 
     @property
     def split_is_free(self) -> bool:
-        """Whether the plan may choose the micro-batches."""
+        """Return whether the plan may choose micro-batch size and accumulation."""
         return self.micro_batch_size is None and self.accumulate is None
 
 
 class LoraConfig(Group):
-    """Thin trained matrices beside frozen ones."""
+    """Configures low-rank adapters: pairs of thin trained matrices added to frozen linear layers."""
 
     match: Annotated[tuple[str, ...], BeforeValidator(name_patterns), Field(min_length=1)]
     """Patterns (regular expressions) over the paths of linear modules: those that get a pair. All else is frozen
@@ -205,7 +208,7 @@ class LoraConfig(Group):
 
 
 class NodeConfig(Group):
-    """A NUMA node by hand."""
+    """Describes a NUMA node in place of the kernel's description."""
 
     cpus: Annotated[str, BeforeValidator(cpu_list)]
     """Its CPUs, as in 0-15,32-47: an optimizer shard works on them."""
@@ -288,7 +291,7 @@ class LogConfig(Group):
 
 
 class TrainConfig(Group):
-    """A whole configuration. Raises ConfigError, with a line for every problem, when it is constructed."""
+    """Holds a whole configuration. Its construction raises ConfigError, with one line for every problem."""
 
     model: ModelConfig
     """The model: model.path (weights from there) or model.config (random weights)."""
@@ -338,13 +341,13 @@ class TrainConfig(Group):
 
     @property
     def tokenizer(self) -> str:
-        """data.tokenizer, or model.path's own."""
+        """Return data.tokenizer, or model.path if that is not set."""
         name = self.data.tokenizer or self.model.path
-        assert name is not None  # disagreements
+        assert name is not None  # `disagreements` requires one of the two
         return name
 
     def split(self) -> tuple[int, int]:
-        """(micro_batch_size, accumulate) of one GPU. Micro-batches of 1 where the plan is to choose them."""
+        """Return (micro_batch_size, accumulate) of one GPU; micro-batches of 1 if the plan is to choose them."""
         train = self.train
         if train.split_is_free:
             num_gpus = self.hardware.num_gpus
@@ -352,19 +355,23 @@ class TrainConfig(Group):
         return train.micro_batch_size or 1, train.accumulate or 1
 
     def with_split(self, micro_batch_size: int, accumulate: int) -> TrainConfig:
-        """The same with the split that a plan has chosen."""
+        """Return the same configuration with the split into micro-batches that a plan has chosen."""
         batch_size = micro_batch_size * accumulate * self.hardware.num_gpus
         split = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "accumulate": accumulate}
         return self.model_copy(update={"train": self.train.model_copy(update=split)})
 
     def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
-        """With tokenizer and split filled in: where it is open that of the `earlier` run, or none before a plan."""
+        """Return the configuration with tokenizer and batch split filled in.
+
+        If the split is left open, that of the `earlier` run is used if it has the same batch size. Otherwise it remains
+        open for the plan.
+        """
         split, data = self.split(), self.data.model_copy(update={"tokenizer": self.tokenizer})
         whole = self.with_split(*split).model_copy(update={"data": data})
         if whole.train.batch_size == self.hardware.num_gpus or not self.train.split_is_free:
             return whole
         if earlier and not earlier.train.split_is_free:
-            as_before = whole.with_split(*earlier.split())  # of a run with as many GPUs
+            as_before = whole.with_split(*earlier.split())  # valid only if the earlier run had as many GPUs
             if as_before.train.batch_size == earlier.train.batch_size == whole.train.batch_size:
                 return as_before
         return whole.model_copy(update={"train": self.train.model_copy(update={"batch_size": whole.train.batch_size})})

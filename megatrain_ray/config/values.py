@@ -1,4 +1,4 @@
-"""Values that settings may have, and what is wrong with others."""
+"""Defines the types of values that settings may have, and the validators that refuse others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Group(BaseModel):
-    """Settings that belong together. Unknown keys, wrong types and non-finite numbers are errors."""
+    """Groups settings that belong together. Unknown keys, wrong types and non-finite numbers are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -33,7 +33,7 @@ class WeightedPath(Group):
 
 
 def auto_or_switch(value: Any) -> Any:
-    """auto, true or false."""
+    """Accept "auto", true or false. Raises ValueError for anything else."""
     if value != "auto" and not isinstance(value, bool):
         raise ValueError(f"expected auto, true or false, got {value!r}")
     return value
@@ -90,12 +90,12 @@ def model_settings(value: Any) -> dict[str, Any] | str:
 
 
 def cpu_list(value: Any) -> str:
-    """As the kernel writes it."""
+    """Return a list of CPUs as the kernel writes it: `0-15,32-47`. Raises ValueError if it is not one."""
     return _number_list(value, "CPUs, as in 0-15,32-47")
 
 
 def gpu_list(value: Any) -> str:
-    """GPUs as torch numbers them, written as the kernel writes CPUs."""
+    """Return a list of GPUs, by torch's numbers, in the format `0-3`. Raises ValueError if it is not one."""
     return _number_list(value, "GPUs, as in 0-3")
 
 

@@ -1,4 +1,4 @@
-"""Configuration files: YAML and overrides in, a TrainConfig out, and back; what a resume may not change."""
+"""Reads configurations from YAML files with overrides, writes them, and finds what a resume may not change."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SPLIT_KEYS = ("train.micro_batch_size", "train.accumulate")
 
 MERGE_TAG = "tag:yaml.org,2002:merge"
 FLOAT_TAG = "tag:yaml.org,2002:float"
-# YAML 1.2: 1e-4 and 1E5 are numbers. PyYAML speaks 1.1, which wants a dot and a signed exponent.
+# In YAML 1.2, 1e-4 and 1E5 are numbers. PyYAML implements 1.1, which requires a dot and a signed exponent.
 EXPONENT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$")
 NUMBER_STARTS = list("-+.0123456789")
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML with the numbers of YAML 1.2; a key that stands twice is an error."""
+    """Loads safe YAML with the number syntax of YAML 1.2. A duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -43,7 +43,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what Loader reads: a text that looks like a number of YAML 1.2 is quoted."""
+    """Writes YAML that `Loader` reads back: text that looks like a number of YAML 1.2 is quoted."""
 
 
 for _end in (Loader, Dumper):
@@ -51,11 +51,13 @@ for _end in (Loader, Dumper):
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in a YAML file, changed by overrides (`train.lr=1e-4`; values are YAML; `null` unsets).
+    """Return the configuration in a YAML file, changed by overrides.
 
-    Raises ConfigError: no such file, broken YAML (with line and column), an override without `=`, unknown keys, wrong
-    types and values, settings that disagree; all wrong settings in one message, a line each, under the file or the
-    override that made them.
+    overrides: texts such as `train.lr=1e-4`. The value is YAML; `null` unsets a key.
+
+    Raises ConfigError if the file does not exist, the YAML is broken (with line and column), an override has no `=`, or
+    settings are unknown, invalid or inconsistent. One message lists all wrong settings, one per line, under the file or
+    the override that made them.
     """
     tree = read_settings(Path(path))
     of_file = _problems(tree) if overrides else []
@@ -77,7 +79,10 @@ def _problems(tree: Mapping[str, Any]) -> list[str]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds, unchecked. Raises ConfigError: no such file, broken YAML, no mapping."""
+    """Return the mapping in a YAML file, unchecked.
+
+    Raises ConfigError if there is no such file, its YAML is broken, or it holds no mapping.
+    """
     tree = _parse(_read(path), str(path))
     if not isinstance(tree, dict):
         kind = "nothing" if tree is None else f"a {type(tree).__name__}"
@@ -86,23 +91,26 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def dump_config(config: TrainConfig) -> str:
-    """YAML that `load_config` turns back into an equal configuration."""
+    """Return YAML that `load_config` reads back as an equal configuration."""
     return dump_settings(config.model_dump())
 
 
 def dump_settings(tree: Mapping[str, Any]) -> str:
-    """YAML that `read_settings` turns back into an equal mapping."""
+    """Return YAML that `read_settings` reads back as an equal mapping."""
     return yaml.dump(dict(tree), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
-    """As plain data for JSON."""
+    """Return the configuration as plain data that can be written as JSON."""
     return config.model_dump(mode="json")
 
 
 def resume_diff(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """Keys that differ and may not on a resume: `train.lr: 0.001 -> 0.002`. A split that `new` leaves to the plan is
-    no difference, nor is another one of the same batch on another number of GPUs."""
+    """Return the keys that differ although a resume may not change them, as `train.lr: 0.001 -> 0.002`.
+
+    A split into micro-batches that `new` leaves to the plan is no difference. Nor is another split of the same batch on
+    another number of GPUs.
+    """
     before, after = dict(leaves(old.resolve().model_dump())), dict(leaves(new.resolve(old).model_dump()))
     others = old.hardware.num_gpus != new.hardware.num_gpus
     if others or new.train.split_is_free:
@@ -132,12 +140,15 @@ def _parse(text: str, where: str) -> Any:
         mark, problem = error.problem_mark, error.problem or error.context
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{where}{position}: broken YAML: {problem}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: YAML reads 2024-02-30 as a date, which does not exist
         raise ConfigError(f"{where}: broken YAML: {error}") from None
 
 
 def override(tree: dict[str, Any], setting: str) -> None:
-    """Sets `key.sub=value` in nested mappings, making those that are missing. Raises ConfigError."""
+    """Set `key.sub=value` in nested mappings, and create those that are missing.
+
+    Raises ConfigError if the text has no `=`, or if a part of the key holds something other than a mapping.
+    """
     key, equals, text = setting.partition("=")
     *groups, name = key.split(".")
     if not equals or not all([*groups, name]):
@@ -157,7 +168,7 @@ def _group(tree: dict[str, Any], name: str, key: str, setting: str) -> dict[str,
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What nested mappings hold, by dotted keys."""
+    """Yield the values in nested mappings, each with its dotted key."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""What the driver says and writes down. No full disk, closed pipe or missing folder behind it ends a training."""
+"""Prints and logs the messages of the driver. A full disk, a closed pipe or a missing folder never ends a training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class _FileLog(logging.FileHandler):
-    """Loses what cannot be written."""
+    """Writes log records to a file and drops those that cannot be written."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
@@ -34,8 +34,11 @@ class _FileLog(logging.FileHandler):
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Appends what this package logs, from INFO on, to a file for the time of the block, once its folder is there. What
-    ends the block or a thread is logged too."""
+    """Append to a file what this package logs from level INFO on, while the block runs.
+
+    The file is opened at the first record that is written after its folder exists. An exception that ends the block or
+    a thread is logged too.
+    """
     logger = logging.getLogger("megatrain_ray")
     before = logger.level
     handler = _FileLog(path, encoding="utf-8", delay=True)
@@ -59,19 +62,19 @@ def log_to(path: Path) -> Iterator[None]:
 
 
 def _log_thread(ended: threading.ExceptHookArgs) -> None:
-    """For libraries' threads; ours hand their errors over."""
+    """Log an exception that ended a thread. This concerns threads of libraries; our own pass their errors on."""
     name = ended.thread.name if ended.thread else "a thread"
     log.error("%s ended by %s", name, ended.exc_type.__name__, exc_info=ended.exc_value)
 
 
 def say(message: str) -> None:
-    """Tells user and log."""
-    log.info(message)  # as a warning it would be printed twice where no log is open yet
+    """Print a message on standard error and log it."""
+    log.info(message)  # a warning would be printed twice while no log file is open yet
     show(message, sys.stderr)
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Prints a line, on standard output unless told otherwise."""
+    """Print a line on `stream`, by default standard output. If that fails, nothing more is printed there."""
     stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -80,15 +83,18 @@ def show(text: str, stream: TextIO | None = None) -> None:
 
 
 def is_unread(stream: TextIO) -> bool:
-    """Whether it is a pipe whose reader has gone."""
+    """Return whether the stream is a pipe whose reader has closed it."""
     poll = select.poll()
     poll.register(stream, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def silence(stream: TextIO) -> None:
-    """Nobody reads it any more. What its buffer still holds would fail when the interpreter ends: exit code 120."""
-    with suppress(OSError, ValueError):  # ValueError: no descriptor
+    """Redirect a stream that nobody reads any more to /dev/null.
+
+    Otherwise the flush of its buffer fails when the interpreter ends, which makes the exit code 120.
+    """
+    with suppress(OSError, ValueError):  # ValueError: the stream has no descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

@@ -1,4 +1,4 @@
-"""What a person sees of a running training: a bar on a terminal, lines anywhere else."""
+"""Shows the progress of a training: a bar on a terminal, lines anywhere else."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from megatrain_ray.console.logs import show
 from megatrain_ray.console.step_split import describe_split
 from megatrain_ray.units import format_count, format_duration
 
-MAX_LINES = 50  # of a run, where it is not a terminal
-RECENT_STEPS = 20  # whose mean is the speed that time left is reckoned with
+MAX_LINES = 50  # about so many lines are printed per run, where the output is no terminal
+RECENT_STEPS = 20  # newest steps whose mean time predicts the remaining time
 
 
 class ProgressView(Protocol):
     def update(self, row: Mapping[str, Any]) -> None:
-        """Shows a row of metrics; rows come in the order of steps."""
+        """Show a row of metrics. Rows come in the order of steps."""
 
     def evaluating(self, done: int, total: int) -> None:
-        """So many batches of held-out data are done."""
+        """Show that `done` of `total` batches of held-out data are evaluated."""
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Shows a row of evaluations."""
+        """Show a row of evaluations."""
 
 
 @contextmanager
 def make_progress(steps: int, completed: int, stream: TextIO | None = None) -> Iterator[ProgressView]:
-    """The view for `stream` (standard output unless given) of a run that goes from `completed` to `steps` updates."""
+    """Create the view of a run from `completed` to `steps` updates and close it after the block.
+
+    stream: where it is shown; standard output if None. A terminal gets a bar, anything else gets lines.
+    """
     stream = stream or sys.stdout
     if stream.isatty():
         with _bar(stream) as bar:
@@ -44,7 +47,7 @@ def make_progress(steps: int, completed: int, stream: TextIO | None = None) -> I
 
 
 class BarView:
-    """A bar that is redrawn in place."""
+    """Shows progress as a bar that is redrawn in place."""
 
     def __init__(self, bar: RichProgress, steps: int, completed: int) -> None:
         self._bar = bar
@@ -62,7 +65,7 @@ class BarView:
 
 
 class LineView:
-    """A line for every step of a short run; of a longer one every n-th, the first and the last."""
+    """Shows progress as lines: one per step of a short run; of a longer one every n-th step, the first and the last."""
 
     def __init__(self, stream: TextIO, steps: int, completed: int) -> None:
         self._stream = stream
@@ -78,14 +81,17 @@ class LineView:
             show(f"step {step}/{self._steps}  {_summary(row)}  {left} left  {describe_split([row])}", self._stream)
 
     def evaluating(self, done: int, total: int) -> None:
-        """Nothing: the row comes soon enough."""
+        """Do nothing: the row of the evaluation follows soon enough."""
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
         show(describe_evaluation(row), self._stream)
 
 
 class TimeLeft:
-    """Remaining steps times the mean of recent ones; the first step of a process does not count, it compiles."""
+    """Estimates the remaining time: remaining steps times the mean of recent ones.
+
+    The first step of a process does not count, since it includes compilation.
+    """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -101,7 +107,7 @@ class TimeLeft:
 
 
 def describe_evaluation(row: Mapping[str, Any]) -> str:
-    """A row of evaluations in a line. A number that is not finite may have become null."""
+    """Return a row of evaluations as one line. A number that is not finite may have been stored as null."""
     loss, perplexity = (math.nan if row[key] is None else row[key] for key in ("eval_loss", "perplexity"))
     return (
         f"after step {row['step']}  eval_loss {loss:.4f}  perplexity {perplexity:.5g}  "

@@ -1,4 +1,4 @@
-"""What is said when a training has ended: how long it took, how fast it was, what it waited for."""
+"""Summarizes a training that has ended: how long it took, how fast it was, what it waited for."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ def summarize(
     evaluations: Sequence[Mapping[str, Any]] = (),
     moments: str = "fp32",
 ) -> Iterator[str]:
-    """Lines about these rows of metrics and of evaluations, those of one process: the first one's step compiles and is
-    in no median. `moments`: as train.moments names them."""
+    """Yield the lines of the summary.
+
+    rows: rows of metrics of one process. The first step includes compilation and counts in no median.
+    run_dir: directory of the run.
+    evaluations: rows of evaluations of the same process.
+    moments: value of train.moments.
+    """
     if rows:
         yield from _of_steps(rows)
         yield from _of_disk(rows, run_dir)
@@ -55,7 +60,7 @@ def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _of_disk(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Iterator[str]:
-    """What these steps moved there, where it was compared with the plan."""
+    """Yield a line on the disk traffic of these steps, if it was compared with the plan."""
     found = next((found for found in read_comparisons(run_dir) if found.first_step == rows[0]["step"]), None)
     if found and (moved := found.term("disk traffic")):
         measured, planned = (format_bytes(int(num_bytes)) for num_bytes in (moved.measured, moved.predicted))
@@ -72,7 +77,7 @@ def _of_evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def waits(exposed_s: Mapping[str, float], total_s: float) -> str:
-    """Exposed time by cause as shares of the whole, the largest first."""
+    """Return exposed time by cause as shares of the total, largest first, at most `SHOWN_WAITS` of them."""
     largest = sorted(exposed_s.items(), key=lambda item: -item[1])[:SHOWN_WAITS]
     shares = [f"{cause} {share:.1%}" for cause, waited_s in largest if (share := waited_s / total_s) >= 0.001]
     return f"{', '.join(shares)} of the time" if shares else "for nothing"

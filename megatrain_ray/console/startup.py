@@ -1,5 +1,7 @@
-"""What a run does before its first step, told as it is done: on a terminal a line that goes again, elsewhere a line
-each."""
+"""Reports what a run does before its first step.
+
+On a terminal that is a line that disappears when it is done; elsewhere it is a line for each phase.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,23 @@ log = logging.getLogger(__name__)
 
 
 class Startup:
-    """Begins with a start of a run; what is said afterwards has the seconds since."""
+    """Reports the phases of a start. Lines carry the seconds since this object was created."""
 
     def __init__(self) -> None:
         self._start_s = time.monotonic()
 
     @contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """Tells what the block does."""
+        """Report what the block does, and show a spinner while it runs."""
         self.tell(doing)
         with spinner(doing):
             yield
 
     def tell(self, doing: str) -> None:
-        """Tells log and standard error, but no terminal: something else shows it there."""
+        """Write what is being done to the log, and to standard error unless that is a terminal.
+
+        On a terminal something else shows it.
+        """
         log.info(doing)
         if not _on_terminal():
             show(f"{time.monotonic() - self._start_s:6.1f} s  {doing}", sys.stderr)
@@ -39,7 +44,7 @@ class Startup:
 
 @contextmanager
 def spinner(doing: str) -> Iterator[None]:
-    """A line with the seconds that the block takes, on the terminal that standard error is; nothing elsewhere."""
+    """Show a line with the elapsed seconds while the block runs, if standard error is a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     console = Console(file=sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not _on_terminal()) as line:

@@ -1,16 +1,20 @@
-"""Where the seconds of a step went, in a line."""
+"""Describes in one line where the seconds of a step went."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SMALLEST_SHARE = 0.005  # of a step's seconds that is told
+SMALLEST_SHARE = 0.005  # smallest share of a step that is listed
 
 
 def describe_split(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Seconds a step of these rows of metrics: the whole, then compute, then what the compute stage waited for, by
-    cause and the longest first."""
+    """Return the mean seconds of a step as one line: total, compute, then the compute stage's waits by cause.
+
+    Waits are listed longest first; those below `SMALLEST_SHARE` of a step are left out.
+
+    rows: rows of metrics.
+    """
     step_s = sum(row["step_s"] for row in rows) / len(rows)
     exposed_s = {cause: sum(row["exposed_s"][cause] for row in rows) / len(rows) for cause in rows[0]["exposed_s"]}
     longest = sorted(exposed_s.items(), key=lambda item: -item[1])

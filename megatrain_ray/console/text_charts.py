@@ -1,4 +1,4 @@
-"""Curves of a run, drawn with characters."""
+"""Draws the curves of a run with characters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Any
 
 import plotext
 
-# title by column
+# title of the chart of each column
 CURVES = {"loss": "loss", "eval_loss": "held-out loss", "tokens_per_s": "tokens/s", "grad_norm": "gradient norm"}
 HEIGHT = 11  # title, frame and steps leave seven rows, so that each of four ticks has one
 MIN_WIDTH, MAX_WIDTH = 30, 100
-MAX_PARTS = 7  # of the steps, between ticks
+MAX_PARTS = 7  # intervals between ticks of the step axis, at most
 
 
 def draw(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
-    """Lines of a chart a column, over steps. `width`: in characters, the terminal's unless given. A column with fewer
-    than two finite numbers is left out."""
+    """Yield the lines of one chart per column, drawn over the steps.
+
+    A column with fewer than two finite numbers is left out.
+
+    rows: rows of metrics and evaluations.
+    width: width in characters; None: that of the terminal.
+    """
     width = max(MIN_WIDTH, width or min(MAX_WIDTH, shutil.get_terminal_size().columns - 2))
     for column, title in CURVES.items():
         points = [(row["step"], row[column]) for row in rows if _finite(row.get(column))]
@@ -43,7 +48,7 @@ def _chart(title: str, points: Sequence[tuple[int, float]], width: int) -> list[
 
 
 def _levels(low: float, high: float) -> list[float]:
-    """Four from the lowest to the highest; a line that is flat runs through the middle one of three."""
+    """Return four levels from the lowest to the highest; for a flat line three, with the line in the middle."""
     if low == high:
         margin = (abs(low) or 1.0) / 2
         return [low - margin, low, low + margin]
@@ -51,7 +56,10 @@ def _levels(low: float, high: float) -> list[float]:
 
 
 def _labels(levels: Sequence[float]) -> list[str]:
-    """Numbers with as many decimals as tell them apart, and one more; two at least of small ones."""
+    """Return the levels as text, with one decimal more than tells them apart.
+
+    Levels below 100 have at least two decimals.
+    """
     largest = max(map(abs, levels))
     decimals = max(1 - math.floor(math.log10((levels[-1] - levels[0]) / 3)), 2 if largest < 100 else 0)
     if decimals > 6 or largest >= 1e9:
@@ -60,7 +68,7 @@ def _labels(levels: Sequence[float]) -> list[str]:
 
 
 def _ticks(first: int, last: int, width: int) -> list[int]:
-    """Whole steps, at even distances where the span has a divisor that leaves them room."""
+    """Return steps for ticks, evenly spaced if the range has a suitable divisor."""
     span = last - first
     most = max(1, min(MAX_PARTS, span, width // (len(str(last)) + 3) - 1))
     parts = next((n for n in range(most, 1, -1) if span % n == 0), min(most, 4))

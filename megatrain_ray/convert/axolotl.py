@@ -1,4 +1,4 @@
-"""Keys of Axolotl's YAML files."""
+"""Defines what the keys of Axolotl's YAML files correspond to."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ from megatrain_ray.convert.parameter_patterns import one_folder, parameters_of, 
 
 
 def template_of(value: Any) -> str:
-    """A Jinja file. Raises RefusedError for the text of one."""
+    """Return the path of a Jinja file. Raises RefusedError if the value is the text of a template."""
     if "{" in str(value):
         raise RefusedError("write the template into a file, and name that")
     return str(value)
 
 
 def trainable_of(value: Any) -> list[str]:
-    """Patterns that match from the beginning of a name, with literal dots. Raises RefusedError for ranges of rows."""
+    """Return patterns that match from the start of a name, with literal dots.
+
+    Raises RefusedError if a pattern selects a range of rows.
+    """
     if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in value or ()):
         raise RefusedError("parameters are trained or frozen as a whole, not some of their rows")
     return ["^(?:" + pattern.replace(".", r"\.") + ")" for pattern in value or ()]
 
 
 def only_a_pad(value: Any) -> None:
-    """Raises RefusedError unless nothing but the pad is named, which is never learned."""
+    """Raise RefusedError if a special token other than the padding token is set. Padding is never learned."""
     if isinstance(value, Mapping) and any(token for name, token in value.items() if name != "pad_token"):
         raise RefusedError("the tokenizer's own are used: change model and tokenizer before")
 

@@ -1,4 +1,4 @@
-"""Axolotl's lists of data sets as ours."""
+"""Translates Axolotl's lists of data sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megatrain_ray.convert.key_tables import RefusedError
 
-# data.kind and data.chat_format of a data set's type.
+# Type of a data set: the corresponding data.kind and data.chat_format.
 TYPES = {
     "completion": ("pretrain", None),
     "pretrain": ("pretrain", None),
@@ -17,7 +17,7 @@ TYPES = {
     "chat_template": ("sft", None),
     "": ("tokens", None),
 }
-# Of a data set: values that change nothing. A key of None may have any.
+# Keys of a data set, and values of them that change nothing. None: any value is accepted.
 HARMLESS: Mapping[str, tuple[Any, ...] | None] = {
     "path": None, "type": None, "data_files": None, "field": None, "text_column": None, "ds_type": None, "name": None,
     "split": ("train",),
@@ -40,11 +40,16 @@ HARMLESS: Mapping[str, tuple[Any, ...] | None] = {
         {"assistant": ["assistant"], "user": ["user"]},
     ),
 }  # fmt: skip
-FILES = ("json", "parquet", "text", "csv", "arrow")  # a path that says how data_files are to be read
+FILES = ("json", "parquet", "text", "csv", "arrow")  # values of `path` that name the format of data_files
 
 
 def data_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Files of data sets, all of one kind. Raises RefusedError."""
+    """Return the settings of the data sets, which must all be of one kind, by dotted key.
+
+    tree: the configuration file.
+
+    Raises RefusedError if they are missing or cannot be translated.
+    """
     texts = tree.get("pretraining_dataset")
     given = texts or tree.get("datasets")
     if not given:

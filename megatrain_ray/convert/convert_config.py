@@ -1,4 +1,4 @@
-"""`megatrain convert-config`: a configuration of LLaMA-Factory or Axolotl as one of ours."""
+"""Implements `megatrain convert-config`: translates a configuration of LLaMA-Factory or Axolotl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatrain_ray.errors import ConfigError
 
 TABLES = (LLAMA_FACTORY, AXOLOTL)
 FREEZING = ("freeze_layers", "freeze_modules", "freeze_extra")
-# What tables set beside settings: resolved by `resolve`, which says how.
+# Names that tables set and that are no settings of ours; `resolve` derives settings from them.
 RESOLVED = frozenset(
     {
         "revision", "neat_packing", "enable_thinking", "epochs", "max_steps", "warmup_steps", "warmup_ratio",
@@ -32,13 +32,18 @@ RESOLVED = frozenset(
         "embedding_lr", "embedding_lr_scale", "lr_groups", "every_linear", "beside", *FREEZING,
     }
 )  # fmt: skip
-MOST_WARMUP_STEPS = 100  # of Axolotl's default
+MOST_WARMUP_STEPS = 100  # upper limit of Axolotl's default warm-up
 GROUPS = ("model", "data", "train", "lora", "hardware")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """`text`: YAML of ours. `report`: lines about keys that set nothing. `refused`: whether some cannot be honoured."""
+    """Holds the result of a conversion.
+
+    text: our YAML.
+    report: lines about keys that set nothing.
+    refused: whether some keys cannot be honoured.
+    """
 
     text: str
     report: tuple[str, ...]
@@ -46,11 +51,13 @@ class Conversion:
 
 
 def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, lenient: bool = False) -> Conversion:
-    """`num_gpus`: that the file was meant for: an update has as many sequences times as much. `lenient`: keys that
-    cannot be honoured are left out. Otherwise, where there are some, `text` is empty.
+    """Translate the configuration file at `path`.
 
-    Raises ConfigError: a file that is of neither tool, what load_config raises of the result, and where epochs are to
-    be made steps and the data's sequences cannot be counted.
+    num_gpus: number of GPUs that the file was meant for. An update gets that many times as many sequences.
+    lenient: leave out keys that cannot be honoured. Otherwise, if there are any, `text` of the result is empty.
+
+    Raises ConfigError if the file is from neither tool, if the resulting configuration is invalid, or if epochs have to
+    be converted to steps and the sequences of the data cannot be counted.
     """
     tree = read_settings(path)
     table = next((table for table in TABLES if table.recognised in tree), None)
@@ -69,7 +76,7 @@ def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, len
 
 
 def _settle_freezing(found: Findings, tree: Mapping[str, Any]) -> None:
-    """What LLaMA-Factory's keys say of freezing counts for finetuning_type: freeze alone."""
+    """Drop LLaMA-Factory's keys on freezing unless finetuning_type is freeze: otherwise they have no effect."""
     if found.settings.get("method") == "freeze":
         return
     for target in FREEZING:
@@ -96,8 +103,15 @@ def resolve(
     num_gpus: int = 1,
     count: Callable[[Mapping[str, Any]], int] | None = None,
 ) -> dict[str, Any]:
-    """What a table has found as a tree that a configuration can be made of. `settings`, then `overrides`, count before
-    it. `count`: rows of an epoch, asked for where epochs are to be made steps; None: they are made and counted."""
+    """Return what a table has found as a tree of settings from which a configuration can be made.
+
+    found: settings and names in `RESOLVED`, by dotted key.
+    default_warmup: share of the steps for warm-up if nothing is set.
+    settings, overrides: settings that take precedence over `found`, overrides over both.
+    num_gpus: as in `convert`.
+    count: counts the rows of an epoch; called only if epochs have to be converted to steps. None: tokenize the data and
+        count.
+    """
     given = dict(found)
     _resolve_model_and_data(given)
     _resolve_numbers(given)
@@ -116,13 +130,16 @@ def resolve(
 
 
 def _merged(tree: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Groups of both, with the values of `first` where both have one."""
+    """Return the union of both trees, group by group. Values in `first` take precedence."""
     both = {key: {**tree.get(key, {}), **value} for key, value in first.items() if isinstance(value, Mapping)}
     return {**tree, **first, **both}
 
 
 def _resolve_steps(tree: dict[str, Any], clock: _Clock, theirs: Mapping[str, Any], default_warmup: float) -> None:
-    """All that is counted in steps, of which there may be given shares and epochs. What overrides have set stays."""
+    """Set everything that is counted in steps, some of which may be given as shares or epochs.
+
+    What overrides have set is not changed.
+    """
     train = tree["train"]
     train["steps"] = steps = train.get("steps") or clock.steps()
     if train["schedule"] == UNWARMED:
@@ -146,7 +163,7 @@ def _resolve_model_and_data(given: dict[str, Any]) -> None:
         given["data.chat_template_args"] = {"enable_thinking": bool(thinking)}
     if given.get("data.kind") != "sft":
         given.pop("data.chat_template", None)
-    if given.get("data.kind") == "pretrain":  # texts are cut into windows
+    if given.get("data.kind") == "pretrain":  # texts are cut into windows, never truncated
         given.pop("data.truncation", None)
 
 
@@ -163,7 +180,10 @@ def _resolve_numbers(given: dict[str, Any]) -> None:
 
 
 def _resolve_batch(given: dict[str, Any], num_gpus: int) -> None:
-    """A batch size that is given counts; the micro-batches of several GPUs follow each other here."""
+    """Set the accumulation. A given batch size takes precedence.
+
+    Here one GPU processes the micro-batches of `num_gpus` GPUs one after the other.
+    """
     micro = given.get("train.micro_batch_size") or 1
     if batch := given.pop("train.batch_size", None):
         given["train.accumulate"] = max(1, batch // micro)
@@ -185,7 +205,7 @@ def _trainable(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def _warmup(warmup: float | None, ratio: float | None, default: float, steps: int) -> int:
-    """A number of steps that is less than 1 is a share, as Transformers 5 has it."""
+    """Return the number of warm-up steps. A number below 1 is a share of the steps, as in Transformers 5."""
     if warmup and warmup >= 1:
         return min(int(warmup), steps)
     share = warmup or ratio
@@ -195,7 +215,7 @@ def _warmup(warmup: float | None, ratio: float | None, default: float, steps: in
 
 
 class _Clock:
-    """Steps of what is given in epochs. Data are counted when that is asked for, and once."""
+    """Converts epochs to steps. The data are counted on first use, and only once."""
 
     def __init__(
         self, tree: Mapping[str, Any], theirs: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int]
@@ -210,7 +230,7 @@ class _Clock:
         return math.ceil(float(self._theirs["epochs"]) * self._per_epoch)
 
     def every(self, what: str, steps: int) -> int:
-        """Steps between saves or evaluations; 0: none between."""
+        """Return the number of steps between saves or evaluations; 0 if there are none before the end."""
         strategy = self._theirs.get(f"{what}_strategy")
         if strategy == "no":
             return 0
@@ -229,7 +249,7 @@ class _Clock:
 
 
 def _count(tree: Mapping[str, Any]) -> int:
-    """Windows of an epoch. The tokens that are made for it are those that the run will use."""
+    """Return the number of windows in an epoch. Tokenizes the data into the cache that the run will use."""
     from megatrain_ray.data.data_worker import count_windows
     from megatrain_ray.data.tokenize_data import tokenize
     from megatrain_ray.model.model_source import open_model
@@ -238,7 +258,7 @@ def _count(tree: Mapping[str, Any]) -> int:
     try:
         config = TrainConfig.model_validate({**tree, "train": {**tree["train"], **provisional}})
         vocab_size = open_model(config.model).setting("vocab_size")
-        with tempfile.TemporaryDirectory() as folder:  # for machines without a cache
+        with tempfile.TemporaryDirectory() as folder:  # used only if the machine has no token cache
             tokens = tokenize(config.data, config.tokenizer, vocab_size, Path(folder))
             return count_windows(config.data, tokens, vocab_size)
     except ConfigError as error:

@@ -1,4 +1,7 @@
-"""What other tools train of a model, and at which learning rates, as patterns of ours. They look for parts of names."""
+"""Translates which parameters other tools train, and at which learning rates, into patterns of parameter names.
+
+These tools search for parts of names, so the patterns do as well.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ from typing import Any
 from megatrain_ray.convert.key_tables import RefusedError, number
 
 EMBEDDINGS = ["embed_tokens", "lm_head"]
-UNDECAYED = r"^(?!.*(?:bias|norm)).*"  # then a part of a name: of what Transformers decays
+UNDECAYED = r"^(?!.*(?:bias|norm)).*"  # prefix of a pattern: excludes what Transformers does not decay
 
 
 def lr_groups_of(value: Any) -> list[dict[str, Any]]:
-    """Axolotl's list of {name, modules, lr} as groups of ours: matrices alone, since norms and biases keep the run's
-    learning rate there. Raises RefusedError."""
+    """Return parameter groups for Axolotl's list of {name, modules, lr}.
+
+    They match only matrices: in Axolotl, norms and biases keep the learning rate of the run. Raises RefusedError if the
+    list has another form.
+    """
     try:
         return [
             {"match": [UNDECAYED + re.escape(part) for part in group["modules"]], "lr": number(group["lr"])}
@@ -25,7 +31,13 @@ def lr_groups_of(value: Any) -> list[dict[str, Any]]:
 
 
 def axolotl_groups(theirs: Mapping[str, Any], lr: float) -> list[dict[str, Any]]:
-    """With any such key Axolotl makes the embeddings a group of their own, which is not decayed. `lr`: the run's."""
+    """Return the parameter groups that Axolotl makes.
+
+    If any key on groups is set, Axolotl puts the embeddings into a group of their own, without decay.
+
+    theirs: Axolotl's values of names in `RESOLVED`.
+    lr: learning rate of the run.
+    """
     if not {"embedding_lr", "embedding_lr_scale", "lr_groups"} & theirs.keys():
         return []
     own = lr * scale if (scale := theirs.get("embedding_lr_scale")) else theirs.get("embedding_lr")
@@ -34,8 +46,12 @@ def axolotl_groups(theirs: Mapping[str, Any], lr: float) -> list[dict[str, Any]]
 
 
 def trained_layers(number: int, num_layers: int, modules: Sequence[str], extra: Sequence[str]) -> list[str]:
-    """LLaMA-Factory's freeze tuning as train.trainable: these `modules` of the last `number` of layers, of the first
-    where it is negative, and whatever has one of `extra` in its name."""
+    """Return the patterns for `train.trainable` that correspond to LLaMA-Factory's freeze tuning.
+
+    number: the last `number` layers are trained; if negative, the first ones.
+    modules: modules of these layers that are trained; `all` stands for all of them.
+    extra: parts of names; parameters with one of them in their name are trained as well.
+    """
     layers = range(max(0, num_layers - number), num_layers) if number > 0 else range(min(-number, num_layers))
     numbers = "|".join(map(str, layers))
     return [rf"\.(?:{numbers})\.{'' if module == 'all' else re.escape(module)}" for module in modules if numbers] + [

@@ -1,15 +1,15 @@
-"""Values and reasons that the tables of several tools share."""
+"""Defines values and reasons that the tables of several tools share."""
 
 from __future__ import annotations
 
 from megatrain_ray.convert.key_tables import one_of
 
-UNWARMED = "constant without warm-up"  # no schedule of ours: a constant one has the warm-up that is given
+UNWARMED = "constant without warm-up"  # marks a schedule without warm-up; `resolve` replaces it by "constant"
 schedule_of = one_of(
     {"linear": "linear", "cosine": "cosine", "constant": UNWARMED, "constant_with_warmup": "constant"},
     "only constant, linear and cosine are here",
 )
-# Every implementation of AdamW is the same update; 8-bit ones round its states, which are FP32 here.
+# All implementations of AdamW compute the same update. 8-bit ones round its state, which is FP32 here.
 _ADAMW = dict.fromkeys(
     (
         "adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",

@@ -1,7 +1,7 @@
-"""What the tables of other tools' keys are made of, and how a table is applied to a file.
+"""Defines the tables of other tools' keys, and applies a table to a configuration file.
 
-A table says of each key what it sets here, or why it sets nothing. Keys whose meaning depends on others set a value
-that is no setting of ours (`epochs`, `warmup_ratio`), which convert_config.py resolves at the end.
+A table says for each key what it sets here, or why it sets nothing. If the meaning of a key depends on other keys, it
+sets a name that is no setting of ours (`epochs`, `warmup_ratio`), and convert_config.py resolves it at the end.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-# Values of a key that cannot be honoured with which it asks for nothing.
+# A key that cannot be honoured is accepted with one of these values: it then requests nothing.
 HARMLESS: tuple[Any, ...] = (False, 0, "", [], {}, "none", "null")
 
 
 class RefusedError(Exception):
-    """A value that cannot be honoured; the message says why."""
+    """Is raised for a value that cannot be honoured. The message says why."""
 
 
 def same(value: Any) -> Any:
@@ -24,7 +24,10 @@ def same(value: Any) -> Any:
 
 
 def number(value: Any) -> float:
-    """Raises RefusedError. YAML 1.1 and quotes make texts of numbers; both tools take them."""
+    """Return the value as a number, also if it is text. Raises RefusedError if it is neither.
+
+    YAML 1.1 and quotes turn numbers into text, and both tools accept that.
+    """
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -32,14 +35,14 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """Raises RefusedError."""
+    """Return the value as an integer. Raises RefusedError if it is none."""
     if (found := number(value)) != int(found):
         raise RefusedError("expected an integer")
     return int(found)
 
 
 def or_null(value: Any) -> float | None:
-    """0 as null: off."""
+    """Return the value as a number, or None for 0, which means off."""
     return number(value) or None
 
 
@@ -48,12 +51,12 @@ def negated(value: Any) -> bool:
 
 
 def names(value: Any) -> list[str]:
-    """Of a list, or of a text with commas."""
+    """Return the entries of a list, or of a text separated by commas."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
 
 
 def one_of(choices: Mapping[str, Any], why: str) -> Callable[[Any], Any]:
-    """The value of a choice; RefusedError with `why` for others."""
+    """Return a function that maps a choice to its value and raises RefusedError with `why` for other values."""
 
     def choose(value: Any) -> Any:
         if str(value) not in choices:
@@ -65,8 +68,12 @@ def one_of(choices: Mapping[str, Any], why: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Sets:
-    """A key that sets `target` to what `convert` makes of its value. `default`: ours for the value that the tool takes
-    where the key is missing; None: nothing needs to be set."""
+    """Describes a key that sets one of our settings.
+
+    target: dotted key of the setting, or a name that convert_config.py resolves.
+    convert: converts the key's value to that of the target.
+    default: value of the target if the key is missing, equal to the tool's default; None: nothing needs to be set.
+    """
 
     target: str
     convert: Callable[[Any], Any] = same
@@ -75,11 +82,18 @@ class Sets:
 
 @dataclass(frozen=True)
 class Table:
-    """All that is known of a tool's keys; names may be globs. A key that cannot be honoured does no harm where its
-    value is false, 0, empty or none.
+    """Holds all that is known of a tool's keys. Names may be globs.
 
-    `recognised`: one of these keys is in every file of the tool. `otherwise`, `meaningless`, `refused`: reasons.
-    `data`: the settings of data sets, whose keys `data_keys` are. It returns ours by dotted key; raises RefusedError.
+    A key that cannot be honoured is ignored if its value is false, 0, empty or none.
+
+    tool: name of the tool.
+    recognised: a key that every file of the tool has.
+    sets: keys that set something, with what they set.
+    otherwise: keys whose effect is achieved in another way here, with the reason.
+    meaningless: keys without a meaning here, with the reason.
+    refused: keys that cannot be honoured, with the reason.
+    data_keys: keys of data sets.
+    data: converts `data_keys` of a file to our settings by dotted key; raises RefusedError.
     """
 
     tool: str
@@ -90,12 +104,16 @@ class Table:
     refused: Mapping[str, str]
     data_keys: tuple[str, ...]
     data: Callable[[Mapping[str, Any]], dict[str, Any]]
-    default_warmup: float = 0.0  # share of the steps, of a file that says nothing; at most 100 of them
+    default_warmup: float = 0.0  # share of the steps if the file sets no warm-up; at most 100 steps
 
 
 @dataclass
 class Findings:
-    """What became of a file's keys. `settings`: by dotted key of ours. Others: lines of key and reason."""
+    """Collects what became of the keys of a file.
+
+    settings: our settings by dotted key.
+    otherwise, meaningless, refused: lines with a key and the reason, as in `Table`.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
     otherwise: list[str] = field(default_factory=list)
@@ -104,7 +122,11 @@ class Findings:
 
 
 def apply(table: Table, tree: Mapping[str, Any], known: frozenset[str]) -> Findings:
-    """`known`: dotted keys that a configuration may have, and those that convert_config.py resolves."""
+    """Apply a table to a configuration file and return what became of its keys.
+
+    tree: the configuration file.
+    known: dotted keys of our configuration, and the names that convert_config.py resolves.
+    """
     found = Findings()
     for rule in table.sets.values():
         if rule.default is not None:
@@ -130,7 +152,7 @@ def _take(table: Table, key: str, value: Any, found: Findings) -> None:
         except RefusedError as error:
             found.refused.append(f"{key}: {value}: {error}")
         return
-    for same_key in (str.__eq__, fnmatchcase):  # a key itself counts before globs
+    for same_key in (str.__eq__, fnmatchcase):  # an exact name takes precedence over globs
         for reasons, lines in (
             (table.otherwise, found.otherwise),
             (table.meaningless, found.meaningless),

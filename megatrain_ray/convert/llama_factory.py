@@ -1,4 +1,7 @@
-"""Keys of LLaMA-Factory's YAML files, most of which are those of Transformers' TrainingArguments."""
+"""Defines what the keys of LLaMA-Factory's YAML files correspond to.
+
+Most of these keys are those of Transformers' TrainingArguments.
+"""
 
 from __future__ import annotations
 
@@ -257,7 +260,12 @@ DATA_KEYS = ("dataset", "eval_dataset", "dataset_dir", "mix_strategy")
 
 
 def data_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Names of data sets in a dataset_info.json. Raises RefusedError."""
+    """Return the settings of the data sets, which the file names as entries of a dataset_info.json, by dotted key.
+
+    tree: the configuration file.
+
+    Raises RefusedError if they are missing or cannot be translated.
+    """
     if tree.get("mix_strategy", "concat") != "concat":
         raise RefusedError(f"mix_strategy: {REFUSED['mix_strategy']}")
     if not tree.get("dataset"):
@@ -276,7 +284,7 @@ def data_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _texts(info: Path, folder: Path, chosen: list[str]) -> dict[str, Any]:
-    """Files of texts, which a configuration names themselves."""
+    """Return settings with the files of texts themselves: our pretraining data do not use dataset_info.json."""
     try:
         entries = [json.loads(info.read_text(encoding="utf-8"))[name] for name in chosen]
         files = [str(folder / entry["file_name"]) for entry in entries]

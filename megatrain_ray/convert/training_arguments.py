@@ -1,4 +1,4 @@
-"""Transformers' TrainingArguments as settings of ours. LLaMA-Factory's keys extend them, so its table is theirs."""
+"""Translates Transformers' TrainingArguments into settings. LLaMA-Factory's keys extend them, so its table is used."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ SPLIT = ("batch_size", "micro_batch_size", "accumulate")
 
 
 def with_arguments(args: Any, settings: Mapping[str, Any], num_records: int | None) -> dict[str, Any]:
-    """`settings`, which count first, with what `args` say beside them; each record a row of its own unless they say
-    otherwise. `num_records`: of the training, to make epochs steps; None: not known.
+    """Return `settings` extended by what `args` say. `settings` take precedence.
 
-    Tells the fields that have no meaning here. Raises ConfigError for those that cannot be honoured.
+    Without other settings each record becomes a row of its own. Fields of `args` without a meaning here are printed.
+
+    args: a TrainingArguments object.
+    settings: our settings, nested.
+    num_records: number of training records, which converts epochs to steps; None if it is not known.
+
+    Raises ConfigError if fields cannot be honoured.
     """
     names = {field.name for field in dataclasses.fields(args)}
     found = apply(_table(names), _changed(args, names), known_keys(TrainConfig) | RESOLVED)
@@ -44,13 +49,13 @@ def with_arguments(args: Any, settings: Mapping[str, Any], num_records: int | No
 
     tree = resolve(given, 0.0, settings, count=count)
     own = settings.get("train", {})
-    if any(own.get(key) for key in SPLIT):  # one of them may leave the others open
+    if any(own.get(key) for key in SPLIT):  # if `settings` set one of these, the others remain open
         tree["train"] = {key: value for key, value in tree["train"].items() if key not in SPLIT or key in own}
     return tree
 
 
 def _table(names: set[str]) -> Table:
-    """Of what is a field; some keys are LLaMA-Factory's own."""
+    """Return LLaMA-Factory's table without keys that are no fields of TrainingArguments."""
     sets = {name: rule for name, rule in LLAMA_FACTORY.sets.items() if name in names}
     return dataclasses.replace(
         LLAMA_FACTORY,
@@ -62,8 +67,10 @@ def _table(names: set[str]) -> Table:
 
 
 def _changed(args: Any, names: set[str]) -> dict[str, Any]:
-    """Fields that are not what they are when nothing is said. Some get their values from others, so a plain object is
-    made to compare with."""
+    """Return the fields of `args` whose values differ from the defaults.
+
+    Some defaults depend on other fields, so the comparison is with an object that is created without settings.
+    """
     plain = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
     found = {name: getattr(args, name) for name in sorted(names) if getattr(args, name) != getattr(plain, name)}
     values = {**found, "output_dir": args.output_dir, "use_cpu": args.use_cpu}

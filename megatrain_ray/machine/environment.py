@@ -1,4 +1,4 @@
-"""What a measurement was made with: machine, versions, commit."""
+"""Describes the environment of a measurement: machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ PACKAGES = ("torch", "transformers", "ray")
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """`device`: that of the plan."""
+    """Return a description of this machine.
+
+    device: device of the plan; cuda includes the GPU.
+    """
     has_gpu = device == "cuda"
     return {
         "gpu": device_name() if has_gpu else None,
@@ -46,7 +49,10 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Of the checkout that the code runs from, `+` where files differ from it; None outside of one."""
+    """Return the commit of the checkout that the code runs from; None outside of a checkout.
+
+    A `+` is appended if tracked files differ from the commit.
+    """
     folder = Path(__file__).parent
     head = _git(folder, "rev-parse", "HEAD")
     if head is None or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:

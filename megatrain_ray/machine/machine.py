@@ -1,4 +1,4 @@
-"""What this machine has: cores, NUMA nodes, memory. Read from the kernel, never from settings."""
+"""Reads from the kernel, never from settings, what this machine has: cores, NUMA nodes and memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ from megatrain_ray.machine.named_nodes import named_gpus, named_nodes
 from megatrain_ray.machine.numa_topology import gpu_node, read_topology
 from megatrain_ray.machine.proc_files import cgroup_folders, read_text
 
-UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
+UNLIMITED = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit
 
 
 def probe_machine(
     device: str, hbm_limit: int | None, ram_limit: int | None, *, nodes: Sequence[NodeConfig] = (),
     num_gpus: int = 1, num_hosts: int = 1, imagined: bool = False, root: Path = Path("/"),
 ) -> Machine:  # fmt: skip
-    """The machine as the plan sees it. `device`: auto, cpu or cuda. Limits only lower what is there, but
-    `ram_limit` replaces it: on some virtual machines MemTotal starts small and grows as memory is touched. `nodes`
-    replace those that the kernel shows.
+    """Return the machine as the planner needs it.
 
-    `imagined`: for a plan alone; a GPU that is not here has the memory of `hbm_limit`. Raises ConfigError when cuda is
-    asked for and there is none, or fewer than this one's of `num_gpus`, and for nodes that are not here.
+    device: auto, cpu or cuda.
+    hbm_limit: bytes; lowers the available GPU memory.
+    ram_limit: bytes; replaces the available memory. On some virtual machines MemTotal starts small and grows as memory
+    is touched.
+    nodes: NUMA nodes by hand; they replace those that the kernel shows.
+    num_gpus, num_hosts: GPUs of the run on all hosts, and hosts.
+    imagined: for a plan without a run. A GPU that is not here is taken to have `hbm_limit` of memory.
+    root: folder that holds /proc and /sys.
+
+    Raises ConfigError if cuda is set and there is no GPU, if this machine has fewer GPUs than its share of `num_gpus`,
+    or if `nodes` are not here.
     """
     hbm = total_memory_bytes() if device in ("auto", "cuda") else None
     if device == "cuda" and hbm is None:
@@ -52,7 +59,7 @@ def probe_machine(
         hbm_bytes = None
     topology = read_topology(root)
     addresses = pci_addresses() if hbm is not None else ()
-    addresses += (None,) * max(0, host_gpus - len(addresses))  # on the CPU device, or not here
+    addresses += (None,) * max(0, host_gpus - len(addresses))  # no address: on the CPU device, or not on this machine
     usable, gpus = topology.usable, tuple(Gpu(address, gpu_node(address, root)) for address in addresses)
     if nodes:
         usable = named_nodes(nodes, topology, imagined=imagined)
@@ -69,7 +76,7 @@ def probe_machine(
 
 
 def machine_of(hardware: HardwareConfig, *, imagined: bool = False) -> Machine:
-    """As `probe_machine`, with what the settings say of it."""
+    """Return the machine as `probe_machine` does, with the hardware settings of a configuration."""
     return probe_machine(
         hardware.device,
         hardware.hbm_limit,
@@ -82,29 +89,29 @@ def machine_of(hardware: HardwareConfig, *, imagined: bool = False) -> Machine:
 
 
 def allowed_cpus() -> int:
-    """Cores that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """As its maker calls it; empty where the kernel does not say."""
+    """Return the model name of the CPU; empty if the kernel does not report it."""
     lines = read_text(root / "proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """Of NVIDIA's kernel module; empty without one."""
+    """Return the version of NVIDIA's kernel module; empty without one."""
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", read_text(root / "proc/driver/nvidia/version"))
     return found[0] if found else ""
 
 
 def ram_bytes(root: Path = Path("/")) -> int:
-    """The smallest of MemTotal and the limits of the cgroups that this process is in."""
+    """Return bytes of memory: the smallest of MemTotal and the limits of the cgroups that this process is in."""
     return min([_mem_total(root / "proc/meminfo"), *cgroup_limits(root)])
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
-    """Bytes of memory that each cgroup from this process's own up to the outermost allows; none where none does."""
+    """Return the memory limits in bytes of this process's cgroup and all its ancestors that have one."""
     files = [folder / "memory.max" for folder in cgroup_folders(root, "", "sys/fs/cgroup")]
     files += [folder / "memory.limit_in_bytes" for folder in cgroup_folders(root, "memory", "sys/fs/cgroup/memory")]
     limits = (read_text(file) for file in files)

@@ -1,5 +1,7 @@
-"""Nodes that hardware.nodes names, in the place of those that the kernel shows: where a virtual machine hides its own,
-where one node is to be taken for several, or several for one."""
+"""Reads NUMA nodes and their GPUs from hardware.nodes, which replace those that the kernel shows.
+
+That is useful if a virtual machine hides its nodes, or to divide one node into several or to join several into one.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from megatrain_ray.units import format_ranges, parse_ranges
 
 
 def named_nodes(settings: Sequence[NodeConfig], found: Topology, *, imagined: bool = False) -> tuple[NumaNode, ...]:
-    """Numbered in their order. `found`: what the kernel shows. `imagined`: for a plan alone, of a machine that is not
-    here.
+    """Return the nodes of the settings, numbered in their order.
 
-    Raises ConfigError for CPUs that this process may not use, and for nodes without memory that it may take.
+    found: what the kernel shows.
+    imagined: for a plan without a run, for a machine that is not here; nothing is checked.
+
+    Raises ConfigError if CPUs are named that this process may not use, or nodes without memory that it may use.
     """
     if not imagined:
         _check(settings, found)
@@ -29,9 +33,12 @@ def named_nodes(settings: Sequence[NodeConfig], found: Topology, *, imagined: bo
 def named_gpus(
     settings: Sequence[NodeConfig], addresses: Sequence[str | None], *, imagined: bool = False
 ) -> tuple[Gpu, ...]:
-    """The GPUs of a host, each with the node that it is said to be attached to, if any. `addresses`: of those here.
+    """Return the GPUs of a host, each with the node that the settings attach it to, if any.
 
-    Raises ConfigError for GPUs that are not here.
+    addresses: PCI addresses of the GPUs that are here, by torch's number; None if unknown.
+    imagined: for a plan without a run; GPUs that are not here are added without an address.
+
+    Raises ConfigError if a GPU is named that is not here.
     """
     of_all = next((k for k, node in enumerate(settings) if node.gpu), None)
     of_gpu = {gpu: k for k, node in enumerate(settings) for gpu in parse_ranges(node.gpus or "")}

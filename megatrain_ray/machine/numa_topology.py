@@ -1,8 +1,8 @@
-"""NUMA nodes as the kernel shows them: CPUs, memory, distances, and the one that the GPU is attached to.
+"""Reads the NUMA topology from the kernel: CPUs, memory and distances of nodes, and the node of a GPU.
 
-What this process may use is less than what is there: its affinity and the cpusets of its cgroups bound CPUs, the
-latter memory, too. /proc/self/status has both as they are in force, whatever version the cgroups have; the files of
-cgroups are read beside it because a container may show another process tree than its own.
+A process may be allowed less than what exists. Its affinity limits the CPUs, and the cpusets of its cgroups limit CPUs
+and memory. /proc/self/status reports both as they are in force, whatever the version of cgroups. The files of the
+cgroups are read as well, because a container may show another process tree than its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from megatrain_ray.machine.proc_files import cgroup_folders, read_text
 from megatrain_ray.units import parse_ranges
 
 NODES = "sys/devices/system/node"
-ANYWHERE = 255  # the distance to a node whose distance the kernel does not say: more than any it says
+ANYWHERE = 255  # distance to a node if the kernel does not report it: more than any that it reports
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """A node that is online. `cpus`: that this process may use. `total_bytes`, `free_bytes`: of its memory, 0 where it
-    has none; `may_hold`: whether it has some and this process may take it. `distances`: to each node, 10 to itself."""
+    """Describes an online NUMA node.
+
+    cpus: CPUs of the node that this process may use.
+    total_bytes, free_bytes: memory of the node; 0 if it has none.
+    may_hold: whether the node has memory that this process may use.
+    distances: distance to each node; 10 to itself.
+    """
 
     number: int
     cpus: frozenset[int]
@@ -40,8 +45,12 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class Topology:
-    """`nodes`: those online, in the order of their numbers, which may have gaps; none where the kernel shows none.
-    `allowed`: CPUs that this process may use, of nodes or not. `siblings`: of each of them the CPUs of its core."""
+    """Describes the NUMA nodes of a machine.
+
+    nodes: online nodes by increasing number. Numbers may have gaps. Empty if the kernel shows none.
+    allowed: CPUs that this process may use, of nodes or not.
+    siblings: for each of these, all CPUs of the same core.
+    """
 
     nodes: tuple[NodeFacts, ...]
     allowed: frozenset[int]
@@ -49,7 +58,10 @@ class Topology:
 
     @property
     def usable(self) -> tuple[NumaNode, ...]:
-        """The nodes to work on: those with CPUs that this process may use. Memory alone makes no node of them."""
+        """Return the nodes to work on: those with CPUs that this process may use.
+
+        A node that has only memory is not one of them.
+        """
         return tuple(
             NumaNode(node.number, cores_of(node.cpus, self.siblings), self._nearest_memory(node))
             for node in self.nodes
@@ -57,7 +69,11 @@ class Topology:
         )
 
     def _nearest_memory(self, node: NodeFacts) -> int:
-        """Itself where it may hold memory, or where no node may: then the kernel shows something else than is so."""
+        """Return the number of the nearest node that may hold memory.
+
+        That is the node itself if it may. It is also the node itself if no node may: the kernel then reports something
+        wrong.
+        """
         holding = [other for other in self.nodes if other.may_hold]
         if node.may_hold or not holding:
             return node.number
@@ -65,7 +81,11 @@ class Topology:
 
 
 def read_topology(root: Path = Path("/"), allowed: Set[int] | None = None) -> Topology:
-    """`root`: of /proc and /sys. `allowed`: CPUs of this process's affinity; None: the kernel is asked."""
+    """Read the NUMA topology.
+
+    root: folder that holds /proc and /sys.
+    allowed: CPUs of this process's affinity; None: ask the kernel.
+    """
     allowed = frozenset(os.sched_getaffinity(0)) if allowed is None else frozenset(allowed)
     cpus = _within(allowed, _limits(root, "Cpus_allowed_list", "cpuset.cpus.effective", "cpuset.effective_cpus"))
     numbers = _numbers(root)
@@ -77,13 +97,13 @@ def read_topology(root: Path = Path("/"), allowed: Set[int] | None = None) -> To
 
 
 def gpu_node(address: str | None, root: Path = Path("/")) -> int | None:
-    """The node that the device at a PCI address is attached to; None where the kernel does not know (-1)."""
+    """Return the node that the device at a PCI address is attached to; None if the kernel does not know it (-1)."""
     text = read_text(root / f"sys/bus/pci/devices/{address.lower()}/numa_node") if address else ""
     return int(text) if text.isdigit() else None
 
 
 def cores_of(cpus: Iterable[int], siblings: Mapping[int, frozenset[int]]) -> tuple[tuple[int, ...], ...]:
-    """The CPUs, those of one core together, in the order of the first of each."""
+    """Return the CPUs grouped by core. Cores are ordered by their first CPU."""
     left, cores = sorted(set(cpus)), []
     while left:
         core = tuple(cpu for cpu in left if cpu == left[0] or cpu in siblings.get(left[0], ()))
@@ -93,7 +113,10 @@ def cores_of(cpus: Iterable[int], siblings: Mapping[int, frozenset[int]]) -> tup
 
 
 def _numbers(root: Path) -> list[int]:
-    """Of nodes that are online. A node's folder may outlive it, and older kernels have no file that says who is."""
+    """Return the numbers of online nodes.
+
+    The folder of a node may remain when it goes offline, and older kernels have no file that lists online nodes.
+    """
     there = {int(path.name[4:]) for path in (root / NODES).glob("node[0-9]*") if path.name[4:].isdigit()}
     online = _ranges(read_text(root / NODES / "online"))
     return sorted(there & online if online else there)
@@ -123,7 +146,7 @@ def _siblings(root: Path, cpus: Iterable[int]) -> dict[int, frozenset[int]]:
 
 
 def _limits(root: Path, status: str, v2: str, v1: str) -> Iterator[frozenset[int]]:
-    """What bounds CPUs or memory, each by itself."""
+    """Yield each set of CPUs or nodes that this process is limited to."""
     lines = read_text(root / "proc/self/status").splitlines()
     yield from (_ranges(line.partition(":")[2]) for line in lines if line.startswith(f"{status}:"))
     yield from (_ranges(read_text(folder / v2)) for folder in cgroup_folders(root, "", "sys/fs/cgroup"))
@@ -131,14 +154,17 @@ def _limits(root: Path, status: str, v2: str, v1: str) -> Iterator[frozenset[int
 
 
 def _within(every: frozenset[int], limits: Iterable[frozenset[int]]) -> frozenset[int]:
-    """Of all, what each limit leaves. One that is empty or leaves nothing is not of this process."""
+    """Return the intersection of `every` with the limits.
+
+    A limit that is empty or would leave nothing is ignored: it cannot be this process's.
+    """
     for limit in limits:
         every = (every & limit) or every
     return every
 
 
 def _ranges(text: str) -> frozenset[int]:
-    """None where the kernel, or who wrote the file, says something else."""
+    """Return the numbers in a list of the kernel; empty if the text has another format."""
     try:
         return frozenset(parse_ranges(text))
     except ValueError:

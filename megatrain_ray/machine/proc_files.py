@@ -1,4 +1,4 @@
-"""Files of /proc and /sys that say what a machine has. `root` stands for /: of a machine that is not here, too."""
+"""Reads files in /proc and /sys. `root` replaces /, so that another machine's files can be read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 
 def read_text(path: Path) -> str:
-    """Of a file of /proc or /sys, stripped; empty where there is none."""
+    """Return the text of a file, stripped; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -15,8 +15,12 @@ def read_text(path: Path) -> str:
 
 
 def cgroup_folders(root: Path, controller: str, mount: str) -> Iterator[Path]:
-    """Of this process's own cgroup up to the outermost. `controller`: "" for cgroup v2. In a container the path may be
-    the host's, which is not there."""
+    """Yield the folders of this process's cgroup and its ancestors below `mount`, and `mount` itself.
+
+    In a container the path may be the host's, and then it does not exist.
+
+    controller: name of a controller of cgroup v1; "" for cgroup v2.
+    """
     yield root / mount
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""What processes hold: host memory as the kernel counts it, and a GPU's memory by NVML."""
+"""Measures memory of processes: host memory as the kernel counts it, GPU memory by NVML."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ NAMES = {"shared": "Pss_Shmem", "private": "Pss_Anon", "files": "Pss_File"}
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """`reason`: why there is no number, or what the number is of where it is not the process's own."""
+    """Holds the bytes of GPU memory of a process.
+
+    num_bytes: bytes; None if they are not known.
+    reason: why there is no number, or what the number counts if it is not the process's own.
+    """
 
     num_bytes: int | None
     reason: str | None = None
 
 
 def pss(pid: int) -> dict[str, int]:
-    """Bytes of a process by kind; what several map counts in part for each.
+    """Return bytes of memory of a process by kind. Memory mapped by several processes is divided among them.
 
-    Raises OSError where there is no such process, or one of another user.
+    Raises OSError if the process does not exist or belongs to another user.
     """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
@@ -33,7 +37,10 @@ def pss(pid: int) -> dict[str, int]:
 
 
 def pss_of_run(actors: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Of the actors, this driver, and Ray's own processes together. `actors`: pids by name."""
+    """Return the memory of each actor, of this driver, and of Ray's own processes together.
+
+    actors: process ids by name.
+    """
     driver = os.getpid()
     known = {*actors.values(), driver}
     others = [p.pid for p in psutil.Process(driver).children(recursive=True) if p.pid not in known]
@@ -45,14 +52,16 @@ def pss_of_run(actors: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def device_memory(pid: int) -> DeviceMemory:
-    """Of a process on whatever GPU it uses. In a container NVML may know it by another pid: the only process on all
-    GPUs is then taken for it."""
+    """Return the GPU memory of a process, on whatever GPU it uses.
+
+    In a container NVML may list it under another process id. If only one process uses any GPU, that one is assumed.
+    """
     try:
         with _nvml() as nvml:
             used = dict(_used_by_pid(nvml))
     except ImportError:
         return DeviceMemory(None, "nvidia-ml-py is not installed: pip install 'megatrain-ray[nvml]'")
-    except Exception as error:  # NVMLError, of a module that may be missing
+    except Exception as error:  # NVMLError, which cannot be named: its module may be missing
         return DeviceMemory(None, f"NVML: {error}")
     if pid in used:
         return DeviceMemory(used[pid])
@@ -62,11 +71,11 @@ def device_memory(pid: int) -> DeviceMemory:
 
 
 def driver_version() -> str | None:
-    """Of the GPU's driver; None where NVML does not say."""
+    """Return the version of the GPU driver; None if NVML does not report it."""
     try:
         with _nvml() as nvml:
             return str(nvml.nvmlSystemGetDriverVersion())
-    except Exception:  # no module, no driver
+    except Exception:  # no NVML module, or no driver
         return None
 
 
@@ -91,7 +100,7 @@ def _used_by_pid(nvml: Any) -> Iterator[tuple[int, int]]:
 def _pss_if_there(pid: int) -> dict[str, int] | None:
     try:
         return pss(pid)
-    except (OSError, IndexError, KeyError):  # it has just ended
+    except (OSError, IndexError, KeyError):  # the process has just ended
         return None
 
 

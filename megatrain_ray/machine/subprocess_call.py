@@ -1,4 +1,4 @@
-"""A function in a process of its own: what it takes of memory and of a GPU is free again afterwards."""
+"""Runs a function in a process of its own, so that its host and GPU memory are free afterwards."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ Result = TypeVar("Result")
 def in_own_process(
     name: str, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """The function, its arguments and its result must be picklable. What it prints goes to standard error. The process
-    is gone when this returns or raises.
+    """Run a function in a process of its own and return its result.
 
-    Raises what the function raises, and with a message that `name` begins MegatrainError where the process dies and
-    DeadlineError where it takes longer than STEP_DEADLINE_S.
+    The function, its arguments and its result must be picklable. What it prints goes to standard error. The process has
+    ended when this returns or raises.
+
+    name: begins the message of errors.
+
+    Raises what the function raises, MegatrainError if the process dies, and DeadlineError if it takes longer than
+    STEP_DEADLINE_S.
     """
-    # Spawned: a fork would inherit what CUDA and Ray have begun. It imports the program that runs, the command line.
+    # Spawned, since a fork would inherit the state of CUDA and Ray. The child imports the main module again.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, function, args, kwargs))
     process.start()
-    theirs.close()  # theirs alone: when they die the answer ends
+    theirs.close()  # only the child holds this end, so its death ends the pipe
     try:
         if not ours.poll(STEP_DEADLINE_S):
             raise DeadlineError(f"{name} did not end within {STEP_DEADLINE_S:.0f} s; start again")
@@ -51,7 +55,7 @@ def in_own_process(
 def _serve(
     answers: Connection, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C as well and ends this process
     sys.stdout = sys.stderr
     try:
         answer: tuple[bool, object] = (True, function(*args, **kwargs))

@@ -1,8 +1,10 @@
-"""Metrics of a run as series of Prometheus: Ray's agent on each node exports what its processes record, so whoever
-scrapes the cluster has them. docs/monitoring.md lists them.
+"""Exports the metrics of a run as Prometheus series.
 
-A number takes 1.6 µs on a 2-core machine, some twenty of them a step. A gauge that is not set again is forgotten after
-two reports of 10 s, which a step or an evaluation may well take: `keep` sets them again.
+Ray's agent on each node exports what its processes record, so whoever scrapes the cluster gets these series.
+docs/monitoring.md lists them.
+
+Setting a number takes 1.6 µs on a 2-core machine, and a step sets about twenty. Ray drops a gauge that is not set again
+within two reports of 10 s. A step or an evaluation may take longer, so `keep` sets gauges again.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.metrics.sink import Count, End
 
 EXPOSED = "exposed_s/"
-KEEP_S = 5.0  # how often gauges are set again
+KEEP_S = 5.0  # interval after which gauges are set again
 STEP_BOUNDS_S = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0]
 
-# Gauge by the number of a row that it shows the newest of.
+# Column of a row of metrics: name and description of the gauge that shows its newest value.
 GAUGES = {
     "loss": ("megatrain_loss", "Loss of the newest step, nats"),
     "eval_loss": ("megatrain_eval_loss", "Loss of the newest evaluation, nats"),
@@ -30,7 +32,7 @@ GAUGES = {
     "tokens_per_s": ("megatrain_tokens_per_second", "Tokens of the newest step by its seconds; 0 once the run ended"),
     "model_tflops": ("megatrain_model_tflops", "Model TFLOPS of the newest step; 0 once the run ended"),
 }
-HELD = {"hbm_peak_bytes": Tier.HBM, "host_bytes": Tier.HOST}  # number of a row, and whose bytes it says
+HELD = {"hbm_peak_bytes": Tier.HBM, "host_bytes": Tier.HOST}  # column of a row, and the tier that it counts bytes of
 SPEEDS = ("tokens_per_s", "model_tflops")
 COUNTED = {
     Count.DEATHS: "Processes of the run that died, by kind",
@@ -41,14 +43,20 @@ COUNTED = {
 
 
 class RaySink:
-    """Series with the tag `run`. Counters begin at 0 with each start."""
+    """Records metrics as Ray series with the tag `run`. Counters begin at 0 with each start of the run."""
 
     def __init__(self, run: str, steps: int, plan: Plan | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`run`: its name. `steps`: that it is to make. `plan`: None where none can be read."""
+        """Create the series of a run.
+
+        run: name of the run.
+        steps: number of steps that the run is to make.
+        plan: plan of the run; None if it cannot be read.
+        clock: returns seconds.
+        """
         self._tags = {"run": run}
         self._clock = clock
         self._kept_s = clock()
-        self._values: dict[tuple[Any, str | None], float] = {}  # of gauges, by tier where they have one
+        self._values: dict[tuple[Any, str | None], float] = {}  # values of gauges; the tier is None if a gauge has none
         self._gauges = {key: self._make(Gauge, *described) for key, described in GAUGES.items()}
         self._step = self._make(Gauge, "megatrain_step", "Updates made, those of earlier starts included")
         self._set(self._make(Gauge, "megatrain_planned_steps", "Updates to make: train.steps"), steps)
@@ -76,7 +84,7 @@ class RaySink:
         for key, tier in HELD.items():
             if key in numbers:
                 self.holds(tier, numbers[key])
-        if "step_s" in numbers:  # of an update, no evaluation
+        if "step_s" in numbers:  # the row is of an update, not of an evaluation
             self._update(step, numbers)
 
     def _update(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -87,7 +95,7 @@ class RaySink:
         if numbers.get("skipped"):
             self._skipped.inc(1)
         for key, waited_s in numbers.items():
-            if key.startswith(EXPOSED) and waited_s > 0:  # Ray refuses to add nothing
+            if key.startswith(EXPOSED) and waited_s > 0:  # Ray refuses to add 0
                 self._exposed.inc(waited_s, {"cause": key.removeprefix(EXPOSED)})
 
     def count(self, what: Count, amount: float, kind: str) -> None:
@@ -104,7 +112,7 @@ class RaySink:
                 self._set(gauge, value, tier)
 
     def close(self, end: End) -> None:
-        """Nothing runs any more; the process may, and Ray shows for a while what it said last."""
+        """Set the speeds to 0: the process may continue without a run, and Ray shows the last values for a while."""
         for key in SPEEDS:
             self._set(self._gauges[key], 0)
 

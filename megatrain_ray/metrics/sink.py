@@ -1,4 +1,7 @@
-"""What takes a run's metrics: rows of metrics.jsonl as they come, and, where it wants them, counts beside these."""
+"""Defines what a sink of metrics is.
+
+A sink takes rows of metrics.jsonl as they are written. It may also take counts and sizes between rows.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,28 @@ from megatrain_ray.engine.layout.tier import Tier
 
 
 class End(Enum):
-    """How a run came to its end, in the words of MLflow, and as an exit code."""
+    """Says how a run ended. Names are MLflow's, values are exit codes."""
 
     FINISHED = 0
     FAILED = 1
-    KILLED = 130  # interrupted; the same command goes on
+    KILLED = 130  # interrupted; the same command resumes
 
 
 class MetricSink(Protocol):
     """Takes numbers by name: `loss`, `lr`, `exposed_s/h2d`, …"""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Of one update; steps come in order. Whatever it raises costs the sink, not the run."""
+        """Take the numbers of one update or evaluation. Steps come in order.
+
+        An exception removes the sink and does not end the run.
+        """
 
     def close(self, end: End) -> None:
-        """Nothing more comes."""
+        """Close the sink: no more numbers come."""
 
 
 class Count(Enum):
-    """What is counted beside rows. Its value: the name of the counter."""
+    """Names the counters that are not in rows of metrics. The values are the names of the exported counters."""
 
     DEATHS = "deaths"
     REPLACEMENTS = "replacements"
@@ -38,13 +44,16 @@ class Count(Enum):
 
 @runtime_checkable
 class CountingSink(Protocol):
-    """Takes what comes between rows, too."""
+    """Takes what is measured between rows of metrics as well."""
 
     def count(self, what: Count, amount: float, kind: str) -> None:
-        """`kind`: of the processes concerned."""
+        """Add `amount` to a counter.
+
+        kind: kind of the processes concerned.
+        """
 
     def holds(self, tier: Tier, num_bytes: float) -> None:
-        """So much is there."""
+        """Record that a tier holds `num_bytes` now."""
 
     def keep(self) -> None:
-        """What was told still holds. Called all the time."""
+        """Keep recorded values alive: they are still valid. Called continually."""

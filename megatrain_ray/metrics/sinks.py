@@ -1,5 +1,4 @@
-"""Where rows of metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, and Ray's own metrics
-(ray_sink.py)."""
+"""Writes rows of metrics to sinks besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Ray (ray_sink.py)."""
 
 from __future__ import annotations
 
@@ -23,19 +22,23 @@ from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.metrics.sink import Count, CountingSink, End, MetricSink
 from megatrain_ray.run.run_dir import RunFiles
 
-ID_NAME = "tracker_id"  # in the run directory
-MOST_PARAMS = 100  # that MLflow takes at once
-MOST_CHARS = 500  # of one
-# mlflow-skinny, which is enough for a server, has no database of its own.
+ID_NAME = "tracker_id"  # file in the run directory
+MOST_PARAMS = 100  # parameters that MLflow accepts in one call
+MOST_CHARS = 500  # characters that MLflow accepts in one parameter
+# mlflow-skinny suffices with a server, but has no database of its own.
 ADVICE = {"log.mlflow": "name a server in MLFLOW_TRACKING_URI, or pip install mlflow for a database here, or "}
 
 
 class TensorBoardSink:
-    """Event files in a folder."""
+    """Writes event files to a folder."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """What the folder holds from `first_step` on is no longer shown: the run went back to before it."""
-        from torch.utils.tensorboard import SummaryWriter  # 1.5 s of imports
+        """Open the folder.
+
+        first_step: step of the first row to come. Earlier events from this step on are no longer shown: the run went
+            back.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # takes 1.5 s to import
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
@@ -48,7 +51,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases, the same one when the training is resumed."""
+    """Writes to a run of Weights & Biases, which stays the same when the training is resumed."""
 
     def __init__(self, project: str, run_dir: Path, config: TrainConfig) -> None:
         import wandb
@@ -61,7 +64,7 @@ class WandbSink:
             dir=str(run_dir),
             config=config_to_dict(config),
         )
-        self._run.define_metric("*", step_metric="step")  # its own count never goes back, a resumed run may
+        self._run.define_metric("*", step_metric="step")  # a resumed run may go back in steps, wandb's own count cannot
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({"step": step, **numbers})
@@ -71,14 +74,17 @@ class WandbSink:
 
 
 class MlflowSink:
-    """A run of MLflow, the same one when the training is resumed; its own environment variables name the server."""
+    """Writes to a run of MLflow, which stays the same when the training is resumed.
+
+    MLflow's environment variables name the server.
+    """
 
     def __init__(self, experiment: str, run_dir: Path, config: TrainConfig) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
         self._client = MlflowClient()
-        self._sent: Any = None  # the last of what is under way, in order
+        self._sent: Any = None  # newest asynchronous request; they are sent in order
         found = self._client.get_experiment_by_name(experiment)
         number = found.experiment_id if found else self._client.create_experiment(experiment)
         tag = _identity(run_dir)
@@ -97,7 +103,7 @@ class MlflowSink:
 
         now_ms = int(time.time() * 1000)
         metrics = [Metric(name, number, now_ms, step) for name, number in numbers.items()]
-        self._sent = self._client.log_batch(self._run, metrics, synchronous=False)  # a server must not hold a step up
+        self._sent = self._client.log_batch(self._run, metrics, synchronous=False)  # a slow server must not delay steps
 
     def close(self, end: End) -> None:
         if self._sent:
@@ -106,39 +112,39 @@ class MlflowSink:
 
 
 class MetricSinks:
-    """All sinks of a run. One that fails is given up with a warning."""
+    """Writes to all sinks of a run. A sink that fails is removed with a warning."""
 
     def __init__(self, sinks: Mapping[str, MetricSink]) -> None:
         self._sinks = dict(sinks)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics.jsonl."""
+        """Pass a row of metrics.jsonl to all sinks."""
         numbers = dict(_numbers(row))
         self._tell(lambda sink: sink.write(row["step"], numbers))
 
     def count(self, what: Count, amount: float, kind: str) -> None:
-        """To those that count."""
+        """Pass a count to the sinks that take counts."""
         self._tell(lambda sink: sink.count(what, amount, kind) if isinstance(sink, CountingSink) else None)
 
     def holds(self, tier: Tier, num_bytes: float) -> None:
-        """To those that count."""
+        """Pass the bytes held by a tier to the sinks that take counts."""
         self._tell(lambda sink: sink.holds(tier, num_bytes) if isinstance(sink, CountingSink) else None)
 
     def keep(self) -> None:
-        """To those that count: a moment has passed."""
+        """Keep the values of the sinks that take counts alive. Call continually."""
         self._tell(lambda sink: sink.keep() if isinstance(sink, CountingSink) else None)
 
     def _tell(self, tell: Callable[[MetricSink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             try:
                 tell(sink)
-            except Exception as error:  # a tracker's server is no reason to end a training
+            except Exception as error:  # a failing tracker must not end a training
                 del self._sinks[name]
                 say(f"warning: {name} takes no more metrics ({type(error).__name__}: {error}); metrics.jsonl does")
 
 
 def check_packages(config: TrainConfig) -> None:
-    """Raises ConfigError where a tracker is named whose package is not installed; before anything is started."""
+    """Raise ConfigError if a tracker is configured whose package is not installed. Call before anything is started."""
     for key, package, wanted in (("log.wandb", "wandb", config.log.wandb), ("log.mlflow", "mlflow", config.log.mlflow)):
         if wanted is not None and find_spec(package) is None:
             raise ConfigError(f"{key}: the package {package} is not installed: pip install megatrain-ray[{package}]")
@@ -146,9 +152,11 @@ def check_packages(config: TrainConfig) -> None:
 
 @contextmanager
 def open_sinks(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[MetricSinks]:
-    """Those that the configuration names, for the block. `first_step`: of the rows to come.
+    """Open the sinks that the configuration names, and close them after the block.
 
-    Raises ConfigError where one cannot be opened.
+    first_step: step of the first row to come.
+
+    Raises ConfigError if a sink cannot be opened.
     """
     opened: dict[str, MetricSink] = {}
     end = End.FAILED
@@ -164,7 +172,7 @@ def open_sinks(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[
         for name, sink in opened.items():
             thread = threading.Thread(target=_close, args=(name, sink, end), name=f"closing {name}", daemon=True)
             thread.start()
-            thread.join(DEADLINE_S)  # a tracker whose server is away tries for ever
+            thread.join(DEADLINE_S)  # a tracker retries for ever if its server is unreachable
             if thread.is_alive():
                 say(f"warning: {name} was not closed within {DEADLINE_S:.0f} s; metrics.jsonl is whole")
 
@@ -204,7 +212,7 @@ def _open(key: str, make: Callable[[], MetricSink]) -> MetricSink:
 
 
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """What of a row can be drawn: finite numbers, groups with a slash."""
+    """Yield the finite numbers of a row with their names; nested names are joined by a slash."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")
@@ -213,7 +221,7 @@ def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Of a configuration, by dotted key."""
+    """Yield the settings of a configuration by dotted key."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _settings(value, f"{prefix}{key}.")
@@ -222,7 +230,10 @@ def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _identity(run_dir: Path) -> str:
-    """Of the run, whatever its folder is called or moved to: made once, kept in the folder."""
+    """Return the id of the run, which is created once and kept in the run directory.
+
+    It stays the same if the folder is renamed or moved.
+    """
     file = run_dir / ID_NAME
     if not file.exists():
         write_atomically(file, f"{uuid.uuid4().hex}\n")

@@ -1,4 +1,4 @@
-"""A row of metrics.jsonl for each step, and its clock."""
+"""Makes a row of metrics.jsonl for each step, and measures the time of steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data"
 
 
 class StepRows:
-    """Rows of one run. A step takes from `start_clock`, or from the row before, to its own row. `newest`: when the step
-    of the newest row was."""
+    """Makes the rows of one run.
+
+    A step lasts from `start_clock`, or from the previous row, to its own row.
+
+    newest: when the step of the newest row began and ended.
+    """
 
     newest: Time
 
     def __init__(self, prepared: Prepared, host_bytes: int) -> None:
-        """`host_bytes`: of all arenas."""
+        """Create the rows of a run, and start the clock.
+
+        host_bytes: bytes of all arenas.
+        """
         self._train = prepared.config.train
         self._is_aliased = prepared.is_aliased
         self._flops = FlopCount.of(prepared.structure, prepared.source)
@@ -30,12 +37,12 @@ class StepRows:
         self.start_clock()
 
     def start_clock(self) -> None:
-        """What happened before counts in no step."""
+        """Start the time of the next step now. What happened before counts in no step."""
         self._start_s = time.perf_counter()
 
     def learning_rate(self, step: int) -> float:
         train = self._train
-        if self._is_aliased:  # the updates of many layers meet in the same weights, which must not grow
+        if self._is_aliased:  # many layers' updates hit the same weights, which must not grow
             return 0.0
         return learning_rate(
             step,
@@ -47,7 +54,10 @@ class StepRows:
         )
 
     def row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
-        """Of the step that ends now. `data_s`: that it waited for its batch."""
+        """Return the row of the step that ends now.
+
+        data_s: seconds that the step waited for its batch.
+        """
         now_s = time.perf_counter()
         self.newest = Time(self._start_s, now_s)
         step_s, self._start_s = now_s - self._start_s, now_s
@@ -74,6 +84,9 @@ class StepRows:
 
 
 def _exposed_s(report: StepReport, step_s: float, data_s: float) -> dict[str, float]:
-    """By cause. What is neither the engine's step nor a wait for data is Python's."""
+    """Return exposed seconds by cause.
+
+    Time that is neither in the engine's step nor a wait for data counts as Python's.
+    """
     python_s = max(0.0, step_s - data_s - report.step_s)
     return dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s, "python": python_s}

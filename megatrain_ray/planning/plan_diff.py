@@ -1,4 +1,4 @@
-"""What of a plan is another than in the plan of the start before. Pure."""
+"""Compares a plan with the plan of the previous start of the run. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from megatrain_ray.units import format_bytes
 
 
 def is_same_placement(before: Plan, now: Plan) -> bool:
-    """Whether steps run in the same way, whatever the limits and rates that led there."""
+    """Return whether both plans run steps in the same way, even if their limits and rates differ."""
     return _placement(before) == _placement(now)
 
 
 def _placement(plan: Plan) -> Plan:
-    """On some machines the RAM that the kernel shows is another one every time, and what is left of it for copies."""
+    """Return the plan without what may differ between starts although steps run in the same way.
+
+    On some machines the kernel reports another amount of RAM every time, so limits and space for copies are left out
+    too.
+    """
     return replace(
         plan, prediction=None, rows=(), hbm_limit_bytes=None, ram_limit_bytes=0, spill_limit_bytes=None,
         disk_io=DiskIo.POSIX, disk_packed=False, windows=Tier.HOST, save_copy_bytes=0, device_copy_bytes=0,
@@ -26,7 +30,7 @@ def _placement(plan: Plan) -> Plan:
 
 
 def changes(before: Plan, now: Plan) -> str:
-    """Facts that differ, before and now."""
+    """Return a text with the facts that differ, each with its value before and now."""
     pairs = zip(_facts(before), _facts(now), strict=True)
     return "; ".join(f"{name} {was} → {is_now}" for (name, was), (_, is_now) in pairs if was != is_now)
 

@@ -1,4 +1,4 @@
-"""From a TrainConfig to a Plan: what a run would do, without doing any of it."""
+"""Makes a Plan from a TrainConfig: finds what a run would do without doing any of it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ from megatrain_ray.profiling.spill_disk import with_spill
 
 log = logging.getLogger(__name__)
 
-BLOCK_PARTS = (2, 4, 8)  # that are tried where whole blocks do not fit
+BLOCK_PARTS = (2, 4, 8)  # numbers of parts that are tried if whole blocks do not fit
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before the first process starts. Picklable: actors get it whole. `config`: with the
-    split of the plan."""
+    """Holds everything that is known before the first process starts. It is picklable; actors receive it whole.
+
+    config: configuration with the plan's split into micro-batches.
+    """
 
     config: TrainConfig
     source: ModelSource
@@ -48,15 +50,22 @@ class Prepared:
 
     @property
     def is_aliased(self) -> bool:
-        """Whether layers share host memory, in a benchmark (bench/aliased_memory.py): what is computed means
-        nothing."""
+        """Return whether layers share host memory, as in a benchmark (bench/aliased_memory.py).
+
+        What is computed then means nothing.
+        """
         return self.structure.aliased_size is not None
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan answers. `source`: its model, as divided as the structure. `activations`: of a micro-batch as
-    requested."""
+    """Holds the inputs of the planner.
+
+    source: the model, with experts divided as in `structure`.
+    activations: bytes of activations of a micro-batch of the requested size.
+    machine: what the plan may use.
+    request: what the configuration demands.
+    """
 
     source: ModelSource
     structure: ModelStructure
@@ -65,7 +74,7 @@ class Question:
     request: Request
 
     def plan(self) -> Plan:
-        """Raises CapacityError and ConfigError as `make_plan`."""
+        """Return the best plan. Raises CapacityError and ConfigError as `make_plan` does. The plan is computed once."""
         if isinstance(self._answer, CapacityError):
             raise self._answer
         return self._answer
@@ -84,26 +93,31 @@ class Question:
 
     @property
     def shortfall(self) -> float:
-        """How far what it asks for is from fitting (planner/limits.py); 0 where it does."""
+        """Return by how much the plan nearest to fitting exceeds the limits (planner/limits.py); 0 if a plan fits."""
         return self._answer.shortfall if isinstance(self._answer, CapacityError) else 0.0
 
     @property
     def is_short_of_device_memory(self) -> bool:
-        """Whether that is the limit which the plan that takes least misses."""
+        """Return whether the plan nearest to fitting exceeds the device's memory."""
         return lacks_device_memory(self.structure, self.activations, self.machine, self.request)
 
 
 def question_of(config: TrainConfig) -> Question:
-    """What `megatrain plan` answers: from the model's configuration alone, without weights, data or a GPU.
+    """Return the planner's inputs as `megatrain plan` needs them: without weights, data or a GPU.
 
-    Raises ConfigError as training would.
+    Only the model's configuration is read. Raises ConfigError as a training would.
     """
     return _question_that_fits(config, _source_of(config), _machine(config, imagined=True))
 
 
 def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSource | None = None) -> Prepared:
-    """`machine`: with its rates and spill space; None: this one, as far as it was measured. `source`: what `read_model`
-    found; None: it is read now."""
+    """Make the plan of a run.
+
+    machine: machine with its rates and spill space; None: this machine, with the rates measured so far.
+    source: what `read_model` found; None: read the model now.
+
+    Raises CapacityError if no plan fits, and ConfigError.
+    """
     source = _source_of(config, source)
     question = _question_that_fits(config, source, machine or _machine(config, imagined=False))
     plan = question.plan()
@@ -112,9 +126,12 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
 
 
 def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Prediction]:
-    """What a run's plan is predicted to take by any rates, wherever the run was. `config`: the run's, resolved.
+    """Return a function that predicts the time of a run's plan from any hardware profile, on any machine.
 
-    Raises ConfigError for a model that is not there any more.
+    config: the run's configuration, resolved.
+    plan: the run's plan.
+
+    Raises ConfigError if the model no longer exists.
     """
     machine = Machine(plan.device, plan.num_compute_threads, 1, plan.ram_limit_bytes, plan.hbm_limit_bytes)
     question = _question_of_plan(config, plan, machine)
@@ -145,8 +162,11 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
 
 
 def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machine) -> Question:
-    """With whole blocks, or where these do not fit the device with those parts that are predicted to be the fastest;
-    where nothing fits with what is the nearest to it."""
+    """Return the planner's inputs, with blocks divided into parts if whole blocks do not fit the device.
+
+    Among several numbers of parts, the one with the fastest predicted step is chosen. If nothing fits, the one with the
+    smallest shortfall is returned.
+    """
     parts, trials = config.hardware.block_parts, dict[int, Trials]()
     whole = _question_of_parts(config, source, machine, 1 if parts == "auto" else parts, trials)
     if parts != "auto" or machine.device != "cuda":
@@ -173,7 +193,10 @@ def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machi
 
 
 def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Question:
-    """That the plan answers. It knows how many parts blocks have, and not how many were asked for."""
+    """Return the planner's inputs for which the plan was made.
+
+    The plan stores how many parts blocks have, not how many were allowed, so the possible numbers are tried.
+    """
     asked = config.hardware.block_parts
     numbers = [1] if plan.block_parts == 1 else list(BLOCK_PARTS) if asked == "auto" else [asked]
     source, names = _source_of(config), tuple(layer.name for layer in plan.layers)
@@ -185,7 +208,7 @@ def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Ques
 
 
 def _predicted_s(question: Question) -> float:
-    """Infinite where nothing fits."""
+    """Return the predicted seconds of a step; infinite if nothing fits or nothing is predicted."""
     try:
         prediction = question.plan().prediction
     except CapacityError:
@@ -196,8 +219,11 @@ def _predicted_s(question: Question) -> float:
 def _question_of_parts(
     config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int, trials: dict[int, Trials]
 ) -> Question:
-    """Experts may end as many parts as there are. `trials`: by their groups, of which another number is another
-    model."""
+    """Return the planner's inputs with blocks divided into at most `block_parts` parts.
+
+    Experts are divided into as many groups. Each number of groups is another model, so `trials` are kept by that
+    number.
+    """
     groups = block_parts if active_experts(source) else 1
     source = replace(source, expert_groups=groups)
     return _question(config, source, machine, block_parts, trials.setdefault(groups, {}))
@@ -240,7 +266,10 @@ def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_
 
 
 def _captured(config: TrainConfig) -> bool | None:
-    """None where the plan decides. What GPUs exchange is not part of a captured step."""
+    """Return whether a step is captured as one CUDA graph; None if the plan decides.
+
+    With several GPUs it is not, unless the setting is true: exchanges between GPUs are not part of a captured step.
+    """
     hardware = config.hardware
     if hardware.cuda_graphs == "auto":
         return None if hardware.num_gpus == 1 else False
@@ -249,8 +278,11 @@ def _captured(config: TrainConfig) -> bool | None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Nothing looks for garbage in the block: to look through all that PyTorch and Transformers made when they were
-    imported took a quarter of the time of a plan of 180 layers, which leaves none."""
+    """Disable garbage collection in the block.
+
+    Collection traverses all objects that importing PyTorch and Transformers created. That took a quarter of the time of
+    planning 180 layers, which leaves no garbage.
+    """
     before = gc.isenabled()
     gc.disable()
     try:
@@ -261,7 +293,10 @@ def _uncollected() -> Iterator[None]:
 
 
 def check_length(config: TrainConfig, positions: int | None) -> None:
-    """Raises ConfigError for rows that are longer than the model's positions; None: it has any number of them."""
+    """Raise ConfigError if rows are longer than the model allows.
+
+    positions: number of positions of the model; None if it is unlimited.
+    """
     if positions is not None and config.data.seq_len > positions:
         raise ConfigError(
             f"data.seq_len: {config.data.seq_len} is more than the model's {positions} positions "
@@ -270,9 +305,9 @@ def check_length(config: TrainConfig, positions: int | None) -> None:
 
 
 def _log_uncompiled(structure: ModelStructure, activations: ActivationBytes) -> None:
-    """One line for each reason why layers are not compiled."""
+    """Log one line for each reason why layers are not compiled."""
     layers: dict[str, list[str]] = {}
-    trials = activations.compiled  # none where nothing is compiled
+    trials = activations.compiled  # empty if nothing is compiled
     for layer, trial in zip(structure.layers, trials, strict=False):
         if trial and trial.problem:
             layers.setdefault(trial.problem, []).append(layer.name)

@@ -1,4 +1,4 @@
-"""How long a stopped run needs until its last save is whole, and what `ray job stop` gives it."""
+"""Computes how long a stopped run needs until its last save is complete, and how long `ray job stop` lets it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from collections.abc import Mapping
 
 from megatrain_ray.engine.plan.plan import Plan
 
-# The GPU worker gets the next step before it has answered the last: a round trip through Ray takes longer than the
+# The GPU worker receives the next step before it has answered the last: a round trip through Ray takes longer than the
 # time between two small steps.
 STEPS_AHEAD = 2
 
-# Read by Ray's job supervisor, whose environment is the head's with the job's env_vars, and which the driver inherits.
+# Ray's job supervisor reads it. Its environment is the head's with the job's env_vars, and the driver inherits it.
 VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
 RAY_DEFAULT_S = 3.0
 
-END_S = 10.0  # a guess: actors that end, and Python
-SLOWER = 1.5  # a guess: a disk that others use too
+END_S = 10.0  # a guess: the time to end actors and Python
+SLOWER = 1.5  # a guess: the factor for a disk that others use too
 ROUND_S = 10
 
 
 def stop_wait_s(plan: Plan, save_every: int | None, disk_bytes_per_s: float, step_s: float) -> int:
-    """Seconds from SIGTERM to the end of the process, on the safe side, in whole tens: the steps that are under way,
-    the save that may be, and the last one. 0 where nothing is saved."""
+    """Return the seconds from SIGTERM to the end of the process, rounded up to tens; 0 if nothing is saved.
+
+    They cover the steps in flight, a save that may be in flight (with `save_every` > 0), and the last save, and include
+    a margin.
+    """
     if save_every is None:
         return 0
     num_saves = 2 if save_every else 1
@@ -31,15 +34,18 @@ def stop_wait_s(plan: Plan, save_every: int | None, disk_bytes_per_s: float, ste
 
 
 def given_s(environment: Mapping[str, str]) -> float:
-    """Between SIGTERM and SIGKILL of a job, by its environment."""
+    """Return the seconds between SIGTERM and SIGKILL that the job's environment allows."""
     try:
         return int(environment[VARIABLE])
-    except (KeyError, ValueError):  # of what is no number Ray makes an error at the stop
+    except (KeyError, ValueError):  # Ray raises an error at the stop if the value is no number
         return RAY_DEFAULT_S
 
 
 def warning_of(needed_s: int, environment: Mapping[str, str]) -> str | None:
-    """What a run in a job has to say at its start; None where the time is enough."""
+    """Return the warning that a run in a job has to print at its start; None if the time is sufficient.
+
+    needed_s: seconds that the run needs, from `stop_wait_s`.
+    """
     given = given_s(environment)
     if given >= needed_s:
         return None

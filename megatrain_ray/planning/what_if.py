@@ -1,5 +1,7 @@
-"""What a plan means for a whole run, and what another machine or other settings would make of it: the end of what
-`megatrain plan` shows."""
+"""Computes what a plan means for a whole run, and what other machines or settings would change.
+
+`megatrain plan` prints this after the plan.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,21 @@ from megatrain_ray.planning.stop_deadline import VARIABLE, stop_wait_s
 from megatrain_ray.units import format_bytes, format_count, format_duration, format_seconds
 
 DAY_S = 24 * 60 * 60
-SAME = 0.005  # a share of the speed that is no difference
-ENDURANCE_BYTES = 10**15  # written, of the drive that a plan is set beside
+SAME = 0.005  # relative change of the speed below which it counts as the same
+ENDURANCE_BYTES = 10**15  # rated bytes written of the drive whose lifetime is computed
 
 
 @dataclass(frozen=True)
 class Run:
-    """All steps of a plan: how long they take, what that costs, and what is written a day. `cost`: None without a
-    price. `saved_bytes_per_day`: None where nothing is saved on the way. `drive_days`: that a drive rated for
-    ENDURANCE_BYTES written lasts; None where nothing spills. `stop_wait_s`: that a signal leaves for the last save
-    (stop_deadline.py), on a typical disk; 0 where nothing is saved."""
+    """Sums up all steps of a plan: their duration and cost, and how much is written to disk per day.
+
+    cost: in the currency of `price_per_hour`; None without a price.
+    saved_bytes_per_day: bytes of saves; None if nothing is saved before the end.
+    spilled_bytes_per_day: bytes of spilled state, gradients and activations.
+    drive_days: days that a drive rated for ENDURANCE_BYTES written lasts; None if nothing spills.
+    stop_wait_s: seconds that a run needs after a signal for its last save, on a typical disk (stop_deadline.py); 0 if
+        nothing is saved.
+    """
 
     steps: int
     tokens: int
@@ -60,12 +67,12 @@ class Run:
 
 
 def run_of(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Run | None:
-    """None of a plan without a prediction."""
+    """Return the totals of the run; None if the plan has no prediction."""
     return Run.of(config, plan, plan.prediction.step_s, price_per_hour) if plan.prediction else None
 
 
 def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Iterator[str]:
-    """How long all steps take, what that costs, what saves write, how long a stop may take, and what spills."""
+    """Yield lines on duration and cost of all steps, bytes of saves, time of a stop, and spilled bytes."""
     if (run := run_of(config, plan, price_per_hour)) is None:
         return
     price = "" if run.cost is None else f", {run.cost:.2f} at {run.price_per_hour:g} an hour"
@@ -89,14 +96,17 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
 
 @dataclass(frozen=True)
 class Alternative:
-    """`plan`: None where nothing fits."""
+    """Holds the plan that results from one change.
+
+    plan: None if nothing fits.
+    """
 
     change: str
     plan: Plan | None
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the alternative as plain data for JSON."""
         prediction = self.plan.prediction if self.plan else None
         if self.plan is None or prediction is None:
             return {"change": self.change, "fits": self.plan is not None}
@@ -111,7 +121,10 @@ class Alternative:
 
 
 def alternatives(question: Question, plan: Plan | None) -> Iterator[Alternative]:
-    """The plan itself, None where nothing fits, then each change alone."""
+    """Yield the plan itself, then the plan with each change made by itself.
+
+    plan: None if nothing fits.
+    """
     yield Alternative("as it is", plan)
     for change, machine, request in _changes(question.machine, question.request):
         try:
@@ -128,7 +141,7 @@ def _changes(machine: Machine, request: Request) -> Iterator[tuple[str, Machine,
             hbm = int(factor * machine.hbm_bytes)
             yield f"{name} the GPU's memory, {format_bytes(hbm)}", replace(machine, hbm_bytes=hbm), request
         count = int(factor * request.num_micro_batches)
-        if count == factor * request.num_micro_batches:  # an odd number has no half
+        if count == factor * request.num_micro_batches:  # an odd number cannot be halved
             tokens = count * request.micro_batch_size * request.num_gpus * request.seq_len
             yield f"{name} the tokens a step, {tokens}", machine, replace(request, num_micro_batches=count)
     disk = _faster_disk(machine.spill)
@@ -139,7 +152,7 @@ def _changes(machine: Machine, request: Request) -> Iterator[tuple[str, Machine,
 
 
 def _faster_disk(spill: SpillSpace | None) -> SpillSpace:
-    """A typical one where there is none, with any room."""
+    """Return the disk with twice its rate; without a disk, a typical one of unlimited size."""
     if spill is None:
         return SpillSpace(ANY_ROOM, TYPICAL_DISK_BYTES_PER_S)
     plain, direct = (rate and 2 * rate for rate in (spill.plain_bytes_per_s, spill.direct_bytes_per_s))
@@ -147,7 +160,7 @@ def _faster_disk(spill: SpillSpace | None) -> SpillSpace:
 
 
 def print_alternatives(found: Sequence[Alternative]) -> None:
-    """A table; speeds beside that of the first one."""
+    """Print a table of the alternatives. Speeds are compared with that of the first one."""
     table = Table(box=None, pad_edge=False)
     for column in ("what if", "s a step", "tokens/s", "model TFLOPS", "bound by", ""):
         is_text = column in ("what if", "bound by", "")
@@ -175,5 +188,5 @@ def _beside(gain: float) -> str:
 
 
 def _tokens(plan: Plan) -> int:
-    """Of a step."""
+    """Return the number of tokens in a step."""
     return plan.batch_size * plan.seq_len

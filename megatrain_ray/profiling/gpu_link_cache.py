@@ -1,5 +1,7 @@
-"""Measured links between GPUs, a file for each set of them: two of a machine may have a link of their own where two
-others have none."""
+"""Keeps measured rates of links between GPUs, in one file for each set of GPUs.
+
+Sets are kept apart because some GPUs of a machine may be linked directly and others not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptLink:
-    """`gpus`: as `named` has them. `bytes_per_s`: None where they hung, and are not asked again."""
+    """Holds a measured link between GPUs.
+
+    gpus: the GPUs, as `named` returns them.
+    bytes_per_s: rate; None if the measurement hung and is not to be repeated.
+    """
 
     gpus: tuple[str, ...]
     bytes_per_s: Rate | None
@@ -29,7 +35,10 @@ _LINK: TypeAdapter[KeptLink] = TypeAdapter(KeptLink)
 
 
 def named(addresses: Sequence[str | None]) -> tuple[str, ...]:
-    """GPUs in the order in which a process sees them: their PCI addresses; of one without, its index."""
+    """Return the names of GPUs in the order in which a process sees them.
+
+    A name is the PCI address, or the index of a GPU without one.
+    """
     return tuple(address or str(index) for index, address in enumerate(addresses))
 
 
@@ -38,7 +47,10 @@ def file_name_of(gpus: Sequence[str]) -> str:
 
 
 def read_link(folder: Path, gpus: Sequence[str]) -> KeptLink | None:
-    """None where there is none, or a damaged one. `folder`: of the machine."""
+    """Return the kept link; None if there is none, or its file is damaged.
+
+    folder: folder of the machine's links.
+    """
     return _read(folder / file_name_of(gpus))
 
 
@@ -51,13 +63,13 @@ def _read(file: Path) -> KeptLink | None:
 
 
 def keep_link(folder: Path, link: KeptLink) -> None:
-    """Raises OSError and MegatrainError where it cannot be written."""
+    """Write the link to its file. Raises OSError or MegatrainError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / file_name_of(link.gpus), _LINK.dump_json(link, indent=1).decode() + "\n")
 
 
 def forget_hung(folder: Path) -> None:
-    """Delete the records of GPUs that hung, so that they are measured again. Raises OSError."""
+    """Delete the records of GPUs whose measurement hung, so that they are measured again. Raises OSError."""
     for file in folder.glob("*.json"):
         link = _read(file)
         if link is not None and link.bytes_per_s is None and not file.is_symlink():

@@ -1,4 +1,4 @@
-"""The process that measures a machine, and prints what it found. Started by profiles.py."""
+"""Measures a machine in a process of its own and prints the result. profiles.py starts the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from megatrain_ray.profiling.profiles import this_machine
 
 
 def main() -> None:
-    """Prints its profile as JSON. `sys.argv[1]`: cpu or cuda."""
+    """Measure the machine and print its profile as JSON.
+
+    sys.argv[1]: cpu or cuda.
+    """
     machine = this_machine(sys.argv[1])
     torch.set_num_threads(machine.num_cpus)
 
@@ -30,13 +33,18 @@ def main() -> None:
 
 
 def link() -> None:
-    """Prints what a GPU has from its neighbour while it sends as much, in bytes per second: of the pair that has least,
-    for which the others of a ring wait. `sys.argv[1]`: of how many GPUs, in torch's order."""
+    """Measure the links between neighbouring GPUs and print the slowest rate in bytes per second.
+
+    The rate is what a GPU receives from its neighbour while it sends as much. In a ring all GPUs wait for the slowest
+    pair.
+
+    sys.argv[1]: number of GPUs, the first ones in torch's order.
+    """
     print(min(measure_link(partial(_exchange, one, other)) for one, other in neighbours(int(sys.argv[1]))))
 
 
 def neighbours(count: int) -> list[tuple[int, int]]:
-    """Of a ring of so many GPUs, two or more, each pair once."""
+    """Return each pair of neighbours once, of a ring of `count` GPUs (two or more)."""
     pairs = [(k, (k + 1) % count) for k in range(count)]
     return pairs if count > 2 else pairs[:1]
 

@@ -1,7 +1,7 @@
-"""Where a run gets its hardware profile: a file of the user's, the cache, or a measurement that fills the cache.
+"""Finds the hardware profile of a run: in a file of the user's, in the cache, or by a measurement that fills the cache.
 
-A measurement runs in a process of its own, which owns the device while it lasts: the driver never makes a context on
-the GPU. On the CPU device nothing is measured unless `megatrain doctor --measure` asks for it.
+A measurement runs in a process of its own, which owns the device meanwhile: the driver never creates a context on the
+GPU. On the CPU device nothing is measured unless `megatrain doctor --measure` asks for it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from megatrain_ray.profiling.gpu_link_cache import KeptLink, forget_hung, keep_l
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-MEASURE_S = 300.0  # after which a measurement is given up
-LINK_S = 60.0  # the same of the link between GPUs, which may hang where they cannot reach each other's memory;
-PAIR_S = 10.0  # and for each of them
+MEASURE_S = 300.0  # time limit of a measurement
+LINK_S = 60.0  # time limit for the link, which may hang if GPUs cannot access each other's memory,
+PAIR_S = 10.0  # plus this for each GPU
 NO_PARTS = "nothing is uploaded in parts by itself; megatrain doctor --measure tries again"
 
 
 def this_machine(device: str) -> MachineName:
-    """`device`: cpu or cuda."""
+    """Return the name of this machine, which identifies its profile.
+
+    device: cpu or cuda.
+    """
     gpu = device == "cuda"
     return MachineName(
         gpu=device_name() if gpu else "",
@@ -50,27 +53,31 @@ def this_machine(device: str) -> MachineName:
 
 
 def profile_file(machine: MachineName) -> Path:
-    """Where the profile of a machine is kept. Raises RuntimeError where there is no cache."""
+    """Return the path of a machine's profile in the cache. Raises RuntimeError if there is no cache."""
     key = hashlib.sha256(TypeAdapter(MachineName).dump_json(machine)).hexdigest()[:12]
     return cache_folder() / "profiles" / f"{key}.json"
 
 
 def with_profile(machine: Machine, setting: str, host_gpus: int = 1) -> Machine:
-    """The machine with the rates of `hardware.profile`: of that file, or with auto those that were measured here.
-    `host_gpus`: of a run, whose link counts.
+    """Return the machine with the rates of its hardware profile. Nothing is measured.
 
-    Raises ConfigError for a file that is missing or is none.
+    setting: value of hardware.profile: path of a profile, or auto for the rates in the cache.
+    host_gpus: GPUs of the run on this host; the rate of the link between them is included.
+
+    Raises ConfigError if the file does not exist or is no profile.
     """
     if setting != AUTO:
         return replace(machine, profile=read_profile(Path(setting)))
     if machine.device == "cuda" and total_memory_bytes() is None:
-        return machine  # a GPU that is not here
+        return machine  # the plan is for a GPU that is not here
     return replace(machine, profile=cached(this_machine(machine.device), host_gpus))
 
 
 def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 1) -> Machine:
-    """The same for a run on so many GPUs of this host, which measures what nobody has measured yet. What cannot be
-    measured is no reason not to train."""
+    """Return the machine as `with_profile` does, for a run, and measure first what the cache lacks.
+
+    A failed measurement is logged and does not prevent the training.
+    """
     machine = with_profile(machine, setting, host_gpus)
     if machine.device != "cuda" or setting != AUTO:
         return machine
@@ -79,7 +86,7 @@ def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 
         if profile is None:
             with startup.phase("measuring this machine, which is done once"):
                 profile = _with_link(measure_here(machine.device), host_gpus)
-        if len(_gpus(host_gpus)) > 1:  # fewer where the driver does not see what its cluster has
+        if len(_gpus(host_gpus)) > 1:  # fewer if the driver does not see the cluster's GPUs
             profile = _with_measured_link(profile, startup, host_gpus)
     except MegatrainError as error:
         log.warning("%s; %s", error, NO_PARTS if profile else "plans are made with built-in rates")
@@ -97,7 +104,7 @@ def _with_measured_link(profile: HardwareProfile, startup: Startup, host_gpus: i
 
 
 def read_profile(path: Path) -> HardwareProfile:
-    """Raises ConfigError."""
+    """Read a profile. Raises ConfigError if the file cannot be read or is no profile."""
     try:
         return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -109,7 +116,10 @@ def read_profile(path: Path) -> HardwareProfile:
 
 
 def cached(machine: MachineName, host_gpus: int) -> HardwareProfile | None:
-    """None where nothing was measured, or what is kept is damaged. With the link between so many GPUs."""
+    """Return the machine's profile from the cache, with the link between `host_gpus` GPUs.
+
+    Return None if nothing was measured or the file is damaged.
+    """
     try:
         file = profile_file(machine)
         profile = read_profile(file) if file.exists() else None
@@ -125,7 +135,7 @@ def _with_link(profile: HardwareProfile, host_gpus: int) -> HardwareProfile:
 
 
 def _known_link(machine: MachineName, host_gpus: int) -> KeptLink | None:
-    """None where nobody measured it, or there is no cache."""
+    """Return the kept link between the GPUs; None if it was not measured or there is no cache."""
     try:
         return read_link(_link_folder(machine), _gpus(host_gpus))
     except RuntimeError:
@@ -137,17 +147,20 @@ def _link_folder(machine: MachineName) -> Path:
 
 
 def _gpus(count: int) -> tuple[str, ...]:
-    """Those that Ray gives a run of its own: the first ones of the visible."""
+    """Return the GPUs that Ray assigns to a run on an embedded Ray: the first visible ones."""
     return named(pci_addresses()[:count])
 
 
 def measure_here(device: str) -> HardwareProfile:
-    """Measures this machine in a process of its own, and keeps the result. Raises MegatrainError."""
+    """Measure this machine in a process of its own and keep the result. Raises MegatrainError if that fails."""
     return _keep_profile(HardwareProfile.from_json(_run("main", MEASURE_S, device)))
 
 
 def measure_everything(device: str) -> HardwareProfile:
-    """The same with the link between GPUs, where there are several that reach each other. Raises MegatrainError."""
+    """Measure this machine and the link between its GPUs, if there are several, and keep the results.
+
+    Raises MegatrainError if the machine cannot be measured. A link that cannot be measured is logged.
+    """
     profile = measure_here(device)
     if device == "cuda" and num_gpus() > 1:
         with _warned_if_not_kept():
@@ -160,9 +173,13 @@ def measure_everything(device: str) -> HardwareProfile:
 
 
 def measure_link_here(profile: HardwareProfile, host_gpus: int) -> HardwareProfile:
-    """`profile` with the slowest link between neighbours of the first so many visible GPUs, measured in a process of
-    its own and kept for these. Raises DeadlineError where they hang, which is kept, too, unless a rate is, and
-    MegatrainError."""
+    """Return `profile` with the rate of the slowest link between neighbours of the first `host_gpus` visible GPUs.
+
+    It is measured in a process of its own and kept for these GPUs.
+
+    Raises DeadlineError if the measurement hangs, which is also kept unless a rate is known. Raises MegatrainError if
+    it fails otherwise.
+    """
     count = len(_gpus(host_gpus))
     try:
         bytes_per_s = float(_run("link", LINK_S + PAIR_S * count, str(count)))
@@ -180,7 +197,10 @@ def _keep_link(machine: MachineName, host_gpus: int, bytes_per_s: float | None) 
 
 
 def _run(function: str, bound_s: float, *arguments: str) -> str:
-    """What a function of measure_process.py prints. Raises MegatrainError."""
+    """Run a function of measure_process.py in a process of its own and return what it prints.
+
+    Raises DeadlineError if it takes longer than `bound_s` seconds, and MegatrainError if it fails.
+    """
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from megatrain_ray.profiling import measure_process; measure_process.{function}()"
@@ -206,7 +226,7 @@ def _keep_profile(profile: HardwareProfile) -> HardwareProfile:
 
 @contextmanager
 def _warned_if_not_kept() -> Iterator[None]:
-    """What was measured is of use in this run all the same."""
+    """Log a warning if the block fails to keep a measurement: this run can use it all the same."""
     try:
         yield
     except (OSError, RuntimeError, MegatrainError) as error:
@@ -214,7 +234,7 @@ def _warned_if_not_kept() -> Iterator[None]:
 
 
 def describe_profile(profile: HardwareProfile) -> str:
-    """The rates that matter most, in a line."""
+    """Return the most important rates in one line."""
     products = max(point.per_s for point in profile.matmul.get("bf16", next(iter(profile.matmul.values()))))
     h2d, d2h, both, triad, adamw, busy = (
         f"{rate / 1e9:.3g}"

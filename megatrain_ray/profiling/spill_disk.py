@@ -1,7 +1,7 @@
-"""What a plan is told of the disk of spill.path: how much may be there, how fast it is, and who reads and writes.
+"""Finds what the planner needs to know of the disk of spill.path: free space, rate, and the method of access.
 
-The rate is that of the hardware profile where it has one. Otherwise it is measured once, by each who can, and kept in
-the cache.
+The rate is that of the hardware profile if it has one. Otherwise it is measured once for each method that works, and
+kept in the cache.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ from megatrain_ray.profiling.spill_folder import check_folder, memory_warning, n
 
 log = logging.getLogger(__name__)
 
-PROBE_BYTES = 512 << 20  # each way
-MARGIN_BYTES = 1 << 30  # of what is free that stays free
-GAIN = 1.05  # by which a way must be faster than a simpler one: rates that are measured once differ by about as much
+PROBE_BYTES = 512 << 20  # bytes that are read, and as many written
+MARGIN_BYTES = 1 << 30  # free space that is never used
+GAIN = 1.05  # factor by which a method must be faster than a simpler one: single measurements vary by as much
 
 
 @dataclass(frozen=True)
 class DiskRate:
-    """What the cache keeps. `device`: st_dev of the file system that `folder` is on. `bytes_per_s`: in each way
-    that was tried, by its name. `failed`: ways that did not work."""
+    """Holds the rates of a disk as the cache keeps them.
+
+    device: st_dev of the file system that holds `folder`.
+    bytes_per_s: rate of each method that was measured, by its name.
+    failed: names of methods that did not work.
+    """
 
     version: Literal[2]
     folder: str
@@ -60,10 +64,12 @@ UNKNOWN = DiskRate(2, "", 0, {})
 
 
 def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) -> Machine:
-    """The machine, which has its profile, with what may be spilled where `spill.path` is set. Makes that folder.
+    """Return the machine with its spill space, if spill.path is set. The folder is created.
 
-    `imagined`: for a plan alone; a folder that is not here is not made, and its disk has any room. Raises ConfigError
-    for a path that is no folder or cannot be written to, and where kvikio is asked for and does not work.
+    machine: machine with its profile.
+    imagined: for a plan without a run. A missing folder is not created, and its disk is taken to have unlimited space.
+
+    Raises ConfigError if the path is no folder or cannot be written to, or if kvikio is set and does not work.
     """
     if spill.path is None:
         return machine
@@ -87,7 +93,7 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
 
 
 def rate_file(folder: Path) -> Path:
-    """Where the rate of the disk of a folder is kept. Raises RuntimeError where there is no cache."""
+    """Return the path of the kept rate of a folder's disk. Raises RuntimeError if there is no cache."""
     key = hashlib.sha256(f"{_device_of(folder)} {folder}".encode()).hexdigest()[:12]
     return cache_folder() / "disks" / f"{key}.json"
 
@@ -96,19 +102,21 @@ def forget_rates() -> None:
     """Delete the measured rates, so that the next run that spills measures its disk again."""
     with suppress(RuntimeError):  # there is no cache
         for file in (cache_folder() / "disks").glob("*.json"):
-            with suppress(OSError, ValidationError):  # what is no record of ours stays
+            with suppress(OSError, ValidationError):  # files that are no records of ours stay
                 _DISK_RATE.validate_json(file.read_bytes())
                 file.unlink()
 
 
 def _asked(spill: SpillConfig) -> tuple[DiskWay, ...]:
-    """By the settings alone; of `auto` the simpler one."""
+    """Return the method that the settings name; the simplest one if they say auto."""
     return (DiskWay(DiskIo.POSIX if spill.io == "auto" else DiskIo(spill.io), spill.compression == "zstd"),)
 
 
 def _able(folder: Path, spill: SpillConfig) -> tuple[DiskWay, ...]:
-    """The ways that may be chosen for the folder, simpler ones first. Raises ConfigError for kvikio that is asked for
-    and does not work."""
+    """Return the methods that may be chosen for the folder, simplest first.
+
+    Raises ConfigError if kvikio is set and does not work.
+    """
     asked = _asked(spill)[0]
     packed = (False, True) if spill.compression == "auto" else (asked.packed,)
     return tuple(itertools.starmap(DiskWay, itertools.product(_able_io(folder, spill.io, asked.io), packed)))
@@ -129,20 +137,26 @@ def _able_io(folder: Path, io: str, asked: DiskIo) -> tuple[DiskIo, ...]:
 
 
 def _may_be_direct(machine: Machine, able: Sequence[DiskWay]) -> bool:
-    """Whether activations may pass between the disk and a GPU, that of this machine, by kvikio."""
+    """Return whether kvikio may move activations directly between the disk and a GPU of this machine."""
     works = any(way.io is DiskIo.KVIKIO for way in able)
     return works and machine.device == "cuda" and total_memory_bytes() is not None
 
 
 def _with_direct(space: SpillSpace, direct: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
-    """With that way, where it may be taken, if it is faster than the one that activations take by themselves."""
+    """Return the spill space with direct transfers of activations, if these are faster than those through host memory.
+
+    They must be faster by the factor `GAIN`.
+
+    direct: the direct method; empty if it is not available.
+    rates: bytes per second by name of method.
+    """
     through_host = space.unpacked.bytes_per_s
     rate = max((rates.get(str(way), 0.0) for way in direct), default=0.0)
     return replace(space, direct_bytes_per_s=rate) if rate > through_host * GAIN else space
 
 
 def _plain(way: DiskWay) -> DiskWay:
-    """Which activations take where the rest takes this one."""
+    """Return the method for activations, which are never compressed, if everything else uses `way`."""
     return way._replace(packed=False)
 
 
@@ -151,7 +165,10 @@ def _with_plain(able: Sequence[DiskWay]) -> tuple[DiskWay, ...]:
 
 
 def _of_profile(profile: HardwareProfile, able: Sequence[DiskWay]) -> tuple[Sequence[DiskWay], Mapping[str, float]]:
-    """The ways that it has a rate of: the simplest, or where it has two rates that packed and not."""
+    """Return the methods whose rates the profile has, and the rates by name.
+
+    With one rate, that is the simplest method; with two, the method without and with compression.
+    """
     rate, plain = profile.disk_bytes_per_s or 0.0, profile.disk_plain_bytes_per_s
     of_direct = {str(DIRECT): profile.disk_direct_bytes_per_s or 0.0}
     if plain is None:
@@ -168,7 +185,10 @@ def _space(limit_bytes: int, able: Sequence[DiskWay], rates: Mapping[str, float]
 
 
 def _fastest(able: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float, DiskWay]:
-    """Bytes per second, and in which way; the simplest where nothing was measured."""
+    """Return the rate in bytes per second of the fastest method, and the method.
+
+    If nothing was measured, that is the simplest method at a typical rate.
+    """
     best_rate, best = 0.0, able[0]
     for way in able:
         rate = rates.get(str(way), 0.0)
@@ -178,7 +198,7 @@ def _fastest(able: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float
 
 
 def _kept(folder: Path) -> DiskRate:
-    """Without rates where nothing was measured, or what is kept is damaged."""
+    """Return the rates in the cache; without rates if nothing was measured or the file is damaged."""
     try:
         return _DISK_RATE.validate_json(rate_file(folder).read_bytes())
     except FileNotFoundError:
@@ -189,7 +209,10 @@ def _kept(folder: Path) -> DiskRate:
 
 
 def _measured(folder: Path, able: Sequence[DiskWay]) -> DiskRate:
-    """Without rates where it cannot be measured, which is no reason not to train."""
+    """Measure the disk with all these methods and keep the result.
+
+    A failed measurement is logged and does not prevent the training; the result then has no rates.
+    """
     try:
         rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in able if not way.direct}
     except MegatrainError as error:

@@ -1,6 +1,6 @@
-"""The folder of spill.path, as one host sees it: whether it can be written to, and what it is on.
+"""Checks the folder of spill.path on one host: whether it can be written to, and on which file system it is.
 
-The arena owners of other hosts look, too, so this imports no PyTorch.
+The arena owners of other hosts check it as well, so this module does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are host memory
 
 @dataclass(frozen=True)
 class OtherHost:
-    """Another one than the driver's, whose spill files are made there. `name`: for messages. `folder`: None where
-    nothing spills. `by_kvikio`: what is in the folder is read and written by that."""
+    """Checks the spill folder of a host other than the driver's.
+
+    name: name of the host for messages.
+    folder: spill folder; None if nothing spills.
+    by_kvikio: whether kvikio reads and writes the files.
+    """
 
     name: str
     folder: Path | None
     by_kvikio: bool
 
     def check(self) -> None:
-        """On that host, as the driver has on its own. Raises ConfigError."""
+        """Check the folder on that host as the driver does on its own. Raises ConfigError if it cannot be used."""
         if self.folder is None:
             return
         check_folder(self.folder, make=True, where=f" on {self.name}")
@@ -40,7 +44,13 @@ class OtherHost:
 
 
 def check_folder(folder: Path, *, make: bool, where: str = "") -> bool:
-    """Whether it is here, which it is when it was to be made. `where`: for the message. Raises ConfigError."""
+    """Check the folder, and return whether it exists.
+
+    make: create the folder if it does not exist.
+    where: addition to messages.
+
+    Raises ConfigError if it is no folder or cannot be written to.
+    """
     try:
         if not nearest(folder).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -56,7 +66,7 @@ def check_folder(folder: Path, *, make: bool, where: str = "") -> bool:
 
 
 def memory_warning(folder: Path, where: str = "") -> str | None:
-    """What to say where the folder's file system keeps files in memory; None elsewhere."""
+    """Return a warning if the folder's file system keeps files in memory; None otherwise."""
     if (kind := _memory_file_system(folder)) is None:
         return None
     return (
@@ -66,7 +76,7 @@ def memory_warning(folder: Path, where: str = "") -> str | None:
 
 
 def _memory_file_system(folder: Path) -> str | None:
-    """Its type."""
+    """Return the type of the folder's file system if it keeps files in memory; None otherwise."""
     device = folder.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     for line in read_text(Path("/proc/self/mountinfo")).splitlines():
@@ -77,5 +87,5 @@ def _memory_file_system(folder: Path) -> str | None:
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the next one around it that is there."""
+    """Return the folder, or its nearest ancestor that exists."""
     return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,4 +1,4 @@
-"""A Comparison as `megatrain inspect` shows it."""
+"""Formats a Comparison as `megatrain inspect` prints it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ LABELS = {
 
 
 def comparison_table(found: Comparison, *, has_plan: bool) -> Iterator[str]:
-    """Lines. `has_plan`: whether the plan of that hash is in the run directory."""
+    """Yield the lines of the table.
+
+    has_plan: whether the plan with the comparison's hash is still in the run directory.
+    """
     kept = "" if has_plan else ", which is not in this folder any more"
     yield f"steps {found.first_step} to {found.last_step}, by the plan {found.plan_sha256[:12]}{kept}"
     yield f"{'':18} {'predicted':>11} {'measured':>11}"
@@ -30,7 +33,10 @@ def comparison_table(found: Comparison, *, has_plan: bool) -> Iterator[str]:
 
 
 class ComparedTerm(NamedTuple):
-    """As it is shown. `error`: of the prediction, empty where that says nothing."""
+    """Holds a term of a comparison as text.
+
+    error: error of the prediction; empty for waits.
+    """
 
     label: str
     predicted: str
@@ -39,7 +45,7 @@ class ComparedTerm(NamedTuple):
 
 
 def compared_terms(found: Comparison) -> list[ComparedTerm]:
-    """Those that are worth a line."""
+    """Return the terms that are worth a line, as text."""
     return [
         ComparedTerm(_label(term), _number(term, term.predicted), _number(term, term.measured), _error(term))
         for term in found.terms
@@ -48,7 +54,7 @@ def compared_terms(found: Comparison) -> list[ComparedTerm]:
 
 
 def _is_told(term: Term, step_s: float) -> bool:
-    """Not a wait that neither was nor was to be."""
+    """Return whether a term is worth a line: any but a wait that is short both in prediction and measurement."""
     return term.kind is not Kind.PART or max(term.predicted, term.measured) >= SMALLEST_SHARE * step_s
 
 
@@ -62,5 +68,5 @@ def _number(term: Term, value: float) -> str:
 
 
 def _error(term: Term) -> str:
-    """None of a wait: a share of next to nothing says nothing."""
+    """Return the relative error as text; empty for a wait, where a share of almost nothing means nothing."""
     return "" if term.kind is Kind.PART and term.name != "compute" else f"{term.error:+.0%}"

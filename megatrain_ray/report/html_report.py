@@ -1,4 +1,4 @@
-"""`megatrain report`: what a run's files say, as one page of HTML without anything outside of it (docs/report.md)."""
+"""Implements `megatrain report`: writes a run's files as one self-contained HTML page (docs/report.md)."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from megatrain_ray.units import format_bytes, format_count, format_duration
 
 log = logging.getLogger(__name__)
 
-TITLE_END = "– megatrain</title>"  # in the template, too
+TITLE_END = "– megatrain</title>"  # the template contains it as well
 TEMPLATE = "report.html.jinja"
 TIER_NAMES = {Tier.HBM: "Device memory (HBM)", Tier.HOST: "Host memory", Tier.NVME: "Disk (NVMe)"}
 Rows = Sequence[Mapping[str, Any]]
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Reads what is there and writes the page to `out`, report.html in the run directory unless given; returns where it
-    is. Of a run that is still going: as far as it is.
+    """Write the page of a run and return its path. A run may still be active: the page shows it so far.
 
-    Raises ConfigError where `run_dir` holds no run, and where `out` is a file that is no such page; MegatrainError
-    where the page cannot be written.
+    out: file to write; None: report.html in the run directory.
+
+    Raises ConfigError if `run_dir` holds no run, or if `out` exists and is no such page. Raises MegatrainError if the
+    page cannot be written.
     """
     files = RunFiles(run_dir.absolute())
     if out is not None and out.exists() and not _is_report(out):
@@ -59,18 +60,21 @@ def _is_report(file: Path) -> bool:
 
 @contextmanager
 def report_behind(run_dir: Path) -> Iterator[None]:
-    """Writes the page when the block ends, however it does. One that cannot be written is a line in the log."""
+    """Write the page when the block ends, with or without an exception. A failure to write it is only logged."""
     try:
         yield
     finally:
         try:
             write_report(run_dir)
-        except Exception as error:  # what ended the run is to be told, and a run that went well is one
+        except Exception as error:  # must not hide the run's own error, or fail a good run
             log.warning("no report was written", exc_info=error)
 
 
 def render(files: RunFiles, now_s: float) -> str:
-    """The page. `now_s`: seconds since 1970. Raises as write_report."""
+    """Return the page as text. Raises ConfigError if the run cannot be read.
+
+    now_s: current time, seconds since 1970.
+    """
     config, rows, evaluations = files.read_config(), files.rows(), files.evaluations()
     state, plan = read_state(files, config, rows, now_s), files.read_plan()
     history = read_history(files.path)
@@ -97,7 +101,7 @@ def render(files: RunFiles, now_s: float) -> str:
 
 
 def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
-    """What stands on top, by name."""
+    """Return the facts at the top of the page, by name."""
     facts = {"step": f"{state.step:,} of {state.steps:,}"}
     usual = [row for row in rows[1:] or rows if _number(row, "step_s")]
     if rows:
@@ -145,7 +149,7 @@ def _points(rows: Rows, key: str) -> list[Point]:
 
 
 def _parts(rows: Rows) -> Iterator[tuple[int, dict[str, float]]]:
-    """Of each step compute, and what it waited for."""
+    """Yield for each step the seconds of compute and of its waits by cause."""
     causes = list(dict.fromkeys(cause for row in rows[-1:] for cause in row.get("exposed_s") or ()))
     for row in rows:
         exposed, step_s = row.get("exposed_s"), _number(row, "step_s")
@@ -155,7 +159,7 @@ def _parts(rows: Rows) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 def _tiers(plan: Plan, rows: Rows) -> Iterator[dict[str, Any]]:
-    """By tier what the plan counts on, row by row, and what was measured of it."""
+    """Yield for each tier the bytes that the plan needs, item by item, and the bytes that were measured."""
     measured = {Tier.HBM: ("hbm_peak_bytes", "tensors, the most so far"), Tier.HOST: ("host_bytes", "shared memory")}
     for tier, name in TIER_NAMES.items():
         planned = [row for row in plan.rows if row.tier is tier and row.num_bytes]
@@ -173,7 +177,7 @@ def _tiers(plan: Plan, rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _comparisons(files: RunFiles) -> list[tuple[str, list[ComparedTerm]]]:
-    """Of each start, the newest first."""
+    """Return the comparison of each start, newest first."""
     starts = read_comparisons(files.path)
     return [
         (f"steps {found.first_step:,} to {found.last_step:,}, plan {found.plan_sha256[:12]}", compared_terms(found))
@@ -182,7 +186,7 @@ def _comparisons(files: RunFiles) -> list[tuple[str, list[ComparedTerm]]]:
 
 
 def _event(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """When, what, and the rest."""
+    """Return time, kind and details of an event of the run's history."""
     match row["what"]:
         case "start":
             told = f"from step {row.get('step')} to {row.get('steps')} on {row.get('host', 'an unknown machine')}"
@@ -196,7 +200,7 @@ def _event(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _surroundings(history: Rows) -> dict[str, str]:
-    """Hardware and versions of the newest start that says them."""
+    """Return hardware and versions of the newest start, by name."""
     start = next((row for row in reversed(history) if row["what"] == "start"), {})
     groups = (group for key in ("hardware", "versions") if isinstance(group := start.get(key), Mapping))
     return {
@@ -214,7 +218,7 @@ def _told(key: str, value: Any) -> str:
 
 
 def _number(row: Mapping[str, Any], key: str) -> float | None:
-    """None for what is no finite number."""
+    """Return a number of the row; None if it is missing or not finite."""
     value = row.get(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return value if is_number else None

@@ -1,4 +1,4 @@
-"""What `megatrain inspect` shows of a run directory. Reads only, also while the run is in use."""
+"""Implements `megatrain inspect`: shows what is in a run directory. Only reads, so the run may be active."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ from megatrain_ray.run.run_processes import living
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
-NUM_PROBLEMS = 10  # that are shown of one save
+NUM_PROBLEMS = 10  # problems that are shown of one save
 
 
 def state_of_run(path: Path) -> str:
-    """How it stands, in some lines: at once, whatever its saves take to be read. Raises as inspect_run."""
+    """Return the state of the run in a few lines, without reading its saves.
+
+    Raises ConfigError if `path` holds no run.
+    """
     files = RunFiles(path.absolute())
     return "\n".join(_lines({"state": list(read_state(files, files.read_config(), files.rows()).lines())}))
 
 
 def inspect_run(path: Path) -> tuple[str, bool]:
-    """A report of several lines, and whether all saves are whole (True where there are none).
+    """Return a report of several lines, and whether all saves are intact (True if there are none).
 
-    Raises ConfigError where `path` holds no run.
+    Raises ConfigError if `path` holds no run.
     """
     files = RunFiles(path.absolute())
     config = dump_config(files.read_config())
@@ -79,17 +82,17 @@ def _lines(sections: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _problems(saves: Path) -> dict[int, list[str]]:
-    """Of each save, newest first; not of one that a running training deleted meanwhile."""
+    """Return the problems of each save, newest first. Saves that an active training deletes meanwhile are left out."""
     found = {step: verify(save_folder(saves, step)) for step in reversed(list_saves(saves))}
     return {step: problems for step, problems in found.items() if not problems or step in list_saves(saves)}
 
 
 def _save(saves: Path, step: int) -> str:
-    """Its size, and what it cost when the manifest tells."""
+    """Return the size of a save, and what it cost if the manifest says so."""
     size = format_bytes(_size(save_folder(saves, step)))
     try:
         timing = load_manifest(saves, step).timing
-    except MegatrainError:  # the verdict says so
+    except MegatrainError:  # `_verdict` reports the problem
         return size
     if timing is None:
         return size
@@ -123,7 +126,10 @@ def _compared(files: RunFiles, newest: Comparison) -> list[str]:
 
 
 def _pages(files: RunFiles) -> list[str]:
-    """Of arenas, on which NUMA nodes they are: while the run is up, on a machine with several."""
+    """Return on which NUMA nodes the pages of arenas are.
+
+    Empty unless the run is active and its plan binds memory to nodes.
+    """
     plan, pids = files.read_plan(), living(files.path)
     if plan is None or not plan.shard_homes or not pids:
         return []
@@ -149,7 +155,7 @@ def _number(value: float | None) -> str:
 
 
 def _size(folder: Path) -> int:
-    """Of its files; one that goes meanwhile counts no more."""
+    """Return the bytes of the folder's files. A file that is deleted meanwhile counts as 0."""
     total = 0
     for path in folder.glob("*"):
         with suppress(FileNotFoundError):

@@ -1,5 +1,7 @@
-"""Where the pages of a run's arenas really are, as its processes have them mapped, and those of activations that wait
-on the host; and whether that is where the plan has them. Nothing is moved, and no page is touched."""
+"""Finds on which NUMA nodes the pages of a run's arenas and offloaded activations are, and compares with the plan.
+
+Pages are looked up as the run's processes have mapped them. Nothing is moved, and no page is touched.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,22 @@ from megatrain_ray.run.process_names import gpu_name, shard_name
 from megatrain_ray.units import format_ranges
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
 
-PAGE_BYTES = 4096  # a step between pages that are asked for; a larger page of the kernel is asked for several times
-MOST_PAGES = 1 << 16  # of an arena in a process: 0.03 s
+PAGE_BYTES = 4096  # distance of looked-up addresses; a larger page of the kernel is looked up several times
+MOST_PAGES = 1 << 16  # pages that are looked up of an arena in a process; takes 0.03 s
 MAPPED = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) .*/memfd:megatrain-[0-9a-f]{8}-(?P<arena>\S+)")
-MISPLACED = 0.05  # share of pages: more than the huge pages that two shards share
-OWN = "activations"  # of a GPU worker, in memory that is its alone
-LEAST_OWN_BYTES = 256 << 20  # of these: of less one could not tell them from what the process has besides
+MISPLACED = 0.05  # tolerated share of misplaced pages; more than the huge pages that two shards share
+OWN = "activations"  # label of a GPU worker's offloaded activations, which are in its private memory
+LEAST_OWN_BYTES = 256 << 20  # smaller mappings cannot be told from other private memory of the process
 OWN_MAPPED = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) rw-p 0+ 00:00 0 *(\[anon:.*\])?")
 
 
 @dataclass(frozen=True)
 class PagePlaces:
-    """Of what a process has touched of an arena, or of its own memory. `found`: pages by node, of those that were asked
-    for; `planned`: the nodes where the plan has them."""
+    """Counts by node the touched pages of an arena, or of private memory, of one process.
+
+    planned: nodes on which the plan has them.
+    found: number of pages by node, among those looked up.
+    """
 
     process: str
     arena: str
@@ -38,7 +43,7 @@ class PagePlaces:
 
     @property
     def at_home(self) -> float:
-        """Share of the pages; 1 where there are none."""
+        """Return the share of pages on planned nodes; 1 if no page is touched."""
         total = sum(self.found.values())
         return sum(self.found.get(node, 0) for node in self.planned) / total if total else 1.0
 
@@ -55,12 +60,16 @@ class PagePlaces:
 
 
 def page_places(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlaces]:
-    """Of all that the plan has homes for. `pids`: of the run's processes, by their names. Raises OSError for a process
-    that has gone, or of another user."""
+    """Yield the placement of everything that the plan binds to nodes.
+
+    pids: process ids of the run's processes, by name.
+
+    Raises OSError if a process has ended or belongs to another user.
+    """
     for k, home in enumerate(plan.shard_homes):
         if (name := shard_name(k)) in pids:
             found = pages_of(pids[name])
-            for arena in (WORKING, state_arena(k), journal_arena(k)):  # of `working` it maps all and touches its part
+            for arena in (WORKING, state_arena(k), journal_arena(k)):  # a shard touches only its part of `working`
                 yield PagePlaces(name, arena, home.memory, found.get(arena, {}))
     for host_rank in range(plan.host_gpus if plan.gpu_homes else 0):
         if (name := gpu_name(host_rank)) in pids:
@@ -68,7 +77,7 @@ def page_places(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlaces]:
 
 
 def _of_gpu_worker(plan: Plan, name: str, pid: int) -> Iterator[PagePlaces]:
-    """Its CPUs tell which GPU it has got."""
+    """Yield the placement of a GPU worker's memory. Its CPU affinity shows which GPU it has."""
     cpus = os.sched_getaffinity(pid)
     home = next((of_gpu.home for of_gpu in plan.gpu_homes if of_gpu.home and of_gpu.home.cpu_set == cpus), None)
     yield PagePlaces(name, SLAB, slab_nodes(plan.gpu_homes, plan.host_gpus, home), pages_of(pid).get(SLAB, {}))
@@ -77,8 +86,10 @@ def _of_gpu_worker(plan: Plan, name: str, pid: int) -> Iterator[PagePlaces]:
 
 
 def pages_of(pid: int) -> dict[str, dict[int, int]]:
-    """Pages by node of every arena of a process, at most MOST_PAGES that lie at equal distances in each. Raises as
-    `page_places`."""
+    """Return the number of pages by node of every arena that a process maps.
+
+    At most MOST_PAGES pages of an arena are looked up, at equal distances. Raises OSError as `page_places` does.
+    """
     stretches: dict[str, list[range]] = {}
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if found := MAPPED.match(line):
@@ -87,7 +98,10 @@ def pages_of(pid: int) -> dict[str, dict[int, int]]:
 
 
 def own_pages_of(pid: int, least_bytes: int) -> dict[int, int]:
-    """The same of mappings of its own, of no file, that are so large; all of them together."""
+    """Return the number of pages by node of large private mappings of a process that belong to no file.
+
+    least_bytes: least size of a mapping that counts.
+    """
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     parts = [_addresses(found) for line in lines if (found := OWN_MAPPED.fullmatch(line))]
     return _count(pid, [part for part in parts if len(part) * PAGE_BYTES >= least_bytes])

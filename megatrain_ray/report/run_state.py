@@ -1,4 +1,4 @@
-"""How a run stands: under way, ended or dead, how far it is, when it will be done, who died, and what room is left."""
+"""Finds the state of a run: whether it is active or how it ended, progress, remaining time, failures and free space."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from megatrain_ray.run.run_lock import lock_holder
 from megatrain_ray.run.run_processes import PROCESSES_NAME
 from megatrain_ray.units import format_bytes, format_duration
 
-MANY_STEPS = 10  # without a row after which a run that is up is called quiet
+MANY_STEPS = 10  # times of a step without a new row after which an active run is called quiet
 SHOWN_FAULTS = 5
 
 
 class State(Enum):
-    """STARTING: up, without a step of this start yet. DIED: killed, or its machine went down. ENDED: nobody knows how,
-    in a run of a version that wrote no history."""
+    """Says whether a run is active, or how it ended.
+
+    STARTING: active, but this start has not made a step yet.
+    DIED: the driver was killed, or its machine went down.
+    ENDED: ended in an unknown way, by a version that wrote no history.
+    """
 
     STARTING = "starting"
     RUNNING = "running"
@@ -43,7 +47,12 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """A death of a process. `unix_s`: when. `step`: updates made by then. `took_s`: None where it was not replaced."""
+    """Describes the death of a process.
+
+    unix_s: time of the death, seconds since 1970.
+    step: updates made by then.
+    took_s: seconds until it was replaced; None if it was not.
+    """
 
     process: str
     unix_s: float
@@ -57,8 +66,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class RunState:
-    """`reason`: why it ended, where that was said. `holder`: process and machine of a run that is up. `age_s`: of the
-    newest row; None without one. `step_s`: median of recent steps. `faults`: of all starts. `free_bytes`: by folder."""
+    """Describes the state of a run.
+
+    reason: why it ended; None if that is not known.
+    holder: process and machine of the driver of an active run.
+    age_s: seconds since the newest row; None without one.
+    step_s: median seconds of recent steps.
+    faults: deaths of processes, of all starts.
+    free_bytes: free space by name of the folder.
+    """
 
     state: State
     step: int
@@ -73,19 +89,19 @@ class RunState:
 
     @property
     def left_s(self) -> float | None:
-        """Until its last step, by recent ones; None for one that is not up, or has made no step."""
+        """Return the remaining seconds, estimated from recent steps; None if the run is not active or has no step."""
         if self.step_s is None or not self.state.is_up:
             return None
         return (self.steps - self.step) * self.step_s
 
     @property
     def is_quiet(self) -> bool:
-        """No step for much longer than one takes."""
+        """Return whether an active run has made no step for much longer than one takes."""
         is_known = self.state is State.RUNNING and self.age_s is not None and self.step_s is not None
         return is_known and (self.age_s or 0.0) > MANY_STEPS * max(1.0, self.step_s or 0.0)
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Yield the state as lines of text."""
         by = f", process {self.holder}" if self.holder else ""
         yield f"{self.state.value}{by}{f': {self.reason}' if self.reason else ''}"
         age = f", {format_duration(self.age_s)} ago" if self.age_s is not None else ""
@@ -110,7 +126,11 @@ class RunState:
 def read_state(
     files: RunFiles, config: TrainConfig, rows: Sequence[Mapping[str, Any]], now_s: float | None = None
 ) -> RunState:
-    """`rows`: of metrics.jsonl. `now_s`: seconds since 1970, unless it is now."""
+    """Read the state of a run.
+
+    rows: rows of metrics.jsonl.
+    now_s: current time, seconds since 1970; None: ask the clock.
+    """
     now_s = time.time() if now_s is None else now_s
     history = read_history(files.path)
     holder, step, steps = lock_holder(files.path), rows[-1]["step"] if rows else 0, config.train.steps
@@ -148,12 +168,12 @@ def _has_ended(start: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _is_of(holder: str, start: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether that start's driver holds the lock, as it does for a moment when all is written."""
+    """Return whether the driver of that start holds the lock: it does so briefly after it has written the end."""
     return holder.split()[0] == str(start[0].get("pid"))
 
 
 def _faults(history: Sequence[Mapping[str, Any]]) -> Iterator[Fault]:
-    """Each death, with the next replacement of the same process before another death of it."""
+    """Yield each death, with the next replacement of the same process if that came before another death or start."""
     for k, row in enumerate(history):
         if row["what"] != "died":
             continue
@@ -164,7 +184,7 @@ def _faults(history: Sequence[Mapping[str, Any]]) -> Iterator[Fault]:
 
 
 def _free(run_dir: Path, config: TrainConfig) -> dict[str, int]:
-    """Of the run directory, and of spill.path where that is on another disk."""
+    """Return the free space of the run directory, and of spill.path if that is on another disk."""
     folders = [run_dir, *([Path(config.spill.path)] if config.spill.path is not None else [])]
     free, devices = {}, set()
     for name, folder in zip(("run_dir", "spill.path"), folders, strict=False):

@@ -1,6 +1,6 @@
-"""Geometry of a report's charts: SVG paths in a frame that is stretched to its place, and where its labels stand.
+"""Computes the geometry of a report's charts: SVG paths in a frame that the page stretches, and positions of labels.
 
-Labels are text of the page, not of the SVG: they keep their size whatever the width.
+Labels are text of the page, not of the SVG, so that they keep their size whatever the width.
 """
 
 from __future__ import annotations
@@ -12,26 +12,34 @@ from typing import NamedTuple
 
 from megatrain_ray.units import format_count
 
-WIDTH, HEIGHT = 1000.0, 300.0  # of the frame, in units of its viewBox
-MOST_BUCKETS = 300  # of steps, each drawn with its extremes
+WIDTH, HEIGHT = 1000.0, 300.0  # size of the frame, in units of its viewBox
+MOST_BUCKETS = 300  # buckets of steps; the extremes of each are drawn
 MOST_BARS = 120
 MOST_X_TICKS, MOST_Y_TICKS = 5, 4
-SMALLEST_RANGE = 1e-4  # of a value: labels of a narrower one would all look alike
-BEYOND = 3.0  # times what nearly all bars stay below: where the frame ends, as the step that compiles would flatten all
+SMALLEST_RANGE = 1e-4  # relative range below which all labels would look alike
+BEYOND = 3.0  # frame end as a multiple of the NEARLY_ALL quantile: the step that compiles would flatten the others
 NEARLY_ALL = 0.95
 
 Point = tuple[float, float]  # step and value
 
 
 class Tick(NamedTuple):
-    """`at`: percent of the frame, from its left or its top."""
+    """Describes a tick of an axis.
+
+    at: position in percent of the frame, from its left or its top.
+    """
 
     at: float
     label: str
 
 
 class Curve(NamedTuple):
-    """`color`: number of a colour of the page. `is_area`: filled, else a line; what has one point is a dot."""
+    """Describes a curve of a chart.
+
+    color: number of a colour of the page.
+    path: SVG path; a single point is drawn as a dot.
+    is_area: whether it is filled; otherwise it is a line.
+    """
 
     name: str
     color: int
@@ -50,7 +58,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scale:
-    """From numbers to units of the frame, none of them outside of it."""
+    """Maps numbers to units of the frame. Numbers out of range are mapped to its edge."""
 
     low: float
     high: float
@@ -68,8 +76,10 @@ class Scale:
 
 
 def decimate(points: Sequence[Point], most_buckets: int = MOST_BUCKETS) -> list[Point]:
-    """As many points at most as twice the buckets and two, in their order: of each bucket the lowest and the highest,
-    and the first and the last of all."""
+    """Return at most 2 * `most_buckets` + 2 of the points, in their order.
+
+    These are the lowest and the highest of each bucket, and the first and the last of all.
+    """
     if len(points) <= 2 * most_buckets:
         return list(points)
     kept = {0, len(points) - 1}
@@ -82,8 +92,12 @@ def decimate(points: Sequence[Point], most_buckets: int = MOST_BUCKETS) -> list[
 def line_chart(
     title: str, lines: Mapping[str, Sequence[Point]], steps: tuple[int, int], *, from_zero: bool = True
 ) -> Chart | None:
-    """Curves over `steps`, first and last. Values are finite; with `from_zero` the frame begins at 0 or below. None
-    where there is no point at all."""
+    """Return a chart of curves over steps; None if there are no points.
+
+    lines: points by name; values are finite.
+    steps: first and last step of the axis.
+    from_zero: include 0 in the frame.
+    """
     drawn = {name: decimate(points) for name, points in lines.items() if points}
     if not drawn:
         return None
@@ -98,8 +112,13 @@ def line_chart(
 
 
 def stacked_chart(title: str, rows: Sequence[tuple[int, Mapping[str, float]]], unit: str) -> Chart | None:
-    """Bars over steps, each the mean of some, stacked in the order of their parts. `rows`: step and its parts, 0 or
-    more each; all of them have the same. None where there are none."""
+    """Return a chart of bars over steps, with parts stacked in their order; None if there are no rows.
+
+    Each bar shows the mean of several steps if there are many.
+
+    rows: steps with their parts; all have the same parts, each 0 or more.
+    unit: unit of the parts, for the note.
+    """
     if not rows:
         return None
     names = list(rows[0][1])
@@ -123,7 +142,10 @@ def stacked_chart(title: str, rows: Sequence[tuple[int, Mapping[str, float]]], u
 
 
 def nice_numbers(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between the two; at least one, at most `most` + 1."""
+    """Return multiples of 1, 2 or 5 times a power of ten between `low` and `high`: at least one, at most `most` + 1.
+
+    whole: use whole numbers only.
+    """
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
@@ -133,7 +155,7 @@ def nice_numbers(low: float, high: float, most: int, *, whole: bool = False) -> 
 
 
 def labels_of(values: Sequence[float]) -> list[str]:
-    """With as many digits as tell them apart."""
+    """Return the values as text, with as many digits as tell them apart."""
     largest = max(map(abs, values))
     distance = abs(values[1] - values[0]) if len(values) > 1 else largest or 1.0
     if 0 < largest < 1e-2:
@@ -154,7 +176,7 @@ def _steps_scale(steps: tuple[int, int]) -> Scale:
 
 
 def _value_scale(low: float, high: float) -> Scale:
-    """A line that is flat runs through the middle."""
+    """Return the scale of the values. A flat line runs through the middle."""
     largest = max(abs(low), abs(high))
     margin = (high - low) / 20 if high - low > SMALLEST_RANGE * largest else largest / 2 or 1.0
     return Scale(low - margin, high + margin, HEIGHT, is_upward=True)
@@ -166,7 +188,7 @@ def _line(points: Iterable[Point]) -> str:
 
 
 def _buckets(count: int, most: int) -> Iterator[range]:
-    """Ranges of as many elements each as can be, in their order."""
+    """Yield at most `most` consecutive ranges of nearly equal size that cover range(count)."""
     number = min(count, most)
     for k in range(number):
         yield range(k * count // number, (k + 1) * count // number)
