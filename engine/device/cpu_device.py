@@ -1,6 +1,6 @@
-"""The CPU as a device: the compute thread plus one real thread for each stage that moves something.
+"""Implements `Device` on the CPU: the compute thread plus one real thread for each transfer stage.
 
-Device memory is ordinary memory, separate from the host arenas, so that every copy and every wait of the CUDA device
+Device memory is ordinary memory that is separate from the host arenas. So every copy and every wait of the CUDA device
 happens here too.
 """
 
@@ -29,7 +29,11 @@ TRANSFERS = (Stage.H2D, Stage.D2H, Stage.ALL_GATHER)
 
 
 class CpuEvent:
-    """Done when its future is. `more_s`: that it may take beyond what whoever waits allows."""
+    """Completes when its future does.
+
+    more_s: seconds added to every timeout of `synchronize`, for operations that may take longer than the waiter
+        expects.
+    """
 
     def __init__(self, at_s: float, name: str, more_s: float = 0.0) -> None:
         self.at_s = at_s
@@ -47,14 +51,14 @@ class CpuEvent:
     def run(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except BaseException as error:  # kept for whoever waits for this event
+        except BaseException as error:  # raised by `synchronize` in every thread that waits for this event
             self._future.set_exception(error)
         else:
             self._future.set_result(None)
 
 
 class _TransferThread:
-    """Runs copies in the order of submission, each after its events."""
+    """Runs copies in the order of submission, each after the events that it depends on."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[CpuEvent, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -75,7 +79,7 @@ class _TransferThread:
 
 
 class _Rerun:
-    """A Capture that runs its function again, Python and all."""
+    """Implements `Capture` by calling the function again, including its Python code."""
 
     def __init__(self, function: Callable[[], Sequence[torch.Tensor]]) -> None:
         self._function = function
@@ -93,7 +97,11 @@ class CpuDevice(Device):
     kind = "cpu"
 
     def __init__(self, timeline: Timeline | None = None, num_threads: int | None = None) -> None:
-        """`num_threads` of the compute thread's operators; results of matrix products depend on it."""
+        """Start the transfer threads.
+
+        num_threads: threads of the compute thread's operators. Results of matrix products depend on it. None: torch's
+            current setting.
+        """
         super().__init__(timeline)
         self.torch_device = torch.device("cpu")
         self._num_threads = num_threads or torch.get_num_threads()
@@ -110,7 +118,7 @@ class CpuDevice(Device):
             for earlier in after:
                 earlier.synchronize()
             with self.spans.span(Row(stage.value), op.name, op.layer, num_bytes=op.num_bytes):
-                # Not a torch call: those belong to the compute thread, whose OpenMP threads this would compete with.
+                # Not a torch operator: its OpenMP threads would compete with those of the compute thread.
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
         self._threads[stage].submit(event, work)
@@ -132,12 +140,12 @@ class CpuDevice(Device):
             event.synchronize()
 
     def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
-        """For tests: nothing takes less than running it again does, and nothing is refused."""
+        """Return a capture that calls `function` again. It is for tests: it saves no time and refuses nothing."""
         return _Rerun(function)
 
     def record(self) -> Event:
         event = CpuEvent(self.timeline.now(Stage.COMPUTE), "compute")
-        event.run(lambda: None)  # the compute thread is its own stage: what was submitted is done
+        event.run(lambda: None)  # done at once: the compute thread has already run everything submitted to the stage
         return event
 
     def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
@@ -147,17 +155,17 @@ class CpuDevice(Device):
     def activate(self) -> Iterator[None]:
         before = torch.get_num_threads()
         torch.set_num_threads(self._num_threads)
-        torch.get_num_threads()  # from here on settings of other threads do not reach this one
+        torch.get_num_threads()  # fixes this thread's setting: later changes in other threads do not affect it
         try:
             yield
         finally:
             torch.set_num_threads(before)
 
     def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would look for GPUs each time
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would look for GPUs on every call
 
     def pin(self, host: torch.Tensor) -> None:
-        """Nothing to do: all memory is reachable."""
+        """Do nothing: transfers reach all memory."""
 
     def memory(self) -> MemoryStatistics:
         return MemoryStatistics(self._reserved_bytes, self._reserved_bytes)

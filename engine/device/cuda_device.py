@@ -1,4 +1,4 @@
-"""The CUDA device: a stream for each stage. The only file that touches `torch.cuda`."""
+"""Implements `Device` with CUDA, with a stream for each stage. Only this file uses `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatrain_ray.io.storage.blob_store import Block
 from megatrain_ray.spans import MAX_SPANS, Row, Span
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 
-# cudaHostRegister takes pieces of at most this size: larger single ranges failed on some drivers.
+# Host memory is registered in ranges of at most this size: larger single ranges failed on some drivers.
 REGISTER_BYTES = 32 << 30
 
 
 class CudaEvent:
-    """A CUDA event; `blocking` makes a host wait sleep instead of spin."""
+    """Wraps a CUDA event. It is created with `blocking`, so a host thread that waits sleeps instead of spinning."""
 
     def __init__(self, stream: torch.cuda.Stream, at_s: float) -> None:
         self.at_s = at_s
@@ -37,20 +37,23 @@ class CudaEvent:
 
 
 class CudaCapture:
-    """A CUDA graph. What it needs besides its outputs is in a pool of its own as long as this lives."""
+    """Wraps a CUDA graph.
+
+    The memory that it needs besides its outputs stays in a pool of its own while this object lives.
+    """
 
     def __init__(
         self, stream: torch.cuda.Stream, generator: torch.Generator, function: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
         self._graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads copy meanwhile, and ask for events: nothing that a capture is to be protected from.
+            # thread_local: meanwhile other threads submit copies and query events, which cannot harm the capture.
             with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self.outputs = tuple(function())
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # CUDA's, torch's and a model's own
-            # A capture that does not come to its end leaves the generator thinking that it lasts.
+            # After an aborted capture the generator still believes that the capture is running: reset its state.
             generator.graphsafe_set_state(generator.clone_state())
             raise CaptureError(str(error)) from error
         before = generator.get_offset()
@@ -78,7 +81,10 @@ class CudaDevice(Device):
         tf32: bool = False,
         memory_bytes: int | None = None,
     ) -> None:
-        """`memory_bytes`: that the process may take of the GPU's; None: all."""
+        """Create the streams and set torch's memory limit and numerics. Raises ConfigError if torch sees no GPU.
+
+        memory_bytes: GPU memory that the process may use; None: all of it.
+        """
         super().__init__(timeline)
         if not torch.cuda.is_available():
             raise ConfigError("hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu, or auto")
@@ -86,8 +92,8 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         _limit_memory(memory_bytes)
         self._deterministic = deterministic
-        # What has priority begins before kernels of the compute stage that have not: a copy within the device may be a
-        # kernel, and so is a sum.
+        # Kernels of a stream with high priority start before waiting kernels of the compute stage. A copy within the
+        # device may be a kernel, and a checksum is one.
         self._streams = {stage: torch.cuda.Stream(priority=-1) for stage in (Stage.H2D, Stage.D2H)}
         self._streams[Stage.COMPUTE] = torch.cuda.Stream()
         self._streams[Stage.ALL_GATHER] = torch.cuda.Stream(priority=-1)
@@ -106,8 +112,8 @@ class CudaDevice(Device):
         with torch.cuda.stream(stream), torch.no_grad():
             for earlier in after:
                 stream.wait_event(_cuda(earlier))
-            # `.data` has a version counter of its own. All slots are views of one allocation and share another: a copy
-            # into one must not look to autograd, at work on another, like a write to its weights.
+            # `.data` has its own version counter. All slots are views of one allocation and share one counter: a copy
+            # into one slot must not look to autograd like a write to the weights in another slot.
             with self._traced_on(stage, op):
                 for part in self._registered_parts(source if source.device.type == "cpu" else target):
                     target.data[part].copy_(source[part], non_blocking=True)
@@ -133,7 +139,7 @@ class CudaDevice(Device):
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         if host.is_cuda:
             return host
-        # Pageable memory would be read once the stream has come there, and the host would wait for it.
+        # A copy from pageable memory would make the host wait until the stream has reached the copy.
         return host.pin_memory().to(self.torch_device, non_blocking=True)
 
     def _wait(self, event: Event, cause: str) -> None:
@@ -145,7 +151,10 @@ class CudaDevice(Device):
 
     @contextmanager
     def exposed(self, cause: str) -> Iterator[None]:
-        """By the stream's own time: while the host waits it may have work left that was submitted ahead."""
+        """Count the wait by the stream's own time, not by the host's.
+
+        While the host waits, the stream may still run work submitted earlier.
+        """
         with self._between_events(Stage.COMPUTE) as (before, behind):
             yield
         self._waits.append((cause, before, behind))
@@ -156,13 +165,16 @@ class CudaDevice(Device):
 
     @contextmanager
     def _timed(self, op: Op) -> Iterator[None]:
-        """The block on the host, too: the time in which it submits."""
+        """Record the block as a span of the compute stage and as a span of the host.
+
+        The host's span is the time spent submitting.
+        """
         with self._traced_on(Stage.COMPUTE, op), self.spans.span(Row.SUBMIT, op.name, op.layer, op.micro_batch):
             yield
 
     @contextmanager
     def _traced_on(self, stage: Stage, op: Op) -> Iterator[None]:
-        """What of the block runs on the stage's stream becomes a span."""
+        """Record what the block submits to the stage's stream as one span, while tracing is on."""
         if not self.spans.on:
             yield
             return
@@ -186,7 +198,10 @@ class CudaDevice(Device):
             self.spans.num_dropped += 1
 
     def start_tracing(self) -> None:
-        """Events are timed from one that the host sees as it happens."""
+        """Start recording spans, and record a base event to time events from.
+
+        The host waits for that event and then reads its own clock.
+        """
         base, _ = self._base
         base.record(self._streams[Stage.COMPUTE])
         base.synchronize()
@@ -203,7 +218,7 @@ class CudaDevice(Device):
         self._traced.clear()
 
     def take_exposed(self) -> dict[str, float]:
-        """Waits of the host and of the compute stream; the stream must have come to its end."""
+        """Return the waits of the host and of the compute stream. All work of the stream must have finished."""
         for cause, before, behind in self._waits:
             behind.synchronize()
             self.add_exposed(cause, before.elapsed_time(behind) / 1000)
@@ -222,16 +237,18 @@ class CudaDevice(Device):
             torch.cuda.set_device(self.torch_device)
             stack.enter_context(torch.cuda.stream(self._streams[Stage.COMPUTE]))
             stack.enter_context(sdpa_kernel(self._attention_backends(), set_priority=True))
-            # A backward runs here and not on a thread of autograd's, between which and this one the interpreter would
-            # go to and fro: 0.94 ms of a small compiled layer for 1.34, in two runs of which the second was faster in
-            # its forwards too (benchmarks/README.md, control path).
+            # Run backwards on this thread instead of on autograd's own, which would pass the interpreter's lock back
+            # and forth: 0.94 ms for a small compiled layer instead of 1.34 ms, in two runs of which the second was
+            # faster in its forwards too (benchmarks/README.md, control path).
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
     def _attention_backends(self) -> list[SDPBackend]:
-        """cuDNN first: 1.8 times flash attention's rate on Hopper. Its backward is not deterministic.
+        """Return the attention backends in order of preference.
 
-        A compiled layer has what was chosen while it was traced, and tracing happens in a rehearsal, which runs on the
+        cuDNN is first: it has 1.8 times flash attention's rate on Hopper. Its backward is not deterministic.
+
+        A compiled layer uses the backend chosen while it was traced. Tracing happens in a rehearsal, which runs on the
         compute thread (Engine.on_compute_thread) within `activate`.
         """
         if self._deterministic:
@@ -244,7 +261,7 @@ class CudaDevice(Device):
         ]
 
     def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
-        from megatrain_ray.engine.optimizer.triton_kernel import open_triton  # torch without CUDA comes without Triton
+        from megatrain_ray.engine.optimizer.triton_kernel import open_triton  # torch without CUDA has no Triton
 
         return open_triton(hyper, self.torch_device)
 
@@ -265,7 +282,7 @@ class CudaDevice(Device):
             super().add_two(total, first, second, out)
 
     def seed(self, seed: int) -> None:
-        if not torch.cuda.is_current_stream_capturing():  # what is captured draws nothing
+        if not torch.cuda.is_current_stream_capturing():  # captured work draws no random numbers
             self._generator.manual_seed(seed)
 
     def pin(self, host: torch.Tensor) -> None:
@@ -279,7 +296,7 @@ class CudaDevice(Device):
             self._pinned.append(address)
 
     def _registered_parts(self, host: torch.Tensor) -> list[slice]:
-        """A 1-D host tensor, cut where registered ranges meet: CUDA refuses a copy that crosses two of them."""
+        """Cut a 1-D host tensor where registered ranges meet: CUDA refuses a copy that crosses two of them."""
         cuts = sorted((a - host.data_ptr()) // host.itemsize for a in self._pinned)
         inside = [cut for cut in cuts if 0 < cut < host.numel()]
         return [slice(a, b) for a, b in itertools.pairwise([0, *inside, host.numel()])]
@@ -298,40 +315,48 @@ class CudaDevice(Device):
 
 
 def _limit_memory(num_bytes: int | None) -> None:
-    """A bound of torch's allocator, which gives memory of freed tensors back before it exceeds that, and fails after;
-    a device made earlier may have left another. What the context takes is not the allocator's."""
+    """Limit torch's allocator so that the process uses at most `num_bytes` of the GPU; None removes the limit.
+
+    The allocator returns memory of freed tensors before it exceeds the limit, and fails if that is not enough. The
+    limit is always set, because a device made earlier may have set another one. The CUDA context's memory is not the
+    allocator's, so it is subtracted.
+    """
     total = total_memory_bytes() or 1
     share = 1.0 if num_bytes is None else max(0, num_bytes - CONTEXT_BYTES) / total
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def total_memory_bytes() -> int | None:
-    """Memory of the GPU that this process would use; None without one. Makes no context on it."""
+    """Return the memory in bytes of the GPU that this process would use; None without one. Creates no context on it."""
     if not torch.cuda.is_available():
         return None
     return _properties().total_memory
 
 
 def device_name() -> str:
-    """Of that GPU, as its maker calls it."""
+    """Return the vendor's name of the GPU that this process would use."""
     return _properties().name
 
 
 def _properties(index: int = 0) -> torch.cuda._CudaDeviceProperties:
-    """What torch knows of a GPU. The first question fixes how the process's allocator works."""
+    """Return torch's properties of a GPU. The first call in a process fixes the allocator's settings."""
     _expand_segments()
     return torch.cuda.get_device_properties(index)
 
 
 def _expand_segments() -> None:
-    """What activations leave can then be used for gradients of other sizes. torch reads it once, when the process asks
-    for the first time what a GPU is."""
+    """Let the allocator reuse memory freed by activations for gradients of other sizes.
+
+    torch reads the variable once, when the process first asks for a GPU's properties.
+    """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def pci_addresses() -> tuple[str | None, ...]:
-    """Of each GPU that this process sees, in torch's order, as /sys/bus/pci/devices names it; None where torch does not
-    say. Makes no context on any."""
+    """Return the PCI address of each GPU that this process sees, in torch's order, as in /sys/bus/pci/devices.
+
+    An address is None if torch does not report it. Creates no context on any GPU.
+    """
     return tuple(map(_pci_address, range(num_gpus())))
 
 
@@ -349,20 +374,23 @@ def num_gpus() -> int:
 
 
 class PeerCopies:
-    """Between two GPUs of this machine, in both directions at once."""
+    """Copies between two GPUs of this machine, in both directions at once."""
 
     def __init__(self, num_bytes: int, one: int = 0, other: int = 1) -> None:
-        """`one`, `other`: which, in torch's order."""
+        """Allocate buffers of `num_bytes` on both GPUs.
+
+        one, other: numbers of the GPUs, in torch's order.
+        """
         self._pairs = [self._pair(num_bytes, to, source) for to, source in ((one, other), (other, one))]
 
     @staticmethod
     def _pair(num_bytes: int, to: int, source: int) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
-        """Target, source, and the stream of the GPU that sends."""
+        """Return a target, a source, and a stream of the sending GPU."""
         tensors = [torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in (to, source)]
         return tensors[0], tensors[1], torch.cuda.Stream(source)
 
     def run(self, count: int) -> None:
-        """So many times; waits for all."""
+        """Copy `count` times in each direction, and wait for all copies."""
         for _ in range(count):
             for target, source, stream in self._pairs:
                 with torch.cuda.stream(stream):
@@ -381,7 +409,8 @@ def _set_numerics(deterministic: bool, tf32: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     torch.use_deterministic_algorithms(deterministic)
-    # Fills what is about to be written anyway, and on a stream that the one which writes does not wait for.
+    # The fill is useless, since the memory is about to be written; and it runs on a stream that the writer does not
+    # wait for.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by the module's class
-    if deterministic:  # read by cuBLAS when its handle is made, which is after this
+    if deterministic:  # cuBLAS reads the variable when its handle is created, which is after this
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,6 +1,7 @@
-"""The hardware profile: how fast a machine moves, computes and updates. What a plan's prediction is made of.
+"""Holds a machine's rates of copies, computation and optimizer updates, from which a plan's step time is predicted.
 
-Measured once (measure/measure_profile.py), or written by hand for a machine that is not here; docs/hardware_profile.md.
+A profile is measured once (measure/measure_profile.py), or written by hand for another machine; see
+docs/hardware_profile.md.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-# Wide enough for any machine, and such that seconds made of them are neither infinite nor 0.
+# Wide enough for any machine, and narrow enough that seconds computed from rates are neither infinite nor 0.
 Rate = Annotated[float, Field(ge=1e-6, le=1e24, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True)
 class RatePoint:
-    """`size`: of what was measured; `per_s`: at that size."""
+    """Holds the rate `per_s` measured at one `size`."""
 
     size: Rate
     per_s: Rate
@@ -31,9 +32,12 @@ RateCurve = Annotated[tuple[RatePoint, ...], Field(min_length=1)]
 
 @dataclass(frozen=True)
 class MachineName:
-    """What a profile belongs to: whatever of this changes, rates may. `gpu`, `driver`: empty without one.
+    """Identifies the machine that a profile belongs to. If any of these fields changes, rates may change.
 
-    Not RAM: on some virtual machines what the kernel shows of it grows as it is touched, and rates do not depend on it.
+    gpu, driver: empty without a GPU.
+
+    RAM is not included: on some virtual machines the amount that the kernel shows grows as memory is touched. Rates do
+    not depend on it.
     """
 
     gpu: str
@@ -48,50 +52,62 @@ class MachineName:
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """Rates of one machine. All are of one thing alone but for those with `both` and `busy` in their names, of disks
-    and of links between GPUs and hosts, where both directions run."""
+    """Holds the rates of one machine.
+
+    Each rate is measured while nothing else runs. Exceptions are those with `both` or `busy` in their names, and those
+    of disks and of links between GPUs and hosts, where both directions run.
+    """
 
     version: Literal[1]
     machine: MachineName
     h2d_bytes_per_s: Rate
     d2h_bytes_per_s: Rate
-    both_bytes_per_s: Rate  # each way, while the other one runs too
-    copy_s: Seconds  # what a copy takes however small it is
-    triad_bytes_per_s: Rate  # of host memory: STREAM's triad on all cores, 16 bytes an element
-    adamw_per_s: Rate  # parameters: split bf16 masters, bf16 gradient, all cores
-    adamw_busy_per_s: Rate  # the same while both copies run
-    device_bytes_per_s: Rate  # of device memory: what a copy inside of it reads and writes
-    launch_s: Seconds  # of each operator in a row of small ones
-    matmul: Annotated[Mapping[str, RateCurve], Field(min_length=1)]  # by train.precision; size and rate: FLOPs
-    attention: RateCurve  # size: tokens of a sequence; FLOP/s of forward and backward, causal counted once
-    disk_bytes_per_s: Rate | None = None  # of the disk of spill.path, read and written at the same time, both together
-    disk_plain_bytes_per_s: Rate | None = None  # where that is of what is packed: of the rest
-    disk_direct_bytes_per_s: Rate | None = None  # of activations that pass between it and the device's own memory
-    # What a GPU has from the others of its host while it sends as much, by copies; None: nobody measured it.
+    both_bytes_per_s: Rate  # h2d and d2h at the same time: the rate in each direction
+    copy_s: Seconds  # fixed cost of one copy, however small it is
+    triad_bytes_per_s: Rate  # host memory bandwidth: STREAM's triad on all cores, 16 bytes an element
+    adamw_per_s: Rate  # parameters updated per second: split bf16 masters, bf16 gradient, all cores
+    adamw_busy_per_s: Rate  # the same while h2d and d2h copies run
+    device_bytes_per_s: Rate  # device memory bandwidth: bytes that a copy within the device reads plus writes
+    launch_s: Seconds  # per operator, in a sequence of small operators
+    matmul: Annotated[Mapping[str, RateCurve], Field(min_length=1)]  # by train.precision; FLOPs → FLOP/s
+    attention: RateCurve  # tokens of a sequence → FLOP/s of forward and backward, causal counted once
+    disk_bytes_per_s: Rate | None = None  # disk of spill.path: sum of reads and writes that run at the same time
+    disk_plain_bytes_per_s: Rate | None = None  # rate of uncompressed data, if disk_bytes_per_s is of compressed data
+    disk_direct_bytes_per_s: Rate | None = None  # activations transferred directly between disk and device memory
+    # Bytes that a GPU receives from the others of its host while it sends as many, by copies; None: not measured.
     gpu_link_bytes_per_s: Rate | None = None
-    host_link_bytes_per_s: Rate | None = None  # the same of a host and other hosts; is never measured
+    host_link_bytes_per_s: Rate | None = None  # the same between a host and the other hosts; never measured
 
     def to_json(self) -> str:
         return TypeAdapter(HardwareProfile).dump_json(self, indent=1).decode() + "\n"
 
     @staticmethod
     def from_json(text: str) -> HardwareProfile:
-        """Raises pydantic.ValidationError for text that is no profile of this version."""
+        """Parse a profile. Raises pydantic.ValidationError if the text is not a profile of this version."""
         return TypeAdapter(HardwareProfile).validate_json(text)
 
     def matmul_s(self, precision: str, flops: float) -> float:
-        """Seconds of a product of so many FLOPs. A precision that is not there has the rates of the first."""
+        """Return the seconds of a matrix product of `flops` FLOPs.
+
+        A precision without a curve uses the rates of the first curve.
+        """
         curve = self.matmul.get(precision) or next(iter(self.matmul.values()))
         return flops / interpolate(curve, flops) if flops else 0.0
 
     def attention_s(self, seq_len: int, flops: float) -> float:
-        """Seconds of the attention of sequences of this length, so many FLOPs of forward or backward."""
+        """Return the seconds of attention over sequences of `seq_len` tokens.
+
+        flops: FLOPs of the forward or the backward.
+        """
         return flops / interpolate(self.attention, seq_len)
 
 
 def interpolate(curve: Sequence[RatePoint], size: float) -> float:
-    """The rate at a size: straight between points on logarithmic axes; below the first in proportion to the size, as
-    what costs a launch however small it is; above the last as there."""
+    """Return the rate at `size`, by linear interpolation on logarithmic axes.
+
+    Below the first point the rate is proportional to the size, as for work that costs one launch however small it is.
+    Above the last point the rate is that of the last point.
+    """
     points = sorted(curve, key=lambda point: point.size)
     k = bisect.bisect_left([point.size for point in points], size)
     if k == 0:
@@ -104,12 +120,12 @@ def interpolate(curve: Sequence[RatePoint], size: float) -> float:
 
 
 def _cubes(rates: Mapping[int, float]) -> tuple[RatePoint, ...]:
-    """From FLOP/s of products of square matrices, by their width."""
+    """Return a curve from FLOP/s of products of square matrices, keyed by their width."""
     return tuple(RatePoint(2.0 * n**3, per_s) for n, per_s in rates.items())
 
 
-# One H200 with PCIe 5 and 16 cores, torch 2.11: copies, updates, attention and the largest products were measured on
-# it, the small ones are guesses.
+# One H200 with PCIe 5 and 16 cores, torch 2.11. Copies, updates, attention and the largest matrix products were
+# measured on it; rates of small products are guesses.
 TYPICAL_GPU = HardwareProfile(
     version=1,
     machine=MachineName("NVIDIA H200", "", "2.11", "server core", 16),
@@ -130,7 +146,7 @@ TYPICAL_GPU = HardwareProfile(
     attention=(RatePoint(1024, 348e12), RatePoint(4096, 528e12), RatePoint(32768, 561e12)),
 )
 
-# A guess of a desktop: the CPU device is there for tests and small models.
+# A guess for a desktop: the CPU device is for tests and small models.
 TYPICAL_CPU = HardwareProfile(
     version=1,
     machine=MachineName("", "", "", "desktop core", 8),
@@ -152,10 +168,10 @@ TYPICAL_CPU = HardwareProfile(
 )
 
 
-# A guess for one NVMe drive, which writes 2.9 GB/s and reads 4.0 GB/s, each alone.
+# A guess for one NVMe drive that writes 2.9 GB/s and reads 4.0 GB/s when it does only one of them.
 TYPICAL_DISK_BYTES_PER_S = 3e9
 
 
 def typical(device: str) -> HardwareProfile:
-    """Built-in rates, for a plan of a machine that nobody measured."""
+    """Return built-in rates, for the plan of a machine that nobody measured."""
     return TYPICAL_GPU if device == "cuda" else TYPICAL_CPU

@@ -1,4 +1,7 @@
-"""Homes: on which CPUs each process of a run works, and from which NUMA nodes its memory is taken. Pure."""
+"""Chooses for each process of a run the CPUs it works on and the NUMA nodes its memory comes from.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NumaNode:
-    """One whose CPUs this process may use. `cores`: these CPUs, hyper-threads of one core together. `memory`: the node
-    that its memory is taken from: itself, or the nearest that has some which this process may take."""
+    """Describes a NUMA node that has CPUs which this process may use.
+
+    cores: these CPUs, grouped by core (hyper-threads of one core together).
+    memory: number of the node that provides its memory: itself, or the nearest node that has memory this process may
+        use.
+    """
 
     number: int
     cores: tuple[tuple[int, ...], ...]
@@ -24,8 +31,11 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Of a host. `address`: on its PCI bus, as /sys names it; None where torch does not say, or it is not here. `node`:
-    number of the one that it is attached to; None: nobody knows."""
+    """Describes a GPU of a host.
+
+    address: its PCI address as in /sys; None if torch does not report it, or the GPU is not on this machine.
+    node: number of the NUMA node that the GPU is attached to; None if unknown.
+    """
 
     address: str | None
     node: int | None
@@ -33,8 +43,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Home:
-    """Of one process. `nodes`: whose CPUs it works on; `cpus`: which of them, as the kernel writes them (0-15,32-47).
-    `memory`: the nodes that its memory is taken from, in turn where there are several."""
+    """Holds the CPUs and NUMA nodes that one process is bound to.
+
+    nodes: numbers of the nodes whose CPUs it works on.
+    cpus: these CPUs, in the kernel's notation (0-15,32-47).
+    memory: numbers of the nodes that its memory comes from, interleaved if there are several.
+    """
 
     nodes: tuple[int, ...]
     cpus: str
@@ -45,7 +59,7 @@ class Home:
         return frozenset(parse_ranges(self.cpus))
 
     def __str__(self) -> str:
-        """node 0 (16 CPUs); where memory is another node's that is said, too."""
+        """Return, for example, "node 0 (16 CPUs)". The memory's node is named only if it differs."""
         nodes = f"node {self.nodes[0]}" if len(self.nodes) == 1 else f"nodes {format_ranges(self.nodes)}"
         count = len(self.cpu_set)
         memory = "" if self.memory == self.nodes else f", memory of node {format_ranges(self.memory)}"
@@ -54,18 +68,23 @@ class Home:
 
 @dataclass(frozen=True)
 class GpuHome:
-    """Of the worker of one GPU. `address`: as Gpu.address. `home`: None: it works anywhere."""
+    """Holds the home of one GPU's worker.
+
+    address: as in Gpu.address.
+    home: None if the worker may run anywhere.
+    """
 
     address: str | None
     home: Home | None
 
 
-@lru_cache  # asked for every candidate of a plan
+@lru_cache  # called for every candidate of a plan
 def shard_homes(nodes: tuple[NumaNode, ...], num_shards: int) -> tuple[Home, ...]:
-    """Of each optimizer shard. As many as nodes: one each. More: shards share nodes, and each has cores of its own, as
-    long as there are enough; none is split between two. Fewer: a shard has several nodes, and memory of all.
+    """Return the home of each optimizer shard. Empty if there is one node: the kernel then needs no help.
 
-    Empty where there is one node: the kernel puts everything there by itself.
+    - As many shards as nodes: one node each.
+    - More shards: several share a node. Each has cores of its own, as long as there are enough, and no core is split.
+    - Fewer shards: a shard has several nodes, and memory of all of them.
     """
     if len(nodes) < 2:
         return ()
@@ -80,33 +99,43 @@ def shard_homes(nodes: tuple[NumaNode, ...], num_shards: int) -> tuple[Home, ...
 
 @lru_cache
 def gpu_homes(nodes: tuple[NumaNode, ...], gpus: tuple[Gpu, ...]) -> tuple[GpuHome, ...]:
-    """Of the worker of each GPU: all of the node that the GPU is attached to, whoever else works there. Anywhere where
-    nobody knows that node, or none of its CPUs may be used. Empty where that is so of every GPU, or there is one
-    node."""
+    """Return the home of each GPU's worker: the whole node that the GPU is attached to, whoever else works there.
+
+    A worker may run anywhere if that node is unknown or has no CPU that may be used. The result is empty if that is so
+    for every GPU, or if there is only one node.
+    """
     of_node = {node.number: _home([node]) for node in nodes} if len(nodes) > 1 else {}
     homes = tuple(GpuHome(gpu.address, None if gpu.node is None else of_node.get(gpu.node)) for gpu in gpus)
     return homes if any(of_gpu.home for of_gpu in homes) else ()
 
 
 def home_at(homes: Iterable[GpuHome], address: str | None) -> Home | None:
-    """Of the worker of the GPU at an address. One that is not among them has the home that all of them have, if they
-    have one."""
+    """Return the home of the worker of the GPU at `address`.
+
+    For an address that is not in `homes`, return the home that all workers share, or None if they differ.
+    """
     found = {of_gpu.home for of_gpu in homes if of_gpu.address == address} or {of_gpu.home for of_gpu in homes}
     return found.pop() if len(found) == 1 else None
 
 
 def _memory_of(homes: Iterable[Home | None]) -> tuple[int, ...]:
-    """The nodes from which they take memory."""
+    """Return the nodes that provide the memory of `homes`, sorted."""
     return tuple(sorted({node for home in homes if home for node in home.memory}))
 
 
 def fewest_cpus(homes: Iterable[Home]) -> int:
-    """Of any of them: shards have equal parts of every layer, so more threads of one would wait for the others."""
+    """Return the smallest number of CPUs of any home.
+
+    Shards have equal parts of every layer, so a shard with more threads would only wait for the others.
+    """
     return min(len(home.cpu_set) for home in homes)
 
 
 def _home(nodes: Sequence[NumaNode], cores: Sequence[tuple[int, ...]] | None = None) -> Home:
-    """`cores`: of these nodes; None: all."""
+    """Return the home made of `nodes`.
+
+    cores: the cores to use, which belong to these nodes; None: all cores of the nodes.
+    """
     cores = [core for node in nodes for core in node.cores] if cores is None else cores
     cpus = format_ranges(cpu for core in cores for cpu in core)
     memory = tuple(sorted({node.memory for node in nodes}))
@@ -114,15 +143,20 @@ def _home(nodes: Sequence[NumaNode], cores: Sequence[tuple[int, ...]] | None = N
 
 
 def _portions(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """So many neighbours, as equal as can be; where there are fewer items than portions each has one."""
+    """Split `items` into `count` groups of adjacent items, as equal as possible.
+
+    With fewer items than groups, each group has one item.
+    """
     if len(items) < count:
         return [[items[k * len(items) // count]] for k in range(count)]
     return [items[k * len(items) // count : (k + 1) * len(items) // count] for k in range(count)]
 
 
 def slab_nodes(homes: Sequence[GpuHome], host_gpus: int, home: Home | None) -> tuple[int, ...]:
-    """Nodes that the slab's pages are taken from in turn: that of the host's only GPU worker, with its home, else those
-    of all GPUs. Each GPU copies its part of a gradient to wherever there is room, and shards of all nodes read
-    it, so no page belongs to one node; on one node its memory and its link would carry everything. Reasoned, not
-    measured."""
+    """Return the nodes over which the slab's pages are interleaved.
+
+    With one GPU worker on the host and a `home`, these are its memory nodes, else those of all GPU workers. Each GPU
+    copies its part of a gradient to any free place in the slab, and shards of all nodes read it, so no page belongs to
+    one node. On a single node, that node's memory and link would carry all the traffic. This is reasoned, not measured.
+    """
     return _memory_of([home] if home and host_gpus == 1 else [of_gpu.home for of_gpu in homes])

@@ -1,4 +1,4 @@
-"""RankGroup: ranks that meet through torch.distributed, NCCL between GPUs and gloo between CPU devices."""
+"""Implements `Ranks` with torch.distributed: NCCL between GPUs, gloo between CPU devices."""
 
 from __future__ import annotations
 
@@ -19,38 +19,41 @@ from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.errors import LostPeerError, MegatrainError
 
 LOOPBACK = "127.0.0.1"
-# Settings of the user come before these. NCCL's multicast can put all GPUs of a host out of service where several
-# tenants share its switches.
+# Variables that the user has set override these. NCCL's multicast can put all GPUs of a host out of service where
+# several tenants share its switches.
 SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0"}
-# Its operations of different groups begin on the device in the order in which they were submitted, as in every process
-# (LayerStreamer.await_submitted): else they may wait for each other for good.
+# Makes NCCL start operations of different groups on the device in the order of submission, which is the same in every
+# process (LayerStreamer.await_submitted). Otherwise they may deadlock.
 OF_TWO_GROUPS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-REACH_S = 120.0  # in which a port that is open answers
+REACH_S = 120.0  # seconds within which an open port answers
 
-# By the names of newer versions of torch, which warn of the others.
+# Newer versions of torch have these names, and warn when the older ones are used.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Place(NamedTuple):
-    """Where ranks find each other."""
+    """Holds the address and port at which ranks meet."""
 
     address: str
     port: int
 
 
 class Meeting:
-    """A port that this process listens at, at one address alone, as long as this object is kept."""
+    """Listens at a port of this process, at one address only, as long as the object is kept."""
 
     def __init__(self, address: str = LOOPBACK) -> None:
-        """`address`: of this host, at which the others reach it. Raises OSError where it is none of this host's."""
+        """Open the port. Raises OSError if `address` is not an address of this host.
+
+        address: address of this host at which the other ranks reach it.
+        """
         listening = socket.create_server((address, 0))
         self.place = Place(address, listening.getsockname()[1])
         self._store = TCPStore(*self.place, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface with this IPv4 address; None where there is none."""
+    """Return the name of the network interface with this IPv4 address; None if there is none."""
     if address.startswith("127."):
         return "lo"
     of_each = psutil.net_if_addrs().items()
@@ -58,10 +61,13 @@ def interface_of(address: str) -> str | None:
 
 
 def _connections(interface: str | None) -> dict[str, str]:
-    """What NCCL and gloo connect by. NCCL takes names for beginnings of names, unless it is told that they are not."""
+    """Return the variables that tell NCCL and gloo which network interface to use.
+
+    NCCL treats a name as a prefix of names unless it begins with "=".
+    """
     if interface is None:
         return {}
-    of_nccl = interface if interface == "lo" else f"={interface}"  # lo as it was measured
+    of_nccl = interface if interface == "lo" else f"={interface}"  # lo without "=", as it was measured
     return {"NCCL_SOCKET_IFNAME": of_nccl, "GLOO_SOCKET_IFNAME": interface}
 
 
@@ -76,17 +82,24 @@ def _reach(place: Place) -> TCPStore:
 
 
 class RankGroup:
-    """One of several processes, each with a device of its own. One to a process."""
+    """Connects this process, which has one device, with the processes of the other ranks.
+
+    A process has at most one group.
+    """
 
     def __init__(
         self, device: torch.device, place: Place, rank: int, size: int, timeout_s: float, address: str = LOOPBACK,
         *, gathers: bool = False,
     ) -> None:  # fmt: skip
-        """Waits for the others. `place`: of the meeting. `timeout_s`: that the ranks may be apart in a call. `address`:
-        of this host, by whose interface it is connected. `gathers`: whether `all_gather` will be called.
+        """Join the group and wait for the other ranks.
 
-        Raises MegatrainError where the place cannot be reached, LostPeerError where another rank
-        fails or does not come within `timeout_s`.
+        place: address and port of the meeting.
+        timeout_s: seconds that the ranks may be apart when they make the same call.
+        address: address of this host, whose network interface is used for the connections.
+        gathers: whether `all_gather` will be called.
+
+        Raises MegatrainError if the meeting cannot be reached. Raises LostPeerError if another rank fails or does not
+        come within `timeout_s`.
         """
         surroundings = SURROUNDINGS | (OF_TWO_GROUPS if gathers else {}) | _connections(interface_of(address))
         for name, value in surroundings.items():
@@ -106,21 +119,21 @@ class RankGroup:
                 timeout=bound,
                 device_id=device if on_gpu else None,
             )
-            # What fills slots runs beside what sums gradients: each has an order of its own.
+            # All-gathers that fill slots run concurrently with sums of gradients, so each needs a group of its own.
             self._gathering = dist.new_group(timeout=bound) if gathers else None
 
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:
         if part.size * self.size == flat.numel():
             own = flat[part.start : part.stop]
             self._exchange(lambda: _reduce_scatter(own, flat))
-        else:  # the whole is asked for, or parts are not equally large
+        else:  # the whole tensor is wanted, or the parts differ in size
             self.sum(flat)
 
     def sum(self, values: torch.Tensor) -> None:
         self._exchange(lambda: dist.all_reduce(values))
 
     def all_gather(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
-        flat = flat.data  # as copies into slots do: autograd is at work on others of the same memory
+        flat = flat.data  # own version counter: autograd may be working on other slots of the same allocation
         own = flat[slice(*parts[self.rank])]
         first, last = parts[0], parts[-1]
         if all(part.size == own.numel() for part in parts):
@@ -142,8 +155,11 @@ class RankGroup:
 
     @contextmanager
     def _losses_named(self, what: str) -> Iterator[None]:
-        """A RuntimeError of a call of all ranks, whatever torch's reason, becomes a LostPeerError that names this rank;
-        running out of memory stays what it is. `what`: this rank did."""
+        """Turn a RuntimeError of a collective call into a LostPeerError that names this rank, whatever torch's reason.
+
+        Running out of memory is raised unchanged.
+        what: verb phrase for the message, what happened to this rank.
+        """
         try:
             yield
         except torch.OutOfMemoryError:  # a RuntimeError, too
@@ -152,6 +168,6 @@ class RankGroup:
             raise LostPeerError(f"rank {self.rank} of {self.size} {what}: {error}") from error
 
     def close(self) -> None:
-        """Idempotent. What the others still wait for does not come."""
+        """Leave the group. Idempotent. Calls that other ranks still wait for will not be answered."""
         if dist.is_initialized():
             dist.destroy_process_group()

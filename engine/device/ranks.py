@@ -1,10 +1,12 @@
-"""Ranks: the GPU workers of a run, one for each GPU. Each computes its own micro-batches of a step, and all of them
-together make of it what one would have made: sums of gradients, norms, losses.
+"""Exchanges gradients, norms and losses among ranks, the GPU workers of a run, one for each GPU.
 
-Each rank completes a part of every layer's gradient, its own, and hands that on to the host: a reduce-scatter; where
-Muon trains something of the layer it is that with the matrices whose directions the rank makes.
+Each rank computes its own micro-batches of a step. Together they compute what a single rank would have computed.
 
-`rank`: among the GPU workers of all hosts; `host_rank`: among those of its host.
+Each rank completes its own part of every layer's gradient with a reduce-scatter, and hands that part on to the host. If
+Muon trains something of the layer, the part is the one with the matrices whose directions this rank computes.
+
+rank: number among the GPU workers of all hosts.
+host_rank: number among the GPU workers of its host.
 """
 
 from __future__ import annotations
@@ -20,28 +22,39 @@ from megatrain_ray.engine.optimizer.matrix_parts import matrix_spans
 
 
 class Ranks(Protocol):
-    """This one among all. Every rank calls the same, in the same order; compute thread only. Each call raises
-    LostPeerError where another rank does not do its part."""
+    """Represents this rank among all ranks.
+
+    Every rank makes the same calls in the same order, on the compute thread only. Each call raises LostPeerError if
+    another rank does not make its call.
+    """
 
     rank: int
     size: int
 
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:
-        """`part` of a 1-D tensor becomes the sum over all ranks. What is outside of it is worth nothing afterwards."""
+        """Replace `part` of the 1-D tensor `flat` with the sum over all ranks.
+
+        Elements outside `part` are undefined afterwards.
+        """
 
     def sum(self, values: torch.Tensor) -> None:
-        """Becomes the sum over all ranks, the same bits on each."""
+        """Replace `values` with the sum over all ranks, which has the same bits on every rank."""
 
     def all_gather(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
-        """Fills the parts of a 1-D tensor that the other ranks have. `parts`: by rank. Of all calls this one alone may
-        come from another thread; by order these are one line, and all others another one."""
+        """Fill the parts of the 1-D tensor `flat` that the other ranks hold.
+
+        parts: the part of each rank, by rank.
+
+        Only this call may come from another thread. All-gathers have their own order, and all other calls have another
+        one.
+        """
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """1-D: those of all ranks, one after the other."""
+        """Return the values of all ranks as one 1-D tensor, concatenated by rank."""
 
 
 class OneRank:
-    """Of a run with one GPU: there is nothing to exchange."""
+    """Implements `Ranks` for a run with one GPU, which exchanges nothing."""
 
     rank, size = 0, 1
 
@@ -59,12 +72,18 @@ class OneRank:
 
 
 class RankParts:
-    """Which part of a layer a rank has: of its gradient, which it completes, and, where ranks upload parts, of its
-    working copy. The ranks of a host divide the host's share; of layers that Muon trains something of, which is for one
-    host alone, they divide the matrices. Spans in padded coordinates of the layer."""
+    """Divides each layer among ranks: its gradient, and its working copy where ranks upload only parts.
+
+    The ranks of a host divide the host's share. Muon is for runs with one host only; of a layer of which it trains
+    something, the ranks divide the matrices. Spans are in padded coordinates of the layer.
+    """
 
     def __init__(self, layout: ModelLayout, rank: int = 0, size: int = 1) -> None:
-        """`layout`: of any host. `rank`, `size`: among all hosts."""
+        """Create the division of `layout`.
+
+        layout: the layout of any host.
+        rank, size: this rank and the number of ranks, among all hosts.
+        """
         self._layout = layout
         self._rank = rank
         self._size = size
@@ -72,21 +91,28 @@ class RankParts:
         self._of_matrices = matrix_spans(layout, size)
 
     def gradient_span(self, layer: int) -> Span:
-        """This rank's part of the gradient, which it completes and hands on; those of all ranks cover it. One that has
-        no matrix of the layer has an empty one."""
+        """Return this rank's part of the layer's gradient, which it completes and hands on to the host.
+
+        The parts of all ranks cover the gradient. The part is empty if the layer has matrices for Muon and none is this
+        rank's.
+        """
         if layer in self._of_matrices:
             return self._of_matrices[layer][self._rank]
         return self.upload_spans_of_all(layer)[0][self._rank]
 
     def upload_spans(self, layer: int) -> tuple[Span, ...]:
-        """Of the working copy: of what is trained, and of what is frozen, where it has some of it; an empty one where
-        it has nothing, as of a layer that has fewer than 64 elements for each rank."""
+        """Return this rank's parts of the layer's working copy: of trained and of frozen elements, without empty parts.
+
+        If both are empty, return one empty span. That happens if a layer has fewer than 64 elements for each rank.
+        """
         of_rank = [of_ranks[self._rank] for of_ranks in self.upload_spans_of_all(layer)]
         return tuple(span for span in of_rank if span.size) or (of_rank[0],)
 
     def upload_spans_of_all(self, layer: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Of every rank, by rank: its part of the working copy, of what is trained and of what is frozen. Gradients of
-        layers without Muon are divided in the same way."""
+        """Return every rank's part of the layer's working copy: a tuple of trained parts and one of frozen parts.
+
+        Both tuples are ordered by rank. Gradients of layers without Muon are divided in the same way.
+        """
         if layer not in self._parts:
             flat, num_hosts = self._layout.layers[layer], self._layout.num_hosts
             trained, frozen = (
@@ -101,8 +127,11 @@ class RankParts:
         return self._parts[layer]
 
     def views(self, layer: int, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Of the gradient's part, by parameter: whole parameters where there is one rank, else those elements, 1-D,
-        that the part has of them. `flat`: 1-D, padded, of all that is trained."""
+        """Return this rank's part of the gradient as views by parameter name.
+
+        With one rank these are whole parameters, else the elements that the part has of each parameter, 1-D.
+        flat: 1-D, padded, the gradient of all trained elements.
+        """
         if self._size == 1:
             return self._layout.layers[layer].trained_views(flat)
         runs = self._layout.layers[layer].runs(self.gradient_span(layer))

@@ -1,4 +1,4 @@
-"""What a model's layers leave on the device between their forward and their backward, measured in a trial forward."""
+"""Measures in a trial forward what a model's layers leave on the device between their forward and their backward."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ from megatrain_ray.engine.model.structure import LayerKind, Mlp, ModelStructure
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """What one micro-batch leaves on the device, per layer: the tensors that enter it, and what a kept graph saves
-    beyond them and the weights. `masks`: the attention masks that all layers share. `compiled`: of each layer what a
-    compiled one keeps; None where that was not asked for. `private`: whether nothing but the layer itself reads what
-    enters it, from its forward to its backward; `replayable`: and the layer before makes all of it. `chunked`: the same
-    where MLPs are computed in chunks, but for what a chunk takes; None where none can be, or that was not asked for.
-    `whole`: of such, where they are not. `between`: of what is kept, what blocks that are divided save between the
-    modules of a part, which no part computes again; none where they are not divided."""
+    """Holds the bytes that one micro-batch leaves on the device, layer by layer.
+
+    boundary: tensors that enter the layer and require a gradient.
+    kept: what a kept graph saves beyond the layer's inputs and weights.
+    masks: attention masks, which all layers share.
+    compiled: what each layer keeps when it is compiled; None for a layer that is not. Empty if it was not asked for.
+    private: whether nothing but the layer itself reads its inputs, from its forward to its backward.
+    replayable: whether the layer's inputs are private, and the layer before makes all of them.
+    chunked: the same if MLPs are computed in chunks, without the memory of one chunk. None if no MLP can be chunked, or
+        if it was not asked for.
+    whole: for bytes with chunked MLPs, the bytes with whole MLPs; else None.
+    between: the part of `kept` that divided blocks save between the modules of a part. No part recomputes it. Empty if
+        blocks are not divided.
+    """
 
     boundary: tuple[int, ...]
     kept: tuple[int, ...]
@@ -38,7 +45,10 @@ class ActivationBytes:
     between: tuple[int, ...] = ()
 
     def times(self, count: int) -> ActivationBytes:
-        """Of one micro-batch as large as `count` of these; at most, since what does not grow is multiplied, too."""
+        """Return the bytes of one micro-batch as large as `count` of these.
+
+        It is an upper bound, since constant amounts are multiplied, too.
+        """
         of_all = self.boundary, self.kept, self.between
         boundary, kept, between = (tuple(count * b for b in of_layers) for of_layers in of_all)
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)
@@ -47,7 +57,10 @@ class ActivationBytes:
         return replace(counted, compiled=compiled, chunked=chunked)
 
     def above(self, lowest: int, other: ActivationBytes) -> ActivationBytes:
-        """With the kept bytes of `other`; nothing waits for a backward below layer `lowest`."""
+        """Return the same with the kept bytes of `other`, and with zeros for all layers below `lowest`.
+
+        Nothing waits for a backward below layer `lowest`.
+        """
         zeros = (0,) * lowest
         chunked = self.chunked.above(lowest, other.chunked) if self.chunked and other.chunked else None
         boundary, kept = zeros + self.boundary[lowest:], zeros + other.kept[lowest:]
@@ -55,26 +68,29 @@ class ActivationBytes:
         return replace(self, boundary=boundary, kept=kept, between=between, chunked=chunked)
 
     def kept_when_recomputed(self, layer: int) -> int:
-        """What waits for a backward of a layer that is not compiled though it computes its forward again."""
+        """Return the bytes kept for the backward of an uncompiled layer that recomputes its forward."""
         return self.between[layer] if self.between else 0
 
     def in_chunks(self) -> ActivationBytes | None:
-        """Of layers whose MLPs are computed in chunks, beside these; None where none can be."""
+        """Return the bytes with MLPs computed in chunks, with this object as their `whole`.
+
+        None if no MLP can be computed in chunks.
+        """
         return replace(self.chunked, whole=self) if self.chunked else None
 
     @property
     def trials(self) -> tuple[CompileTrial | None, ...]:
-        """Of all layers; then those of layers in chunks, where some can be."""
+        """Return the compile trials of all layers, followed by those of layers with chunked MLPs if there are any."""
         return self.compiled + (self.chunked.compiled if self.chunked else ())
 
     def with_trials(self, trials: tuple[CompileTrial | None, ...]) -> ActivationBytes:
-        """With these `trials`."""
+        """Return the same with these compile trials, in the order of the property `trials`."""
         count = len(self.kept)
         chunked = self.chunked and replace(self.chunked, compiled=trials[count:])
         return replace(self, compiled=trials[:count], chunked=chunked)
 
     def mlp_bytes(self, layer: int, *, compiled: bool) -> int:
-        """What a layer's MLP would keep if it were computed whole; 0 where it is."""
+        """Return the additional bytes that a layer's MLP would keep if it were computed whole; 0 if it is."""
         if self.whole is None:
             return 0
         if compiled:
@@ -82,25 +98,28 @@ class ActivationBytes:
         return max(0, self.whole.kept[layer] - self.kept[layer])
 
     def budgets_of(self, layer: int) -> tuple[BudgetCost, ...]:
-        """What each activation budget costs; none of a layer that is not compiled."""
+        """Return the cost of each activation budget of the layer; empty for a layer that is not compiled."""
         trial = self.compiled[layer] if self.compiled else None
         return trial.budgets if trial else ()
 
     def has_budget(self, layer: int, activation_budget: float) -> bool:
-        """Whether a compiled layer can have it; no layer where nothing is compiled."""
+        """Return whether the layer can be compiled with this budget; False if nothing is compiled."""
         return bool(self.compiled) and activation_budget in self._kept_within[layer]
 
     def kept_within(self, layer: int, activation_budget: float) -> int:
-        """Bytes that a compiled layer keeps."""
+        """Return the bytes that a compiled layer keeps with this budget."""
         return self._kept_within[layer][activation_budget]
 
     def kept_at_most(self, layer: int) -> int:
-        """The same with the largest budget."""
+        """Return the bytes that a compiled layer keeps with the largest budget."""
         return self._kept_at_most[layer]
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For each layer the first one of which all this is the same, and what enters the layer behind it."""
+        """Return for each layer the index of the first layer with the same bytes.
+
+        The boundary of the layer after it is compared, too.
+        """
         following = (*self.boundary[1:], self.boundary[-1])
         budgets = map(self.budgets_of, range(len(self.kept)))
         of_whole = self.whole.alike if self.whole else (0,) * len(self.kept)
@@ -118,7 +137,7 @@ class ActivationBytes:
 
 
 def first_alike(values: Iterable[Hashable]) -> tuple[int, ...]:
-    """For each value the place of the first one that is equal."""
+    """Return for each value the index of the first value that is equal to it."""
     first: dict[Hashable, int] = {}
     return tuple(first.setdefault(value, i) for i, value in enumerate(values))
 
@@ -126,7 +145,10 @@ def first_alike(values: Iterable[Hashable]) -> tuple[int, ...]:
 def activation_bytes_of(
     model: nn.Module, trial: Trial, structure: ModelStructure, attention: Attention, batch: tuple[int, int]
 ) -> ActivationBytes:
-    """Of a trial of `batch` = [sequences, tokens]. What is frozen in the model keeps less."""
+    """Measure the activation bytes in a trial forward of `batch` = [sequences, tokens].
+
+    Parameters that are frozen in the model make layers keep less.
+    """
     weights = storages_of(model.parameters())
     boundary, kept, in_chunks, of_blocks = [], [], [], list[torch.Tensor]()
     for layer in structure.layers:
@@ -153,14 +175,17 @@ def activation_bytes_of(
 
 
 def _with_parts(whole: ActivationBytes, trial: Trial, structure: ModelStructure, weights: set[int]) -> ActivationBytes:
-    """Of a structure with divided blocks. `whole`: right but for these."""
+    """Return `whole`, corrected for a structure with divided blocks.
+
+    whole: bytes that are right except for divided blocks.
+    """
     boundary, kept, between = list(whole.boundary), list(whole.kept), [0] * len(whole.kept)
     for block in structure.blocks:
         parts = [structure.layers[i] for i in block]
         calls = [call for part in parts for path in part.modules if (call := trial.first(path)) is not None]
         given = storages_of(tensor for call in calls for tensor in call.inputs)
         for k, (i, layer) in enumerate(zip(block, parts, strict=True)):
-            assert layer.part is not None  # all blocks are divided
+            assert layer.part is not None  # if one block is divided, all are
             boundary[i] = _unique_bytes(entered(trial, layer.part.leaving), set())
             between[i] = _unique_bytes(glue_saved(trial, parts, k), weights | given)
             kept[i] += between[i]
@@ -175,9 +200,9 @@ def _kept(trial: Trial, call: Call, weights: set[int]) -> int:
 
 
 def _kept_beside(trial: Trial, call: Call, mlp: Mlp, weights: set[int]) -> int:
-    """Of a block whose MLP keeps its input only."""
+    """Return the bytes kept by a block whose MLP keeps only its input."""
     inner = trial.first(f"{call.path}.{mlp.path}")
-    assert inner is not None  # or it had not been found
+    assert inner is not None  # find_mlp found it by its call
     (first, stop), (start, end) = call.saved, inner.saved
     saved = [*trial.saved[first:start], *trial.saved[end:stop], *inner.inputs]
     return _unique_bytes(saved, weights | storages_of(call.inputs))

@@ -1,10 +1,12 @@
-"""Blocks divided into parts, each a layer of the schedule with slots, gradients and state of its own: for models of
-which a whole block is more than the device has room for. Found in the trial forward.
+"""Divides blocks into parts, for models of which a whole block is too large for the device's memory.
 
-A part is some of a block's modules, neighbours in the order of their calls; the block's own forward runs between them,
-as the model's runs between layers. What that saves for its backward nobody computes again: it waits from the forward
-to the backward like what a part keeps. Nothing of this changes what is computed, nor in which order. Experts that are
-one module to Transformers are several here (model/expert_groups.py).
+Each part is a layer of the schedule, with slots, gradients and optimizer state of its own. Parts are found in the trial
+forward.
+
+A part consists of some of a block's modules that are called one after the other. The block's own forward runs between
+them ("glue"), as the model's runs between layers. No part recomputes what the glue saves for its backward: it waits
+from the forward to the backward, like the activations that a part keeps. Dividing changes neither what is computed nor
+the order. Experts that are one module in Transformers are several here (model/expert_groups.py).
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from megatrain_ray.engine.discovery.trial_forward import Call, Flow, Trial
 from megatrain_ray.engine.model.structure import Entered, LayerSpec, Part, Returned
 from megatrain_ray.errors import ConfigError
 
-SMALL = 50  # a module with less than this part of a block's weights is no part of its own
+SMALL = 50  # a module with less than 1/50 of a block's weights does not become a part of its own
 
 
 def parts_of(model: nn.Module, trial: Trial, block: Call, most: int) -> list[list[str]]:
-    """Paths of the modules of each part, at most `most` parts, so that the largest is as small as can be.
+    """Return the module paths of each part, in at most `most` parts, so that the largest part is as small as possible.
 
-    Raises ConfigError for a block that cannot be divided.
+    Raises ConfigError if the block cannot be divided.
     """
     if block.draws:
         raise _refusal(block.path, "draws random numbers, which are drawn layer by layer (set its dropout to 0)")
@@ -49,7 +51,7 @@ def parts_of(model: nn.Module, trial: Trial, block: Call, most: int) -> list[lis
 
 
 def name_of(model: nn.Module, modules: Sequence[str], block: str) -> str:
-    """What a part is called in its block: after its largest module."""
+    """Return the name of a part within its block: that of its largest module."""
     largest = max(modules, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
     return largest.removeprefix(f"{block}.")
 
@@ -57,10 +59,11 @@ def name_of(model: nn.Module, modules: Sequence[str], block: str) -> str:
 def with_departures(
     model: nn.Module, trial: Trial, block: Call, base: Call, parts: Sequence[LayerSpec]
 ) -> list[LayerSpec]:
-    """The parts of one block, with what may leave the device, or is needed no more, behind the forward of each. `base`:
-    the module whose outputs a loss may read.
+    """Return the parts of one block, each with the tensors that may be offloaded or released after its forward.
 
-    Raises ConfigError where the block's own forward saves something for its backward that a later part reads.
+    base: call of the module whose outputs a loss may read.
+
+    Raises ConfigError if the block's own forward saves something for its backward that a later part reads.
     """
     shared = storages_of(returned_tensors(trial, base.path))
     of_block = _Block(trial, block, parts, storages_of(model.parameters()), storages_of(model.buffers()), shared)
@@ -69,8 +72,10 @@ def with_departures(
 
 
 def glue_saved(trial: Trial, parts: Sequence[LayerSpec], k: int) -> list[torch.Tensor]:
-    """What the block's own forward saves between the first call of part `k` and the part behind, beside the calls of
-    the part; of the last part up to its last call."""
+    """Return what the block's own forward saves between the first call of part `k` and the next part.
+
+    What the calls of the part save is left out. For the last part the range ends with its last call.
+    """
     calls = _calls(trial, parts[k])
     following = _calls(trial, parts[k + 1])[0] if k + 1 < len(parts) else calls[-1]
     ends = [*(call.saved for call in calls), following.saved]
@@ -79,17 +84,20 @@ def glue_saved(trial: Trial, parts: Sequence[LayerSpec], k: int) -> list[torch.T
 
 @dataclass(frozen=True)
 class _Block:
-    """What goes in and out of the parts of a block; tensors by the identity of their storages."""
+    """Determines what enters and leaves the parts of a block.
+
+    Tensors are compared by the identity of their storages.
+    """
 
     trial: Trial
     block: Call
     parts: Sequence[LayerSpec]
     weights: set[int]
     buffers: set[int]
-    shared: set[int]  # what the base model returns
+    shared: set[int]  # storages that the base model returns
 
     def check(self) -> None:
-        """Raises ConfigError as `with_departures`."""
+        """Raise ConfigError in the cases that `with_departures` names."""
         for k, (part, following) in enumerate(zip(self.parts, self._starts, strict=True)):
             saved, known = storages_of(glue_saved(self.trial, self.parts, k)) - self.weights, self._known_behind(k)
             late = {s for s in saved - known if self.trial.touched.get(s, 0) >= following}
@@ -116,15 +124,16 @@ class _Block:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """When the part behind each begins; of the last when the block is over."""
+        """Return when the next part begins, for each part. For the last part it is when the block ends."""
         return [*(_calls(self.trial, part)[0].start for part in self.parts[1:]), self.block.stop]
 
     @cached_property
     def _read_with(self) -> Sequence[int]:
-        """Of each part the one with whose backward the glue behind it runs: the last one whose outputs that glue leads
-        to. Where a call begins, glue ends (ForwardPass).
+        """Return for each part the index of the part in whose backward the glue after it runs.
 
-        Raises ConfigError where it leads out of the block.
+        It is the last part whose outputs that glue leads to. Glue ends where a call begins (ForwardPass).
+
+        Raises ConfigError if the glue leads out of the block.
         """
         read_with = list(range(len(self.parts)))
         for k in reversed(range(len(self.parts) - 1)):
@@ -140,8 +149,10 @@ class _Block:
         return [f for f in self.trial.flows if self.block.start <= f.made < self.block.stop]
 
     def _flows_behind(self, k: int) -> Iterator[Flow]:
-        """Of what glue made behind the part and an operation had behind the next one's begin, but for what entered a
-        call meanwhile."""
+        """Yield the uses, at or after the start of the next part, of what the glue after part `k` made.
+
+        What entered a call in the meantime is left out.
+        """
         calls = _calls(self.trial, self.parts[k])
         first, following, made = calls[0].start, self._starts[k], self.trial.made
         for flow in self._flows:
@@ -153,7 +164,7 @@ class _Block:
 
     @cached_property
     def _entering(self) -> Mapping[int, Entered]:
-        """Where each storage that enters a call and wants a gradient enters first."""
+        """Return the first call that each storage enters, for storages that require a gradient."""
         found: dict[int, Entered] = {}
         for call in self._own_calls:
             for position, value in enumerate(tree_leaves(call.arguments.contents)):
@@ -163,7 +174,7 @@ class _Block:
 
     @cached_property
     def _returned(self) -> Mapping[int, Returned]:
-        """What calls return that neither enters another, nor is saved, nor leaves the block."""
+        """Return the call outputs that do not enter another call, are not saved, and do not leave the block."""
         needed = self.weights | self.buffers | self.shared | self._entering.keys() | storages_of(self.trial.saved)
         needed |= storages_of(t for t in tree_leaves(self.block.output) if isinstance(t, torch.Tensor))
         found: dict[int, Returned] = {}
@@ -174,12 +185,12 @@ class _Block:
         return found
 
     def _last_part(self, storage: int) -> int:
-        """Behind which nothing of the block's forward reads it any more."""
+        """Return the index of the part after which nothing in the block's forward reads the storage."""
         touched = self.trial.touched.get(storage, 0)
         return next((k for k, start in enumerate(self._starts) if touched < start), len(self.parts) - 1)
 
     def _known_behind(self, k: int) -> set[int]:
-        """What has entered calls up to the first one of the next part."""
+        """Return the storages that have entered calls up to and including the first call of the part after `k`."""
         calls = [call for part in self.parts[: k + 1] for call in _calls(self.trial, part)]
         if k + 1 < len(self.parts):
             calls.append(_calls(self.trial, self.parts[k + 1])[0])
@@ -191,13 +202,15 @@ class _Block:
 
 
 def floats_of(value: object) -> list[torch.Tensor]:
-    """Floating-point tensors in a result, in the order in which a LayerCall has leaves for them."""
+    """Return the floating-point tensors in a result, in the order in which a LayerCall has leaves for them."""
     return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and v.is_floating_point()]
 
 
 def _leaves(model: nn.Module, trial: Trial, path: str) -> Iterator[str]:
-    """The smallest modules that hold all parameters of the one at this path and are called once each: attention is
-    whole, and so is what has parameters of its own."""
+    """Yield the smallest modules that are called once each and together hold all parameters of the module at `path`.
+
+    A module is not divided if it runs attention itself or has parameters of its own.
+    """
     module = model.get_submodule(path)
     children = [f"{path}.{name}" for name, child in module.named_children() if any(True for _ in child.parameters())]
     are_called = bool(children) and all(_is_called_once(trial, child) for child in children)
@@ -209,14 +222,14 @@ def _leaves(model: nn.Module, trial: Trial, path: str) -> Iterator[str]:
 
 
 def _attends_itself(trial: Trial, path: str) -> bool:
-    """Whether attention runs in the module beside what it calls."""
+    """Return whether attention runs in the module itself, outside of the modules that it calls."""
     inner = [call for call in trial.calls if call.path.rpartition(".")[0] == path]
     return _call(trial, path).attention > sum(call.attention for call in inner)
 
 
 def _call(trial: Trial, path: str) -> Call:
     call = trial.first(path)
-    assert call is not None  # or it had not been found
+    assert call is not None  # the path was found by its call
     return call
 
 
@@ -238,15 +251,17 @@ def _is_inside(reader: str, path: str) -> bool:
 
 
 def _cuts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Neighbours together in at most `most` groups, the largest as small as can be, or a little larger where a norm
-    would be left alone: start and stop of each."""
+    """Return the start and stop of at most `most` groups of neighbours, so that the largest is as small as possible.
+
+    It may be a little larger if a norm would otherwise be a group of its own.
+    """
     sums = sorted({sum(sizes[a:b]) for a, b in itertools.combinations(range(len(sizes) + 1), 2)})
     least = next(limit for limit in sums if 0 < len(list(_packed(sizes, limit))) <= most)
     return list(_packed(sizes, least + sum(sizes) // SMALL))
 
 
 def _packed(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Groups of neighbours of at most `limit`, each as long as can be; none where one alone is more."""
+    """Yield groups of neighbours of at most `limit`, each as long as possible; none if one item exceeds the limit."""
     if max(sizes) > limit:
         return
     start, total = 0, 0

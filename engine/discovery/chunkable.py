@@ -1,4 +1,4 @@
-"""What may be computed for some tokens at a time: the MLP of a block, dense or of experts, and the last norm."""
+"""Finds modules that may be computed for a chunk of tokens at a time: a block's MLP, dense or of experts, and norms."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from megatrain_ray.engine.discovery.trial_forward import Call, Trial
 from megatrain_ray.engine.model.output_recorder import is_recorded
 from megatrain_ray.engine.model.structure import Mlp
 
-# A trial cannot tell whether one token looks at another: what has such a name in Transformers does not
-# (tests/engine/layer_calls/test_chunked_mlp.py runs every family's). In a model's own code it may.
+# A trial cannot show whether one token depends on another. Modules of Transformers with these names compute each token
+# independently (tests/engine/layer_calls/test_chunked_mlp.py runs every family's). Modules in a model's own code may
+# not.
 NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
 LIBRARY = "transformers."
 
 
 def find_mlp(model: nn.Module, trial: Trial, base: str, block: str) -> Mlp | None:
-    """Of the block at this path: the child of such a name and of Transformers that is called once, on a hidden state
-    alone, and returns one like it. None where there is none, where it draws random numbers, which chunks would draw
-    otherwise, or where the model returns something from inside of it."""
+    """Return the MLP of the block at path `block`: a Transformers module with one of NAMES that is called once.
+
+    It takes one hidden state as its only argument, and returns one like it. Return None if there is no such module, if
+    it contains a convolution or draws random numbers (chunks would draw others), or if the model returns something from
+    inside of it.
+    """
     of_names = (f"{block}.{name}" for name in NAMES)
     for path in of_names:
         calls = [call for call in trial.calls if call.path == path]
@@ -35,7 +39,11 @@ def find_mlp(model: nn.Module, trial: Trial, base: str, block: str) -> Mlp | Non
 
 
 def find_norms(model: nn.Module, trial: Trial, base: str, head: Iterable[str]) -> frozenset[str]:
-    """Of the modules at these paths: those named norms, of Transformers or torch, of which the same holds."""
+    """Return those paths in `head` whose modules are norms that compute each token independently.
+
+    Their classes have Norm in their names and belong to Transformers or torch. As with `find_mlp` they are called once,
+    on one hidden state, and the model returns nothing from inside of them.
+    """
     return frozenset(path for path in head if _is_norm(model, trial, path) and not is_recorded(model, base, path))
 
 
@@ -55,7 +63,10 @@ def _is_per_token(call: Call) -> bool:
 
 
 def _width(module: nn.Module, trial: Trial, call: Call) -> int:
-    """Of what is saved for the backward, and of input and output."""
+    """Return the elements per token of the module's largest tensor: saved for the backward, or its output.
+
+    The input is as large as the output.
+    """
     weights = storages_of(module.parameters())
     saved = (t for t in trial.saved[slice(*call.saved)] if t.untyped_storage()._cdata not in weights)
     num_tokens = call.output.numel() // call.output.shape[-1]

@@ -1,5 +1,7 @@
-"""What a compiled layer would keep for its backward, and what it would compute again, for each activation budget: from
-the compiler's own graphs on fake tensors, which nothing compiles and nothing runs."""
+"""Estimates what a compiled layer would keep for its backward, and what it would recompute, for each activation budget.
+
+The numbers come from the compiler's own graphs on fake tensors. Nothing is compiled and nothing runs.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,12 @@ ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.05, 0.0)
 
 @dataclass(frozen=True)
 class BudgetCost:
-    """Of one micro-batch through one layer. `kept_bytes`: what waits for the backward beyond the layer's inputs and
-    weights. `recomputed_flops`: of products that the backward computes again, attention's included; `of_attention`:
-    those of attention among them."""
+    """Holds the cost of one activation budget for one micro-batch through one layer.
+
+    kept_bytes: bytes kept for the backward beyond the layer's inputs and weights.
+    recomputed_flops: FLOPs of matrix products that the backward recomputes, including attention.
+    of_attention: the part of `recomputed_flops` that is attention.
+    """
 
     activation_budget: float
     kept_bytes: int
@@ -42,17 +47,17 @@ class BudgetCost:
 
 @dataclass(frozen=True)
 class CompileTrial:
-    """The costs of each activation budget that the layer can have; or none, and why it cannot be compiled.
+    """Holds the cost of each activation budget that the layer can have; or none, and why it cannot be compiled.
 
-    A layer that draws random numbers has the largest only: where the backward computes something again, torch draws
-    again, and no longer the same (2.11 to 2.13 without torch.utils.checkpoint).
+    A layer that draws random numbers can have only the largest budget. When its backward recomputes something, torch
+    draws again, and draws other numbers (2.11 to 2.13 without torch.utils.checkpoint).
     """
 
     budgets: tuple[BudgetCost, ...] = ()
     problem: str | None = None
 
     def times(self, count: int) -> CompileTrial:
-        """Of so many such micro-batches in one."""
+        """Return the costs for `count` such micro-batches in one."""
         budgets = (
             BudgetCost(
                 cost.activation_budget,
@@ -68,13 +73,18 @@ class CompileTrial:
 def try_compiling(
     model: nn.Module, structure: ModelStructure, trial: Trial, *, chunked: bool = False
 ) -> tuple[CompileTrial | None, ...]:
-    """Traces each kind of block of a model of fake tensors, under their mode, for the call that the trial forward made;
-    None for the other layers. `chunked`: their MLPs are computed in chunks."""
+    """Trace each kind of block for the call that the trial forward made.
+
+    The result is None for layers that are no blocks.
+
+    model: a model of fake tensors; call this under their mode.
+    chunked: whether MLPs are computed in chunks.
+    """
     calls: dict[str, LayerCall] = {}
     blocks = {layer.modules[0]: layer.mlp for layer in structure.layers if layer.kind is LayerKind.BLOCK}
     for path in blocks:
         call = trial.first(path)
-        assert call is not None  # a block was called
+        assert call is not None  # every block was called
         calls[path] = LayerCall(0, path, *call.arguments.again())
     modules = {path: model.get_submodule(path) for path in calls}
     recorder = Recorder(model, structure.base, modules.items())
@@ -92,7 +102,11 @@ def try_compiling(
 
 
 def _try(module: nn.Module, recorder: Recorder, call: LayerCall, mlp: Mlp | None, *, shared: bool) -> CompileTrial:
-    """`mlp`: to be computed in chunks. `shared`: other layers run the same graph."""
+    """Trace one block and return its costs.
+
+    mlp: the MLP to compute in chunks, if any.
+    shared: whether other layers run the same graph.
+    """
     # Not at the top: the compiler takes seconds to import, and most processes compile nothing.
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -119,7 +133,7 @@ def _try(module: nn.Module, recorder: Recorder, call: LayerCall, mlp: Mlp | None
         with chunks, template.bound(parameters) as bound, warnings.catch_warnings(action="ignore"):
             function = partial(recorder.run, bound)
             call.forward(lambda *args, **kwargs: compiled(function, args, kwargs), parameters, nullcontext())
-    except Exception as error:  # a compiler's failures are of any class
+    except Exception as error:  # the compiler may raise any class
         return CompileTrial(problem=problem_in(error))
     if shared and attributes:
         return CompileTrial(problem=f"what it computes depends on {', '.join(sorted(attributes))}")
@@ -135,13 +149,13 @@ def _uncompiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., A
 
 
 def _note_positions(guards: Sequence[Any], attributes: set[str]) -> list[bool]:
-    """Keeps all guards, and writes down which position attributes they look at."""
+    """Keep all guards, and add the position attributes that they read to `attributes`."""
     attributes.update(POSITION_ATTRIBUTES & {guard.name.rpartition(".")[2] for guard in guards})
     return [True] * len(guards)
 
 
 class _Partitions:
-    """Cuts a joint graph in two as the compiler would, once for each budget."""
+    """Partitions a joint graph as the compiler would, once for each budget."""
 
     def __init__(self) -> None:
         self.costs: tuple[BudgetCost, ...] = ()
@@ -149,12 +163,12 @@ class _Partitions:
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The partition function that AOTAutograd asks for."""
+        """Partition the graph and record the costs. This is the partition function that AOTAutograd calls."""
         from megatrain_ray.engine.layer_calls.partition import Partitioner
 
         kept, flops, of_attention = [], [], []
         budgets = ACTIVATION_BUDGETS[:1] if _draws(joint.graph) else ACTIVATION_BUDGETS
-        for budget in reversed(budgets):  # what the last one makes goes on to be run on fake tensors
+        for budget in reversed(budgets):  # the graphs of the last one are returned, and run on fake tensors
             twin = fx.GraphModule(joint, _copied(joint.graph))
             with functorch_config.patch(activation_memory_budget=budget):
                 forward, backward = Partitioner()(
@@ -174,19 +188,19 @@ class _Partitions:
 
 
 def _draws(graph: fx.Graph) -> bool:
-    """Whether random numbers are drawn in it."""
+    """Return whether the graph draws random numbers."""
     return any(draws(node.target, node.args, node.kwargs) for node in graph.nodes)
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
-    """The partitioner changes what it is given."""
+    """Return a copy of the graph, because the partitioner changes its argument."""
     twin = fx.Graph()
     twin.output(twin.graph_copy(graph, {}))
     return twin
 
 
 def _kept_bytes(graph: fx.Graph, num_fwd_outputs: int) -> int:
-    """Of the storages that a forward graph hands to its backward, but those that it was given."""
+    """Return the bytes of the storages that a forward graph passes to its backward, except those of its inputs."""
     given = {_storage(node)._cdata for node in graph.nodes if node.op == "placeholder" and _is_tensor(node)}
     (outputs,) = graph.output_node().args
     saved = [node for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node) and _is_tensor(node)]  # type: ignore[index, union-attr]
@@ -195,12 +209,15 @@ def _kept_bytes(graph: fx.Graph, num_fwd_outputs: int) -> int:
 
 
 def product_flops(graph: fx.Graph) -> float:
-    """Of matrix products and attention in a traced graph; causal attention counts half of its square."""
+    """Return the FLOPs of matrix products and attention in a traced graph.
+
+    Causal attention counts half of its square.
+    """
     return sum(_flops(node) for node in graph.nodes if node.op == "call_function")
 
 
 def attention_flops(graph: fx.Graph) -> float:
-    """Of attention alone, where it is one operation."""
+    """Return the FLOPs of attention only, where it is one operation."""
     nodes = (node for node in graph.nodes if node.op == "call_function")
     return sum(_flops(node) for node in nodes if "attention" in str(node.target))
 
@@ -209,7 +226,7 @@ def _flops(node: fx.Node) -> float:
     args: Any = fx.map_arg(node.args, lambda n: n.meta.get("val"))
     kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
     packet = getattr(node.target, "overloadpacket", None)
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # the one that torch has no count of
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no FLOP count for it
         (batch, heads, queries, width), keys, values = args[0].shape, args[1].shape[2], args[2].shape[3]
         is_causal = len(args) > 4 and args[4]
         return float(2 * batch * heads * queries * keys * (width + values)) / (2 if is_causal else 1)

@@ -1,4 +1,4 @@
-"""A model's structure, found by a trial forward: never looked up by name."""
+"""Discovers a model's structure with a trial forward, never by looking up names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ from megatrain_ray.errors import ConfigError
 
 
 class Tried(NamedTuple):
-    """A model on fake tensors, and its trial forward. `mode`: that made them. `groups`: of its parameters, told before
-    all of them want a gradient: what a model freezes itself stays frozen."""
+    """Holds a model on fake tensors and its trial forward.
+
+    mode: the FakeTensorMode that created the tensors.
+    groups: the group of each parameter, by name. They are assigned before all parameters are set to require a gradient,
+        so what the model itself freezes stays frozen.
+    """
 
     mode: FakeTensorMode
     model: nn.Module
@@ -36,7 +40,7 @@ class Tried(NamedTuple):
     trial: Trial
 
 
-Trials = dict[Hashable, Tried]  # by all that a trial forward depends on
+Trials = dict[Hashable, Tried]  # keyed by everything that a trial forward depends on
 
 
 def discover(
@@ -53,13 +57,18 @@ def discover(
     block_parts: int = 1,
     trials: Trials | None = None,
 ) -> tuple[ModelStructure, ActivationBytes]:
-    """Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two where something is frozen. `packed`: of
-    several documents in a row. `compiled`: tells of compiled layers, too; `chunked`: of layers whose MLPs are computed
-    in chunks. `block_parts`: into so many parts blocks are divided at most; parts are neither compiled nor chunked.
-    `trials`: forwards of this model and these rules that ran before, and get what runs now.
+    """Discover a model's structure and the bytes of its activations.
 
-    Raises ConfigError, naming it, for a model whose layers are not called once each in their order, or that cannot run,
-    and for `rules` or `block_parts` that do not fit the model.
+    Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two forwards if something is frozen.
+
+    packed: whether a row holds several documents.
+    compiled: whether to measure compiled layers, too.
+    chunked: whether to measure layers whose MLPs are computed in chunks, too.
+    block_parts: largest number of parts into which a block is divided. Parts are neither compiled nor chunked.
+    trials: earlier trial forwards of this model and these rules; what runs now is added.
+
+    Raises ConfigError for a model whose layers are not each called once in order, or that cannot run, and names the
+    cause. Raises ConfigError for `rules` or `block_parts` that do not fit the model.
     """
     trials, batch = {} if trials is None else trials, (micro_batch_size, seq_len)
     run = partial(_tried, trials, factory, dtype, rules, batch, attention, packed)
@@ -97,7 +106,7 @@ def _tried(
         model = factory(dtype)
         groups = rules.assign(model)
         for name, parameter in model.named_parameters():
-            # All: by its graph what a layer hands on is told from a mask.
+            # all_trained: then every output of a layer has a graph, which distinguishes it from a mask.
             trained = parameter.is_floating_point() if all_trained else groups[name].trained
             parameter.requires_grad_(trained)
         trials[key] = Tried(mode, model, groups, _run_trial(model, batch, attention, packed=packed))
@@ -107,7 +116,7 @@ def _tried(
 def _with_compiled(
     activations: ActivationBytes, structure: ModelStructure, tried: Tried, *, compiled: bool, chunked: bool
 ) -> ActivationBytes:
-    """With what compiled layers keep, and those whose MLPs are computed in chunks."""
+    """Return `activations` with those of compiled layers and of layers with chunked MLPs, as far as asked for."""
     if compiled:
         of_layers = try_compiling(tried.model, structure, tried.trial)
         activations = replace(activations, compiled=of_layers)
@@ -119,7 +128,10 @@ def _with_compiled(
 def _with_chunks(
     activations: ActivationBytes, model: nn.Module, structure: ModelStructure, trial: Trial
 ) -> ActivationBytes:
-    """With what compiled layers keep whose MLPs are computed in chunks. Those that cannot be compiled whole are not."""
+    """Return `activations` with what compiled layers keep whose MLPs are computed in chunks.
+
+    A layer that cannot be compiled with its MLP whole is not compiled in chunks, either.
+    """
     if activations.chunked is None:
         return activations
     whole = activations.compiled
@@ -143,7 +155,7 @@ def _run_trial(model: nn.Module, batch: tuple[int, int], attention: Attention, *
 
 
 class _Finder:
-    """The parts of a structure one after the other."""
+    """Finds the parts of a model's structure one after the other."""
 
     def __init__(
         self,
@@ -153,7 +165,11 @@ class _Finder:
         micro_batch_size: int,
         block_parts: int,
     ) -> None:
-        """`trial`: of so many sequences. `groups`: of each parameter, by all of its names."""
+        """Prepare the search.
+
+        trial: trial forward of `micro_batch_size` sequences.
+        groups: the group of each parameter, by all of its names.
+        """
         self._model = model
         self._trial = trial
         self._groups = groups
@@ -189,7 +205,10 @@ class _Finder:
         )
 
     def _find_list(self) -> str:
-        """Path of the layer list: of the module lists whose members run, the one with most parameters."""
+        """Return the path of the layer list: the module list with most parameters among those whose members are called.
+
+        Raises ConfigError if there is none.
+        """
         called = {call.path for call in self._trial.calls}
         sizes = {
             path: sum(p.numel() for p in module.parameters())
@@ -206,7 +225,10 @@ class _Finder:
         return largest
 
     def _find_base(self, list_path: str) -> Call:
-        """The outermost module below the model that runs and holds the layer list: it returns the hidden states."""
+        """Return the call of the outermost module below the model that is called and holds the layer list.
+
+        It returns the hidden states. Raises ConfigError if there is no such module.
+        """
         parts = list_path.split(".")
         for length in range(1, len(parts)):
             call = self._trial.first(".".join(parts[:length]))
@@ -227,7 +249,7 @@ class _Finder:
         return called
 
     def _outer(self, list_path: str) -> list[str]:
-        """The largest modules with parameters that run beside the layer list."""
+        """Return the paths of the largest modules with parameters that are called and are not in the layer list."""
         called = {call.path for call in self._trial.calls}
         found: list[str] = []
 
@@ -247,7 +269,11 @@ class _Finder:
     def _sorted(
         self, outer: Iterable[str], blocks: Sequence[Call], base: Call
     ) -> tuple[list[str], list[str], list[str]]:
-        """Outer modules that run before the first layer, after the last, and of these the ones outside the base."""
+        """Return the outer modules called before the first layer, those called after the last, and the loss modules.
+
+        The loss modules are those of the second list that are called outside the base model. Raises ConfigError if an
+        outer module is called between layers, or twice.
+        """
         paths = set(outer)
         calls = [call for call in self._trial.calls if call.path in paths]
         between = [call.path for call in calls if blocks[0].start < call.start < blocks[-1].stop]
@@ -272,18 +298,22 @@ class _Finder:
         return with_departures(self._model, self._trial, block, base, parts)
 
     def _attention_width(self, block: LayerSpec) -> float:
-        """Of a block, or a part of one: 0 where it does not attend."""
+        """Return the attention width of a block, or of a part of one: 0 if it does not attend."""
         calls = (self._trial.first(path) for path in block.modules)
         return sum(call.attention for call in calls if call) / self._micro_batch_size
 
     def _spec(self, name: str, kind: LayerKind, modules: Sequence[str], owners: dict[int, str]) -> LayerSpec:
-        """`owners`: parameters seen so far, by identity; a second appearance is tied to the first."""
+        """Return the specification of a layer made of `modules`.
+
+        owners: names of the parameters seen so far, by identity; it is extended. A second appearance of a parameter is
+            tied to the first.
+        """
         parameters = []
         for path in modules:
             for local, parameter in self._model.get_submodule(path).named_parameters():
                 full = f"{path}.{local}"
                 owner = owners.setdefault(id(parameter), full)
-                # Decoupled weight decay is for matrices: norms and biases have one dimension.
+                # Decoupled weight decay applies to matrices only: norms and biases have one dimension.
                 decay, tied_to = parameter.dim() > 1, None if owner == full else owner
                 shape, group = tuple(parameter.shape), self._groups[full]
                 parameters.append(ParameterSpec(full, local, shape, decay, tied_to, group))

@@ -1,7 +1,7 @@
-"""Whether a model keeps several documents in one row apart.
+"""Checks whether a model keeps several documents in one row apart.
 
-A Transformers model that is given positions which begin again builds masks from them, or it does not: what its layers
-are given tells. Asked on eight tokens, with the layers left out.
+Given positions that restart, a Transformers model either builds masks from them or does not. The arguments of its
+layers show which. The check runs on eight tokens and skips the layers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from megatrain_ray.engine.layer_calls.skeleton import Skeleton
 from megatrain_ray.engine.model.structure import LayerKind, ModelFactory, ModelStructure, build_empty
 from megatrain_ray.errors import ConfigError
 
-POSITIONS = (0, 1, 2, 0, 1, 0, 1, 2)  # of three documents
+POSITIONS = (0, 1, 2, 0, 1, 0, 1, 2)  # three documents
 
 
 def check_packing(factory: ModelFactory, structure: ModelStructure) -> None:
-    """Raises ConfigError, naming the first one, unless every layer is given a mask that keeps documents apart, and has
-    no convolution along the tokens, as layers with a state of their own do: that heeds no mask."""
+    """Raise ConfigError unless every block receives a mask that keeps documents apart.
+
+    The error names the first that does not.
+
+    Also raised for a block with a convolution along the tokens, which layers with a recurrent state have: it ignores
+    masks.
+    """
     layers = {path: layer for layer in structure.layers if layer.kind is LayerKind.BLOCK for path in layer.modules}
     skeleton = Skeleton(build_empty(factory, torch.float32), structure, torch.device("cpu"))
     keep_apart: dict[str, bool] = {}  # blocks, by path
@@ -48,14 +53,14 @@ def _refusal(reason: str) -> ConfigError:
 
 
 def _calls(skeleton: Skeleton, trial: Trial) -> Iterator[LayerCall]:
-    """Of a forward in which each layer returns zeros."""
+    """Yield the layer calls of a forward in which each layer returns zeros."""
     positions = torch.tensor([POSITIONS])
     forward_pass = ForwardPass(lambda: skeleton.forward(torch.zeros_like(positions), positions))
     forward_pass.start()
     while (call := forward_pass.pending) is not None:
         yield call
         made = trial.first(call.path)
-        assert made is not None  # the same forward
+        assert made is not None  # the trial ran the same forward
         forward_pass.answer(tree_map(_zeros, made.output))
 
 
@@ -69,8 +74,10 @@ def _zeros(value: Any) -> Any:
 
 
 def _keeps_apart(value: Any) -> bool:
-    """Whether it is a mask [.., T, T], of what may attend or of what is added to scores, without a way from one
-    document to another."""
+    """Return whether `value` is a mask that allows no attention from one document to another.
+
+    A mask is [.., T, T]: booleans of what may attend, or numbers that are added to scores.
+    """
     size = len(POSITIONS)
     if not isinstance(value, torch.Tensor) or value.shape[-2:] != (size, size):
         return False

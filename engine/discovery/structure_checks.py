@@ -1,4 +1,4 @@
-"""What a model must not do with its parameters to be streamed layer by layer. Seen in its trial forward."""
+"""Checks in the trial forward that a model uses its parameters in a way that allows streaming layer by layer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatrain_ray.errors import ConfigError
 
 
 def check_parameters(model: nn.Module, trial: Trial, layers: Sequence[LayerSpec]) -> None:
-    """Raises ConfigError, naming it, for a parameter that no layer can be given."""
+    """Raise ConfigError for a parameter that cannot be assigned to a layer. The error names it."""
     _check_reads(model, trial, layers)
     _check_pairs(trial, layers)
     _check_types(model, layers)
 
 
 def _check_reads(model: nn.Module, trial: Trial, layers: Sequence[LayerSpec]) -> None:
-    """Raises ConfigError unless every parameter is read while a module of the schedule that holds it runs."""
+    """Raise ConfigError unless every parameter is read while a module of the schedule that holds it runs."""
     names = {id(p): name for name, p in model.named_parameters()}
     held = {
         path: {names[id(p)] for p in model.get_submodule(path).parameters()}
@@ -39,7 +39,10 @@ def _check_reads(model: nn.Module, trial: Trial, layers: Sequence[LayerSpec]) ->
 
 
 def _check_pairs(trial: Trial, layers: Sequence[LayerSpec]) -> None:
-    """Raises ConfigError for a pair of LoRA's beside a matrix that is read past its module: it would never run."""
+    """Raise ConfigError for a LoRA pair whose matrix is read without a call of its module.
+
+    The pair would never compute.
+    """
     reads = trial.reads
     for name in [p.name for layer in layers for p in layer.parameters if is_adapter(p.name)]:
         if name not in reads and f"{module_of(name)}.weight" in reads:
@@ -50,8 +53,10 @@ def _check_pairs(trial: Trial, layers: Sequence[LayerSpec]) -> None:
 
 
 def _check_types(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
-    """Raises ConfigError where the model would keep a trained parameter in FP32 while the rest is BF16: what
-    streams is of one type."""
+    """Raise ConfigError if the model would keep a parameter of a layer in FP32 while the rest is BF16.
+
+    Everything that is streamed has one type.
+    """
     dtype = next(model.parameters()).dtype
     for name in [p.name for layer in layers for p in layer.parameters]:
         if dtype != torch.float32 and kept_in_fp32(model, name):

@@ -1,4 +1,4 @@
-"""The trial forward: one forward on fake tensors (no memory, no arithmetic) that writes down what called what."""
+"""Runs the trial forward: one forward on fake tensors (no memory, no arithmetic) that records all module calls."""
 
 from __future__ import annotations
 
@@ -15,29 +15,35 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatrain_ray.engine.layer_calls.call_containers import Stores
 from megatrain_ray.engine.model.attention import attention_width, packed_arguments
 
-# Of values that are followed. More are no positions any more but what masks are made of: of a long sequence they would
-# fill the memory of whoever makes the plan.
+# Largest tensor whose true values are followed. Larger ones are not positions but intermediates of masks; for a long
+# sequence they would fill the memory of the process that makes the plan.
 FOLLOWED_BYTES = 64 << 20
 
 
 class Arguments:
-    """What a module was called with; containers as they were then."""
+    """Holds the arguments of a module call, with containers as they were at that time."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stores = Stores(args, kwargs)
         self.contents = self._stores.contents()
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same for another call, which may write to the containers in it."""
+        """Return the arguments for another call, with copies of the containers that it may write to."""
         args, kwargs, _ = self._stores.refilled(self.contents)
         return tuple(args), kwargs
 
 
 @dataclass
 class Call:
-    """One call of a module. `start`, `stop`: positions in time. `saved`: the range of `Trial.saved` made meanwhile.
-    `arguments`: what it was given. `entered`, `left`: versions of what it was given and of what it returned, by
-    storage; an operation in place makes the next one."""
+    """Records one call of a module.
+
+    start, stop: when the call began and ended, on the trial's clock.
+    arguments: the arguments of the call.
+    inputs: tensors among the arguments.
+    saved: range of `Trial.saved` that was saved during the call.
+    entered, left: version counters of the input tensors and of the returned tensors, by storage. An in-place operation
+        makes the next version.
+    """
 
     path: str
     start: int
@@ -45,15 +51,20 @@ class Call:
     inputs: list[torch.Tensor]
     stop: int = -1
     saved: tuple[int, int] = (0, 0)
-    output: Any = None  # of fake tensors
+    output: Any = None  # made of fake tensors
     entered: Mapping[int, int] = field(default_factory=dict)
     left: Mapping[int, int] = field(default_factory=dict)
-    attention: float = 0.0  # attention_width of what runs inside, times the batch
+    attention: float = 0.0  # sum of attention_width over the operations inside: width times batch size
     draws: bool = False  # whether random numbers are drawn inside
 
 
 class Flow(NamedTuple):
-    """An operation had a storage, by its identity and when it was made: identities come again."""
+    """Records that an operation had a storage as an input.
+
+    storage: identity of the storage. Identities are reused, so it is unique only together with `made`.
+    made: when the storage was made.
+    had: when the operation ran.
+    """
 
     storage: int
     made: int
@@ -62,14 +73,18 @@ class Flow(NamedTuple):
 
 @dataclass
 class Trial:
-    """Every call of a forward in the order of their starts, what autograd saved, and who read which parameter.
-    `looked_up`: parameters whose rows are picked by index, which is no product. `touched`: when a module or an
-    operation last had each storage that is alive, by its identity. `made`: when it was; `flows`: every time that an
-    operation had one, alive or not."""
+    """Records every call of a forward, what autograd saved, and which module read which parameter.
+
+    calls: calls in the order in which they began.
+    looked_up: parameters whose rows are picked by index, which is not a matrix product.
+    touched: when a module or an operation last had each living storage, by its identity.
+    made: when each storage was made, by its identity.
+    flows: every time that an operation had a storage, whether the storage still lives or not.
+    """
 
     calls: list[Call] = field(default_factory=list)
     saved: list[torch.Tensor] = field(default_factory=list)
-    reads: dict[str, set[str]] = field(default_factory=dict)  # parameter → innermost modules under way
+    reads: dict[str, set[str]] = field(default_factory=dict)  # parameter → innermost modules running when it is read
     looked_up: set[str] = field(default_factory=set)
     touched: dict[int, int] = field(default_factory=dict)
     made: dict[int, int] = field(default_factory=dict)
@@ -80,7 +95,7 @@ class Trial:
     def enter(self, path: str, arguments: Arguments) -> None:
         self._clock += 1
         inputs = [t for t in tree_leaves(arguments.contents) if isinstance(t, torch.Tensor)]
-        for tensor in inputs:  # whether it reads them or not: a step treats them alike
+        for tensor in inputs:  # even if the module does not read them: a step makes no difference
             self.touch(tensor)
         call = Call(path, self._clock, arguments, inputs, saved=(len(self.saved), 0), entered=_versions(inputs))
         self.calls.append(call)
@@ -109,7 +124,10 @@ class Trial:
         self.touched[tensor.untyped_storage()._cdata] = self._clock
 
     def flow(self, given: Iterable[torch.Tensor], result: object, *, in_place: bool) -> None:
-        """Of one operation. One in place makes anew what it changes."""
+        """Record the inputs and results of one operation.
+
+        An in-place operation counts as making the storages that it changes.
+        """
         had = {tensor.untyped_storage()._cdata for tensor in given}
         self.flows += [Flow(storage, self.made[storage], self._clock) for storage in had if storage in self.made]
         results = {t.untyped_storage()._cdata for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
@@ -124,9 +142,11 @@ class Trial:
 
 
 def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Trial:
-    """Runs `model` in training mode on [B, T] ids, at `positions` of that shape where given.
+    """Run `model` in training mode on [B, T] ids, and return the record of the forward.
 
-    Build the model and call this under a FakeTensorMode and Answers. Its modules have no hooks afterwards.
+    positions: position ids of the same shape, or None.
+
+    Build the model and call this under a FakeTensorMode and Answers. Afterwards the model's modules have no hooks.
     """
     trial = Trial()
     for path, module in model.named_modules():
@@ -138,14 +158,14 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
         _Watched(trial, names, input_ids.shape[1]),
     ):
         model(input_ids=input_ids, use_cache=False, **packed_arguments(model, positions))
-    for module in model.modules():  # those of the trial, and those that Transformers collects outputs with
+    for module in model.modules():  # remove the trial's hooks, and those by which Transformers collects outputs
         module._forward_pre_hooks.clear()
         module._forward_hooks.clear()
     return trial
 
 
 def _versions(values: Iterable[object]) -> dict[int, int]:
-    """Not of what was made in inference mode, which has none."""
+    """Return version counters by storage. Tensors made in inference mode have none and are omitted."""
     tensors = (value for value in values if isinstance(value, torch.Tensor) and not value.is_inference())
     return {tensor.untyped_storage()._cdata: tensor._version for tensor in tensors}
 
@@ -158,7 +178,7 @@ def _entering(trial: Trial, path: str) -> Callable[..., None]:
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down reads of parameters and products of attention."""
+    """Records reads of parameters, products of attention, random draws, and storages that operations read and make."""
 
     def __init__(self, trial: Trial, names: Mapping[int, str], seq_len: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -188,7 +208,7 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the operation draws random numbers. Attention does not without dropout."""
+    """Return whether the operation draws random numbers. Attention without dropout does not."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in func._schema.arguments]
@@ -199,17 +219,21 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what fake tensors cannot.
+    """Answers questions about tensor values, which fake tensors cannot answer.
 
-    Whether all of something holds: yes; what was computed from positions alone: that; any other question about values:
-    zero; which elements: all of them; how often each integer below a number occurs: that many counts, as if no larger
-    one did. So checks pass, and the trial takes every expert for busy, which makes its bytes an upper bound.
+    - Whether all elements are true: yes.
+    - A value computed from positions only: the true value.
+    - Any other value: zero.
+    - Which elements are nonzero: all of them.
+    - How often each integer occurs: `minlength` counts, as if no larger integer occurred.
+
+    So checks pass. The trial assumes that every expert is busy, which makes its bytes an upper bound.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alls: dict[int, torch.Tensor] = {}
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: the fake one and its values
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id(fake tensor) → itself and its true values
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -225,7 +249,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.bincount.default:
             return _counts(*args, **kwargs or {})
         if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
-            # Its shapes are known for BF16 only, its arithmetic for FP32 as well.
+            # Fake tensors support this operation for BF16 only, though it computes FP32, too.
             halves = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
             return func(*halves, **kwargs or {}).float()
         result = func(*args, **kwargs or {})
@@ -235,7 +259,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Notes the values of integers that come from a range."""
+        """Record the true values of an integer result that is computed only from ranges."""
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         begins = func._opname == "arange" or any(id(value) in self._known for value in given)
         follows = all(id(value) in self._known for value in given) and not func._schema.is_mutable

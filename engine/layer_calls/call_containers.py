@@ -1,7 +1,7 @@
-"""Containers through which layers hand tensors to later ones: a mapping that a layer is given and writes to.
+"""Handles containers through which layers pass tensors to later layers: mappings that a layer receives and writes to.
 
-Keys and values that several layers share travel so. What a layer adds is an output of it; what a layer finds there is
-an input.
+For example, keys and values that several layers share are passed in this way. An entry that a layer adds is an output
+of the layer. An entry that it finds there is an input.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import UserDict
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-Place = int | str  # position among the arguments, or keyword
+Place = int | str  # position among the positional arguments, or keyword
 
 
 class Stores:
-    """The mappings among a call's own arguments (not inside of others)."""
+    """Holds the mappings among a call's arguments (not those nested inside other arguments)."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._args = args
@@ -30,11 +30,11 @@ class Stores:
 
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments themselves."""
+        """Return the original arguments."""
         return self._args, self._kwargs
 
     def contents(self) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with a plain dict of what it holds now in each container's place."""
+        """Return the arguments with each container replaced by a plain dict of its current entries."""
         args, kwargs = list(self._args), dict(self._kwargs)
         for place, container in self._containers.items():
             _put(args, kwargs, place, dict(container))
@@ -43,7 +43,11 @@ class Stores:
     def refilled(
         self, contents: tuple[list[Any], dict[str, Any]]
     ) -> tuple[list[Any], dict[str, Any], list[MutableMapping[Any, Any]]]:
-        """Arguments for a call from such `contents`, and the containers in them: copies that the call may write to."""
+        """Return arguments for another call, made from `contents`, and the new containers among them.
+
+        The containers are copies that the call may write to.
+        contents: as returned by the method `contents`; tensors in it may have been replaced.
+        """
         args, kwargs = list(contents[0]), dict(contents[1])
         fresh: list[MutableMapping[Any, Any]] = []
         for place, container in self._containers.items():
@@ -58,7 +62,11 @@ class Stores:
     def added(
         self, contents: tuple[list[Any], dict[str, Any]], fresh: Sequence[MutableMapping[Any, Any]]
     ) -> list[dict[Any, Any]]:
-        """What a call wrote to each of its containers."""
+        """Return the entries that a call added or replaced, for each of its containers.
+
+        contents: the contents before the call.
+        fresh: the call's own containers, as returned by `refilled`.
+        """
         before = [_get(*contents, place) for place in self._containers]
         return [
             {key: value for key, value in twin.items() if key not in held or held[key] is not value}
@@ -66,7 +74,7 @@ class Stores:
         ]
 
     def write(self, added: Sequence[dict[Any, Any]]) -> None:
-        """Brings what a call added to the model's own containers."""
+        """Write the entries that a call added to the model's own containers."""
         for container, entries in zip(self._containers.values(), added, strict=True):
             container.update(entries)
 

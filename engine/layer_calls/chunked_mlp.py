@@ -1,9 +1,8 @@
-"""An MLP computed for some tokens at a time, so that what lies between its products exists for one chunk only.
+"""Computes an MLP for a chunk of tokens at a time, so that its intermediate tensors exist for one chunk only.
 
-Nothing in it looks from one token to another, so its forward in chunks is the same forward. Nothing but its input is
-kept; the backward computes chunk after chunk again, and adds their gradients of weights in FP32 in the order of the
-chunks. For autograd and for the compiler it is one operation, so that a compiled layer stays one graph, and its chunks
-are compiled by themselves.
+The MLP computes every token independently, so its forward in chunks gives the same result. Only its input is kept. The
+backward recomputes chunk after chunk, and sums their weight gradients in FP32 in the order of the chunks. For autograd
+and for the compiler it is one operation. So a compiled layer stays one graph, and its chunks are compiled separately.
 """
 
 from __future__ import annotations
@@ -25,16 +24,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Function = Callable[[torch.Tensor], torch.Tensor]
 
-# An operation of a graph takes tensors and numbers alone: by its number it finds the module that it stands for.
+# A custom operation takes only tensors and numbers, so it finds its module here by number.
 _MODULES: WeakValueDictionary[int, ChunkedMlp] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
 class ChunkedMlp(nn.Module):
-    """Stands where `inner` was in a template: [B, T, D] → [B, T, D]."""
+    """Replaces the module `inner` in a template: [B, T, D] → [B, T, D]."""
 
     def __init__(self, inner: nn.Module, chunk_tokens: int, function: Function | None = None) -> None:
-        """`function`: what calls `inner`, compiled for instance."""
+        """Wrap `inner`.
+
+        chunk_tokens: tokens in a chunk.
+        function: calls `inner`, for instance compiled; None: `inner` itself.
+        """
         super().__init__()
         self.inner = inner
         self.number = next(_NUMBERS)
@@ -46,19 +49,22 @@ class ChunkedMlp(nn.Module):
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        parameters = [reduce(getattr, path, self.inner) for path in self._paths]  # as they are bound now
+        parameters = [reduce(getattr, path, self.inner) for path in self._paths]  # the tensors bound at this moment
         output: torch.Tensor = torch.ops.megatrain.chunked_mlp(hidden, parameters, self.number)
         return output
 
     @contextmanager
     def ordinary(self) -> Iterator[None]:
-        """Operations are dispatched as outside of any graph: an operation runs without autograd, and otherwise when it
-        is compiled than later on, of which both a compiled chunk would be a part."""
+        """Dispatch operations of the block as if they ran outside of any graph.
+
+        A custom operation runs without autograd, and under other dispatch keys while it is compiled than later. A
+        compiled chunk would depend on both.
+        """
         with torch._C._ForceDispatchKeyGuard(*self._keys):
             yield
 
     def run(self, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The forward."""
+        """Compute the forward of all chunks."""
         output = _like(hidden)
         into = output.view(1, -1, hidden.shape[-1])
         with torch.no_grad(), self._template.bound(parameters):
@@ -73,7 +79,12 @@ class ChunkedMlp(nn.Module):
         parameters: Sequence[torch.Tensor],
         wanted: Sequence[bool],
     ) -> list[torch.Tensor]:
-        """Of the input and of the parameters, as far as `wanted`; `gradient`: of the output, [B, T, D]."""
+        """Return the gradients of the input and of the parameters, as far as they are wanted.
+
+        gradient: gradient of the output, [B, T, D].
+        hidden: the input of the forward, [B, T, D].
+        wanted: whether to compute each gradient: first the input's, then the parameters'.
+        """
         of_hidden = _like(hidden) if wanted[0] else None
         leaves = [p.detach().requires_grad_(want) for p, want in zip(parameters, wanted[1:], strict=True)]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
@@ -89,13 +100,13 @@ class ChunkedMlp(nn.Module):
                     first, *found = found
                     of_hidden.view(1, -1, hidden.shape[-1])[:, rows] = 0 if first is None else first
                 sums.add(found)
-                del output, found  # or they would be there beside the next chunk's
+                del output, found  # free them before the next chunk allocates its own
         of_weights = zip(sums.rounded(), trained, strict=True)
         summed = [torch.zeros_like(leaf) if total is None else total for total, leaf in of_weights]
         return summed if of_hidden is None else [of_hidden, *summed]
 
     def _chunks(self, hidden: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice]]:
-        """[1, t, D] and which rows of the flattened tokens they are."""
+        """Yield each chunk, [1, t, D], and its slice of rows of the flattened tokens."""
         tokens = hidden.reshape(1, -1, hidden.shape[-1])
         for start in range(0, tokens.shape[1], self._chunk_tokens):
             rows = slice(start, start + self._chunk_tokens)
@@ -103,7 +114,10 @@ class ChunkedMlp(nn.Module):
 
 
 def install(layer: nn.Module, path: str, chunk_tokens: int, function: Function | None = None) -> ChunkedMlp:
-    """Puts one where the module `path` of a layer is; what was bound to that one's parameters before stays bound."""
+    """Replace the module at `path` in a layer with a ChunkedMlp of it.
+
+    Tensors that were bound to the replaced module's parameters stay bound.
+    """
     chunked = ChunkedMlp(layer.get_submodule(path), chunk_tokens, function)
     _put(layer, path, chunked)
     return chunked
@@ -111,7 +125,7 @@ def install(layer: nn.Module, path: str, chunk_tokens: int, function: Function |
 
 @contextmanager
 def installed(layer: nn.Module, path: str, chunk_tokens: int) -> Iterator[None]:
-    """The same for the time of the block."""
+    """Replace the module at `path` with a ChunkedMlp for the duration of the block."""
     chunked = install(layer, path, chunk_tokens)
     try:
         yield
@@ -152,7 +166,7 @@ def _backward(
 
 
 def _uncompiled(run: Callable[P, T]) -> Callable[P, T]:
-    """What calls compiled functions is not to be compiled itself."""
+    """Exclude `run` from compilation: it calls compiled functions itself."""
     disabled: Callable[P, T] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
     return disabled
 

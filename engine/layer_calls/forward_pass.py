@@ -1,12 +1,13 @@
-"""The model's own forward, suspended at every layer.
+"""Runs the model's own forward, suspended at every layer.
 
-A micro-batch's forward runs in a greenlet. A proxy stands where a layer was; calling it hands a LayerCall to the step
-and suspends the forward until the step brings the outputs. So any number of forwards can be under way at once, in any
-loop order, with masks, rotary embeddings and scaling computed by the model itself.
+A micro-batch's forward runs in a greenlet. Each layer is replaced by a proxy. Calling the proxy passes a LayerCall to
+the step, and suspends the forward until the step returns the outputs. So any number of forwards can be in progress at
+once, in any loop order. Masks, rotary embeddings and scaling are still computed by the model itself.
 
-Backward goes over the calls in reverse. Gradients that leave a call go to the leaf they belong to, or, where the model
-did something between two calls, wait at the glue's end until every later call has sent its share, as autograd does.
-What enters a call begins at a leaf for the glue behind it, too: so a residual's gradient is summed in autograd's order.
+The backward visits the calls in reverse. A gradient that leaves a call goes to the leaf that its tensor belongs to. If
+the model did something between two calls ("glue"), the gradient waits at the glue's output until every later call has
+sent its share, as in autograd. A glue tensor that enters a call begins at a new leaf for the glue after it. So the
+gradient of a residual is summed in autograd's order.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from megatrain_ray.errors import MegatrainError
 
 
 class LayerProxy(nn.Module):
-    """Stands for the module at `path`; attributes that the model reads off its layers are the module's, and so is its
-    class to a model that asks."""
+    """Stands for the module at `path` in the model, and suspends the forward when it is called.
+
+    Attributes that the model reads from its layers are the module's, and isinstance sees the module's class.
+    """
 
     def __init__(self, path: str, original: nn.Module) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class LayerProxy(nn.Module):
         self.__dict__["_original"] = original  # not a submodule: the model must not find parameters here
 
     @property  # type: ignore[misc]  # read-only
-    def __class__(self) -> type[Any]:  # what isinstance asks besides the type
+    def __class__(self) -> type[Any]:  # isinstance checks this besides the type
         return type(self.__dict__["_original"])
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +50,7 @@ class LayerProxy(nn.Module):
 
 
 class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
-    """A forward that can stand still in a proxy."""
+    """Runs a forward that can be suspended in a proxy."""
 
     num_calls = 0
 
@@ -58,14 +61,19 @@ class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
 
 
 class Handed(NamedTuple):
-    """An output's leaf, and the node behind what the model got for it."""
+    """Holds the leaf of an output, and the autograd node of the alias that the model received for it."""
 
     leaf: torch.Tensor
     node: Any
 
 
 class _Cut(NamedTuple):
-    """Where glue enters a call: the tensor, which begins at a leaf from there on, and how it was computed."""
+    """Records where glue enters a call.
+
+    tensor: the tensor that entered the call; it begins at `leaf` from there on.
+    leaf: collects the gradient that later operations send to the tensor.
+    origin: alias of the tensor with the graph that computed it.
+    """
 
     tensor: torch.Tensor
     leaf: torch.Tensor
@@ -73,27 +81,31 @@ class _Cut(NamedTuple):
 
 
 class ForwardPass:
-    """One micro-batch: forward call by call, then backward call by call. Compute thread only."""
+    """Runs the forward of one micro-batch call by call, then its backward call by call. Compute thread only."""
 
     def __init__(self, forward: Callable[[], Any]) -> None:
-        """`forward` runs the model with proxies in it; its result is `result` once `pending` is None."""
+        """Create the pass without starting it.
+
+        forward: runs the model, whose layers are proxies. Its return value is `result` once `pending` is None.
+        """
         self._greenlet = _Suspendable(forward)
         self.pending: LayerCall | None = None
         self.result: Any = None
         self.calls: list[LayerCall] = []  # those that have a backward
-        self._owner: dict[int, int] = {}  # id(leaf) → call; the calls keep their leaves alive
-        self._handed: dict[int, Handed] = {}  # id(what the model got) → leaf; the calls keep these alive, too
-        self._cuts: dict[int, list[_Cut]] = {}  # by the first call that they enter
-        self._views: dict[int, list[torch.Tensor]] = {}  # of one leaf, by the same
+        self._owner: dict[int, int] = {}  # id(leaf) → index of its call; the calls keep their leaves alive
+        self._handed: dict[int, Handed] = {}  # id(alias given to the model) → its leaf; calls keep the aliases alive
+        self._cuts: dict[int, list[_Cut]] = {}  # by index of the first call that the tensor enters
+        self._views: dict[int, list[torch.Tensor]] = {}  # views of leaves' aliases, by index of the first call
+        # id(glue tensor) → the tensor, its gradient so far, index of the latest call that it was computed from
         self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._recorded: dict[str, list[torch.Tensor]] = {}
 
     def start(self) -> None:
-        """Runs to the first call."""
+        """Run the forward up to its first call."""
         self._switch()
 
     def resume(self, outcome: Outcome) -> None:
-        """Brings the pending call's outcome and runs to the next one, or to the end."""
+        """Give the model the outcome of the pending call, and run the forward to the next call or to its end."""
         call = self.pending
         if call is None:
             raise RuntimeError("no call is pending")
@@ -112,16 +124,19 @@ class ForwardPass:
             self._recorded.clear()
 
     def last_call(self, path: str) -> LayerCall | None:
-        """The latest that has a backward, of the module at this path."""
+        """Return the latest call of the module at `path` that has a backward, or None."""
         return next((call for call in reversed(self.calls) if call.path == path), None)
 
     def answer(self, result: Any) -> None:
-        """Brings a result in the place of the pending call, which is not kept and has no backward."""
+        """Give the model `result` for the pending call. The call is not kept and has no backward."""
         self._switch(result)
 
     @property
     def final_hidden(self) -> torch.Tensor:
-        """[B, T, D], of a forward that is over. Raises MegatrainError where it stands at another call."""
+        """Return the last hidden state, [B, T, D], of a finished forward.
+
+        Raises MegatrainError if a call is pending.
+        """
         if self.pending is not None:
             raise MegatrainError(f"the forward called {self.pending.path} after its last layer")
         hidden: torch.Tensor = self.result.last_hidden_state
@@ -142,33 +157,38 @@ class ForwardPass:
         return self._leaf(tensor) is None and tensor.grad_fn is not None
 
     def _is_new_view(self, tensor: torch.Tensor) -> bool:
-        """Of something that begins at a leaf, and this is the first call that it enters: behind that one's backward its
-        gradient is complete, and goes to the leaf at once, not when that of all glue behind the leaf is."""
+        """Return whether `tensor` is a view of something that begins at a leaf, and has not entered a call before.
+
+        Its gradient is complete after the backward of the first call that it enters. It then goes to the leaf at once,
+        and does not wait for the gradients of all glue after the leaf.
+        """
         if tensor._base is None or self._leaf(tensor._base) is None:
             return False
         return not any(tensor is view for views in self._views.values() for view in views)
 
     def _cut(self, tensor: torch.Tensor, call: LayerCall) -> _Cut:
-        """The tensor is the same one to the model. Its gradient is complete when `call` has sent its share. A view
-        cannot begin anew."""
-        with torch.enable_grad():  # whatever the model does there
+        """Make a glue tensor that enters `call` begin at a new leaf; for the model it stays the same tensor object.
+
+        Its gradient is complete when `call` has sent its share. Not for views: they cannot be rebased onto a leaf.
+        """
+        with torch.enable_grad():  # the model may have disabled gradients here
             origin, leaf = handed(tensor), tensor.detach().requires_grad_(True)
             tensor.detach_()
-            with _unsafe_preserve_version_counter(tensor):  # its elements are what they were
+            with _unsafe_preserve_version_counter(tensor):  # its elements do not change
                 _Rebased.apply(leaf, tensor)  # type: ignore[no-untyped-call]
         self._owner[id(leaf)] = call.index
         self._handed[id(tensor)] = Handed(leaf, tensor.grad_fn)
         return _Cut(tensor, leaf, origin)
 
     def send(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Adds a gradient to a tensor of the forward: a call's output or glue computed from outputs."""
+        """Accumulate a gradient into a tensor of the forward: a call's output, or glue computed from outputs."""
         if gradient is None or not tensor.requires_grad:
             return
         before = self._pending(tensor)
         self._put(tensor, gradient if before is None else before + gradient)
 
     def _pending(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What was sent to the tensor so far."""
+        """Return the gradient sent to the tensor so far, or None."""
         leaf = self._leaf(tensor)
         if leaf is not None:
             return leaf.grad
@@ -184,22 +204,25 @@ class ForwardPass:
         self._waiting[key] = (tensor, gradient, latest)
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The leaf whose elements the tensor is; None when it is glue, or was changed in place since."""
+        """Return the leaf that the tensor aliases. None if the tensor is glue, or was changed in place since."""
         handed = self._handed.get(id(tensor))
         return handed.leaf if handed is not None and handed.node is tensor.grad_fn else None
 
     def settle(self, call: LayerCall) -> None:
-        """Runs the glue between this call and later ones backward: afterwards its leaves' gradients are complete."""
+        """Run the backward of the glue between this call and later ones.
+
+        Afterwards the gradients of its leaves are complete.
+        """
         ready = [key for key, (_, _, latest) in self._waiting.items() if latest >= call.index]
         entries = [self._waiting.pop(key) for key in ready]
         if entries:
-            # retain_graph: glue that ends at an earlier call may share operations with what runs now.
+            # retain_graph: glue that reaches back to an earlier call may share operations with the glue run here.
             torch.autograd.backward([e[0] for e in entries], [e[1] for e in entries], retain_graph=True)
 
     def backward(self, call: LayerCall) -> list[torch.Tensor | None]:
-        """Sends the gradients of the last call that is left to its inputs; returns those of its parameters.
+        """Run the backward of the last remaining call: send gradients to its inputs, return those of its parameters.
 
-        The call must be settled and have a graph. Its leaves and arguments are freed.
+        `settle` must have been called for it, and it must have a graph. Its leaves and arguments are released.
         """
         ports = call.ports
         gradients, of_parameters = call.backward([self._pending(port.tensor) for port in ports])
@@ -216,7 +239,7 @@ class ForwardPass:
         ends = [(cut.tensor, cut.leaf) for cut in cuts]
         for tensor, leaf in (*zip(call.handed, call.leaves, strict=True), *ends):
             del self._owner[id(leaf)]
-            self._handed.pop(id(tensor), None)  # gone where it was changed in place and entered a call then
+            self._handed.pop(id(tensor), None)  # already gone if it was changed in place and then entered a call
         call.free()
         self.calls.remove(call)
         return of_parameters
@@ -231,12 +254,12 @@ class ForwardPass:
         self.result = None
 
     def _latest_call(self, tensor: torch.Tensor) -> int:
-        """The last call whose output the tensor was computed from."""
+        """Return the index of the last call whose output the tensor was computed from; -1 if there is none."""
         return max((self._owner.get(id(leaf), -1) for leaf in leaves_behind([tensor])), default=-1)
 
 
 class _Rebased(torch.autograd.Function):
-    """The tensor itself, one node behind the leaf."""
+    """Puts `tensor` itself into the autograd graph one node after `leaf`."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""LayerCall: one call of a layer's module from inside the model's own forward.
+"""Represents one call of a layer's module from inside the model's own forward.
 
-The call is cut out of autograd: the tensors that come in are detached, the ones that go out begin at leaves whose
-`.grad` collects what later consumers send back. Between calls the model's own operations ("glue") build ordinary small
-graphs. A call of which nothing needs a gradient, neither a parameter nor what came in, has no leaves and no backward.
+The call is cut out of autograd. Its input tensors are detached, and its outputs begin at leaves whose `.grad`
+accumulates what later consumers send back. Between calls the model's own operations ("glue") build ordinary small
+graphs. If nothing in a call needs a gradient, neither a parameter nor an input, it has no leaves and no backward.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ Function = Callable[..., tuple[Any, dict[str, list[torch.Tensor]]]]
 
 @dataclass(frozen=True)
 class Port:
-    """A tensor that entered a call and wants a gradient, and where it stands among the flattened arguments."""
+    """Holds a tensor that entered a call and requires a gradient, and its positions among the flattened arguments."""
 
     tensor: torch.Tensor
     positions: list[int] = field(default_factory=list)
 
 
 class Outcome(NamedTuple):
-    """What a call brought: what the layer returned, what it added to containers it was given (Stores.added), and
-    recorded outputs of inner modules, by key."""
+    """Holds what a call produced.
+
+    result: what the layer returned.
+    added: what the layer added to containers among its arguments (Stores.added).
+    recorded: recorded outputs of inner modules, by key.
+    """
 
     result: Any
     added: list[dict[Any, Any]]
@@ -40,8 +44,10 @@ class Outcome(NamedTuple):
 
 @dataclass
 class _Graph:
-    """A live graph of one call: from `inputs` and `parameters` to `outputs`. `entries` are the inputs as the layer saw
-    them, one node behind."""
+    """Holds the autograd graph of one call, from `inputs` and `parameters` to `outputs`.
+
+    entries: aliases of the inputs, one autograd node after them; the layer's function received these.
+    """
 
     inputs: list[torch.Tensor]
     entries: list[torch.Tensor]
@@ -50,10 +56,14 @@ class _Graph:
 
 
 class LayerCall:
-    """Arguments, outputs and side outputs of one call, and after a kept forward its graph."""
+    """Holds the arguments, outputs and side outputs of one call, and its graph if the forward kept one."""
 
     def __init__(self, index: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """`index`: among the calls of its micro-batch. `path`: the module that was called."""
+        """Record the arguments of the call.
+
+        index: number of the call within its micro-batch.
+        path: path of the module that was called.
+        """
         self.index = index
         self.path = path
         self.stores = Stores(args, kwargs)
@@ -66,20 +76,23 @@ class LayerCall:
         self._graph: _Graph | None = None
         self.needs_gradient = False  # known after `forward`
         self.leaves: list[torch.Tensor] = []
-        self.handed: list[torch.Tensor] = []  # what the model gets for each leaf
+        self.handed: list[torch.Tensor] = []  # for each leaf the alias that the model receives
 
     def twin(self) -> LayerCall:
-        """Another call on the same arguments; before anything is written to containers among them."""
+        """Return another call with the same arguments.
+
+        Valid only before anything is written to containers among them.
+        """
         return LayerCall(self.index, self.path, *self.stores.given)
 
     @property
     def kind(self) -> object:
-        """Hashable: calls of a kind differ in the values of tensors only."""
+        """Return a hashable description of the arguments. Calls of one kind differ only in the values of tensors."""
         return str(self._spec), tuple(_kind_of(value) for value in self._arguments)
 
     @property
     def arguments(self) -> Sequence[Any]:
-        """What it was given, containers flattened."""
+        """Return the arguments, with containers flattened."""
         return self._arguments
 
     def forward(
@@ -88,10 +101,11 @@ class LayerCall:
         parameters: Sequence[torch.Tensor],
         saving: AbstractContextManager[None] | None,
     ) -> Outcome:
-        """Runs the layer; tensors that begin at leaves stand in place of the floating-point ones of its outcome.
+        """Run the layer. In the returned outcome, floating-point tensors are replaced by aliases of new leaves.
 
-        `function` returns the layer's result and recorded outputs. With `saving` (a saved-tensor context) the graph is
-        kept for backward; with None only the arguments are, and nothing where nothing needs a gradient.
+        function: returns the layer's result and the recorded outputs of inner modules.
+        saving: saved-tensor context under which the graph is built and kept for the backward. With None only the
+            arguments are kept, and nothing if nothing needs a gradient.
         """
         self.needs_gradient = bool(self.ports) or any(parameter.requires_grad for parameter in parameters)
         if not self.needs_gradient or saving is None:
@@ -110,7 +124,10 @@ class LayerCall:
         return Outcome(*tree_unflatten(values, spec))
 
     def infer(self, function: Function) -> Any:
-        """Runs the layer for its result alone; what it adds to containers is in the model's own afterwards."""
+        """Run the layer without gradients and return its result.
+
+        What the call adds to containers is written to the model's own containers.
+        """
         with torch.no_grad():
             outcome = self._call(function, [port.tensor for port in self.ports])
         self.stores.write(outcome.added)
@@ -119,7 +136,7 @@ class LayerCall:
     def recompute(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
     ) -> None:
-        """Runs the layer again on its arguments and keeps the graph."""
+        """Run the layer again on its arguments and keep the graph for the backward."""
         self._build(function, parameters, saving)
 
     def replay(
@@ -128,8 +145,7 @@ class LayerCall:
         parameters: Sequence[torch.Tensor],
         saving: AbstractContextManager[None] | None,
     ) -> None:
-        """Runs the layer once more, as `forward` did, and brings back what it returned where the memory of that was
-        let go of."""
+        """Run the layer again as `forward` did, and refill those of its outputs whose memory was released."""
         if saving is None:
             with torch.no_grad():
                 values, _ = tree_flatten(tuple(self._call(function, [port.tensor for port in self.ports])))
@@ -148,11 +164,14 @@ class LayerCall:
     def backward(
         self, pending: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Gradients of the ports, `pending` (what later calls sent to them) included, and of the parameters, each in
-        order; None where nothing flowed, and for what is frozen.
+        """Compute the gradients of the ports and of the parameters, each in order.
 
-        What is pending goes in at the ports' entries, so that autograd adds this call's contributions to it one by
-        one, as in a graph of the whole model.
+        An entry is None if no gradient flowed to it, or if the parameter is frozen.
+
+        pending: what later calls sent to each port. It is included in the returned gradients of the ports.
+
+        A pending gradient enters at the port's entry. So autograd adds this call's contributions to it one by one, as
+        in a graph of the whole model.
         """
         graph = self._graph
         if graph is None:
@@ -172,8 +191,10 @@ class LayerCall:
         return [of.get(id(t)) for t in graph.inputs], [of.get(id(t)) for t in graph.parameters]
 
     def check_closed(self) -> None:
-        """Raises MegatrainError when the call's graph reaches a tensor that did not come in as an argument: its
-        gradient would be lost."""
+        """Raise MegatrainError if the call's graph reaches a tensor that was not an argument.
+
+        Its gradient would be lost.
+        """
         graph = self._graph
         if graph is None:
             return
@@ -186,7 +207,7 @@ class LayerCall:
                 )
 
     def free(self) -> None:
-        """Lets go of graph, arguments and outputs."""
+        """Release graph, arguments and outputs."""
         self._graph = None
         self._arguments = []
         self.ports = []
@@ -196,14 +217,14 @@ class LayerCall:
     def _build(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
     ) -> tuple[list[Any], TreeSpec]:
-        """The outcome, flattened. Its graph is kept."""
+        """Run the layer and keep its graph. Return the flattened outcome."""
         values, spec, self._graph = self._traced(function, parameters, saving)
         return values, spec
 
     def _traced(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
     ) -> tuple[list[Any], TreeSpec, _Graph]:
-        """The outcome, flattened, and its graph."""
+        """Run the layer and return the flattened outcome and its graph."""
         inputs = [port.tensor.detach().requires_grad_(True) for port in self.ports]
         with torch.enable_grad(), saving:
             entries = [tensor.view_as(tensor) for tensor in inputs]
@@ -224,13 +245,13 @@ class LayerCall:
 
 
 def handed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements in another tensor, one node behind."""
+    """Return an alias of the tensor's elements as a new tensor, one autograd node after it."""
     same: torch.Tensor = _Handed.apply(tensor)  # type: ignore[no-untyped-call]
     return same
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """1-D uint8."""
+    """Return the storage's bytes as a 1-D uint8 tensor that shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -241,7 +262,7 @@ def _kind_of(value: Any) -> object:
 
 
 def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Where the autograd graphs that made these tensors begin."""
+    """Yield the leaves of the autograd graphs that produced these tensors."""
     stack: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen = set()
     while stack:
@@ -256,7 +277,10 @@ def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 class _Handed(torch.autograd.Function):
-    """The same elements, one node behind: unlike a leaf or a view of one, the model may change it in place."""
+    """Aliases a leaf, one autograd node after it.
+
+    Unlike a leaf or a view of one, the model may change the alias in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:

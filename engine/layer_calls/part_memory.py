@@ -1,5 +1,8 @@
-"""Memory of divided blocks between their parts, in a step: what leaves the device or is let go of behind a part was
-said by the trial (discovery/block_parts.py). Compute thread only."""
+"""Releases or selects for offload the memory of divided blocks between their parts, during a step.
+
+The trial forward determined which tensors may be offloaded or released after each part (discovery/block_parts.py).
+Compute thread only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from megatrain_ray.engine.model.structure import Part
 
 @contextmanager
 def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """`saved` gets what graphs that are built in the block save. Each is checked before a backward reads it."""
+    """Append to `saved` each tensor that autograd saves in graphs built in the block.
+
+    check_there: called with each saved tensor before a backward reads it.
+    """
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         saved.append(tensor)
@@ -31,7 +37,10 @@ def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor]
 
 
 def leaving(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
-    """What entered calls of the block and nothing of its forward reads any more, behind the part's forward."""
+    """Return tensors that entered calls of the block and that its forward no longer reads after this part.
+
+    They may be offloaded.
+    """
     found = []
     for path, position in part.leaving:
         call = forward_pass.last_call(path)
@@ -40,8 +49,11 @@ def leaving(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
 
 
 def let_go(forward_pass: ForwardPass, part: Part) -> None:
-    """Behind the part's forward: what calls returned and nothing reads any more gives its memory back, for what is
-    submitted next. The leaves are there still: gradients come to them, which look at no element."""
+    """Release the memory of call outputs that nothing reads after this part's forward.
+
+    The memory can be reused by the work submitted next. Their leaves stay, because gradients are still sent to them,
+    and a leaf's elements are not read for that.
+    """
     for path, number in part.spent:
         call = forward_pass.last_call(path)
         if call:
@@ -49,7 +61,10 @@ def let_go(forward_pass: ForwardPass, part: Part) -> None:
 
 
 def own_of_glue(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part: Part) -> list[torch.UntypedStorage]:
-    """The storages of what the block's own forward saved that no call was given."""
+    """Return the storages that the block's own forward saved and that no call received as an argument.
+
+    saved: tensors saved by the operations between the calls of parts.
+    """
     calls = [call for call in forward_pass.calls if call.path.startswith(f"{part.block}.")]
     if forward_pass.pending is not None:
         calls.append(forward_pass.pending)

@@ -1,9 +1,10 @@
-"""Where a compiled layer's graph is cut in two: what its forward keeps for the backward, and what that computes again.
+"""Partitions a compiled layer's graph: what the forward keeps for the backward, and what the backward recomputes.
 
-torch's own cut, with one thing put right: the operations that it takes for expensive, and therefore weighs against the
-bytes that keeping their results costs, leave out cuDNN's attention and the CPU's (torch 2.11 to 2.13). Unless a budget
-holds all that is expensive it would compute these again: of one layer of Qwen2.5-7B with 131,072 tokens all of the 123
-TFLOP that attention takes where a budget of 0.6 keeps 92 KB for a token, and attention's own result has 7.
+It uses torch's own partitioner with one correction. The operations that torch considers expensive, and therefore weighs
+against the bytes of keeping their results, do not include cuDNN's attention and the CPU's (torch 2.11 to 2.13). Unless
+the budget holds the results of all expensive operations, torch would recompute that attention. Example: one layer of
+Qwen2.5-7B with 131,072 tokens and a budget of 0.6. torch would recompute all 123 TFLOP of attention, although the
+budget keeps 92 KB per token and attention's own result is 7 KB per token.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ OPERATIONS = (
 
 
 class Partitioner(CustomPartitionerFn):
-    """What torch's compiler calls for it (`custom_partitioner_fn`). The budget is
-    `torch._functorch.config.activation_memory_budget` at that time."""
+    """Partitions graphs when called by torch's compiler (`custom_partitioner_fn`).
+
+    The budget is the value of `torch._functorch.config.activation_memory_budget` at the time of the call.
+    """
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -36,13 +39,13 @@ class Partitioner(CustomPartitionerFn):
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> bytes:
-        """Compiled graphs on disk are found again by it: not those of another version of this file."""
+        """Return a hash of this file: graphs that another version of it compiled are then not reused from disk."""
         return get_hash_for_files((__file__,))
 
 
 @contextmanager
 def _attention_weighed() -> Iterator[None]:
-    """In the block torch's partitioner takes attention for expensive. Graphs are compiled by one thread at a time."""
+    """Make torch's partitioner treat attention as expensive in the block. Only one thread compiles graphs at a time."""
     listed, estimated = partitioners.get_default_op_list, partitioners.estimate_runtime
 
     def get_default_op_list() -> partitioners.OpTypes:
@@ -52,8 +55,8 @@ def _attention_weighed() -> Iterator[None]:
     def estimate_runtime(node: fx.Node) -> float:
         if getattr(node.target, "overloadpacket", None) not in OPERATIONS:
             return estimated(node)
-        # torch 2.11 counts neither the CPU's nor, where heads share keys, cuDNN's. Of the whole square, causal or not,
-        # as torch counts other attention.
+        # torch 2.11 has no estimate for the CPU's attention, nor for cuDNN's if heads share keys. Counted is the whole
+        # square, causal or not, as torch does for other attention.
         queries, keys, values = (argument.meta["val"].shape for argument in node.args[:3])  # type: ignore[union-attr]
         return float(2 * math.prod(queries[:3]) * keys[2] * (queries[3] + values[3]))
 

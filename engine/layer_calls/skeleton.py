@@ -1,4 +1,4 @@
-"""The model that runs a forward with proxies for its layers, and its head on chunks of hidden states."""
+"""Runs a model's forward with proxies in place of its layers, and its head on chunks of hidden states."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from megatrain_ray.errors import ConfigError
 
 
 class Skeleton:
-    """Takes over a model on the meta device: `modules` are its layers' modules by path, to be called as templates.
-    `attention`: of all of them."""
+    """Takes over a model on the meta device and replaces its layers with proxies.
+
+    modules: the layers' modules by path, to be called as templates.
+    attention: the attention switch of the whole model.
+    """
 
     def __init__(self, model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
         self.modules = {p: model.get_submodule(p) for layer in structure.layers for p in layer.modules}
@@ -45,20 +48,20 @@ class Skeleton:
                 _anchor(module, anchor)
 
     def forward_of(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
-        """The forward of a micro-batch, for a ForwardPass; its ids are brought to the device at once."""
+        """Return the forward of a micro-batch, for a ForwardPass. Its token ids are uploaded to the device at once."""
         input_ids = upload(micro_batch.input_ids)
         positions = None if micro_batch.positions is None else upload(micro_batch.positions)
         packed = micro_batch.is_packed
 
         def forward() -> Any:
-            PACKED.set(packed)  # for this forward alone: a greenlet has a context of its own
+            PACKED.set(packed)  # for this forward only: each greenlet has its own context
             return self.forward(input_ids, positions)
 
         return forward
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model and its layers are in evaluation mode in the block, and then as they were before."""
+        """Put the model and its layers into evaluation mode for the block, and restore their modes afterwards."""
         roots = (self._model, self._base, *self.modules.values())
         before = {module: module.training for root in roots for module in root.modules()}
         for root in roots:
@@ -70,24 +73,34 @@ class Skeleton:
                 module.training = training
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
-        """The base model's output for [B, T] ids; to be run by a ForwardPass. `positions`: [B, T], of several documents
-        in a row, by which the model keeps them apart (discovery/packing_check.py)."""
+        """Return the base model's output for [B, T] ids. To be run by a ForwardPass.
+
+        positions: [B, T]; given if a row holds several documents, which the model keeps apart by their positions
+            (discovery/packing_check.py).
+        """
         output = self._base(input_ids=input_ids, use_cache=False, **packed_arguments(self._model, positions))
         self._stand_in.kind = type(output)
         return output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, T, D] → [1, T, V] through the model's own head, whose parameters must be bound; after a `forward`."""
+        """Compute logits with the model's own head: [1, T, D] → [1, T, V].
+
+        The head's parameters must be bound, and a `forward` must have run before.
+        """
         with self._stand_in.returning(self._stand_in.kind(last_hidden_state=hidden)):
             logits: torch.Tensor = self._model(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
     def auxiliary(self, output: Any) -> torch.Tensor | None:
-        """What the model's own forward adds to its loss because of the side outputs in `output`, the base model's: a
-        router's load balancing, for instance. A scalar with a graph that ends at those that want a gradient; None where
-        there are none.
+        """Return what the model's own forward adds to its loss for side outputs, such as a router's load balancing.
 
-        The head's parameters must be bound: it runs on one token, whose loss is taken to be zero.
+        The result is a scalar whose graph ends at those side outputs that require a gradient. It is None if there are
+        no side outputs. The head's parameters must be bound: the head runs on one token, whose loss is taken to be
+        zero.
+
+        output: the base model's output.
+
+        Raises ConfigError if the model computes its loss without self.loss_function.
         """
         hidden = output.last_hidden_state[:1, :1].detach()
         if not any(_is_side_output(value) for name, value in vars(output).items() if name != "last_hidden_state"):
@@ -114,7 +127,7 @@ class Skeleton:
 
 
 class _ZeroLoss:
-    """Stands where a model takes the loss of its tokens."""
+    """Replaces the model's loss over tokens with zero, and records whether it was called."""
 
     was_called = False
 
@@ -124,14 +137,14 @@ class _ZeroLoss:
 
 
 class _StandIn(nn.Module):
-    """Stands where the base model was and returns what it is told to; attributes read off it are the base's."""
+    """Replaces the base model: returns the given output when called, and forwards attribute reads to the base model."""
 
-    kind: type = tuple  # of the base model's own output
+    kind: type = tuple  # class of the base model's own output
     _output: Any = None
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_base"] = base  # not a submodule: the model must not find it
+        self.__dict__["_base"] = base  # not registered as a submodule: the model must not find it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_base"], name)
@@ -158,6 +171,9 @@ def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
 
 
 def _anchor(module: nn.Module, like: torch.Tensor) -> None:
-    """A first parameter with the type and place of the others: what a Transformers model calls its dtype and device."""
+    """Add a first parameter with the dtype and device of `like`.
+
+    A Transformers model reports those of its first parameter as its own.
+    """
     anchor = nn.Parameter(like, requires_grad=False)
     module._parameters = {"_anchor": anchor, **module._parameters}

@@ -1,4 +1,4 @@
-"""Templates: modules without weights of their own, one for each layer structure, bound to views as layers arrive."""
+"""Provides templates: modules without weights, one for each layer structure, bound to views of arriving layers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-# Which of several equal layers a module is: set for each call, since a forward may use it.
+# Attributes that tell a module which of several equal layers it is. They are set for each call, since a forward may
+# use them.
 POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
 
-Positions = Sequence[tuple[dict[str, object], str, object]]  # attributes of a part of a template, name, value
+Positions = Sequence[tuple[dict[str, object], str, object]]  # attribute dict of a module in a template, name, value
 
 
 class Template:
-    """A module on the meta device whose parameters are replaced for the time of a call."""
+    """Wraps a module on the meta device whose parameters are replaced for the duration of a call."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        """`names`: its parameters, relative to the module, in the order `bound` takes them."""
+        """Wrap `module`.
+
+        names: names of its parameters, relative to the module, in the order in which `bound` takes them.
+        """
         self.module = module
         self.names = tuple(names)
         self._places = [_place(module, name) for name in names]
 
     def positions_of(self, module: nn.Module) -> Positions:
-        """Where a module of the template's structure stands, and the parts inside it."""
+        """Return the position attributes of `module`, which has the template's structure, and of its submodules."""
         return [
             (vars(self.module.get_submodule(path)), name, vars(part)[name])
             for path, part in module.named_modules()
@@ -37,7 +41,7 @@ class Template:
 
     @contextmanager
     def bound(self, parameters: Sequence[torch.Tensor], positions: Positions = ()) -> Iterator[Callable[..., Any]]:
-        """The module with these tensors as its parameters, standing where `positions` say."""
+        """Yield the module with `parameters` bound to it and its position attributes set as in `positions`."""
         before = [owner._parameters[name] for owner, name in self._places]
         for (owner, name), parameter in zip(self._places, parameters, strict=True):
             owner._parameters[name] = cast(nn.Parameter, parameter)  # a plain tensor: it must stay a view
@@ -56,7 +60,7 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 class Templates:
-    """Hands out one template a structure."""
+    """Provides one template for each structure."""
 
     def __init__(self) -> None:
         self._by_structure: dict[object, Template] = {}
@@ -72,10 +76,10 @@ class Templates:
 
 
 def structure(module: nn.Module) -> object:
-    """A hashable description of everything a module's forward may depend on but its weights and its position.
+    """Return a hashable description of all that a module's forward may depend on, except its weights and its position.
 
-    Two modules of equal structure compute the same function of their parameters. What cannot be described (a lambda, an
-    open file) is described by identity, so that such modules are never taken for equal.
+    Two modules of equal structure compute the same function of their parameters. Objects that cannot be described (a
+    lambda, an open file) are described by identity, so that such modules are never considered equal.
     """
     own = {k: v for k, v in vars(module).items() if k not in _MODULE_INTERNALS and k not in POSITION_ATTRIBUTES}
     return (

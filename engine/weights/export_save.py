@@ -24,12 +24,16 @@ def export_save(
     names: WeightMap | None = None,
     rest: Sequence[ExportTensor] = (),
 ) -> None:
-    """Writes `out_dir`; tied parameters once. `dtype` None: the working copy's. `file_bytes`: of one file at most.
-    `copies`: files that go with the model. `names`: what a checkpoint calls parameters, and how it cuts them. `rest`:
-    tensors that are no part of the save.
+    """Export the save to `out_dir`. Tied parameters are written once.
 
-    Raises ConfigError unless `out_dir` is new or empty, MegatrainError naming the blob when the save is damaged, and
-    when writing fails. There is no `out_dir` then.
+    dtype: type of the exported values; None: the working copy's.
+    file_bytes: largest size of one file.
+    copies: files to copy into the folder with the model.
+    names: what a checkpoint calls the parameters, and how it divides them.
+    rest: tensors to write that are not part of the save.
+
+    Raises ConfigError unless `out_dir` is new or empty. Raises MegatrainError naming the blob if the save is damaged,
+    and if writing fails. In these cases there is no `out_dir` afterwards.
     """
     with SavedValues.open(save_folder, manifest) as values:
         chosen = dtype or values.dtype
@@ -40,12 +44,18 @@ def export_save(
 
 
 def owned(manifest: Manifest) -> list[ParameterEntry]:
-    """The parameters that have elements of their own, whole."""
+    """Return the save's parameters that have elements of their own.
+
+    Ranges of experts are joined to whole parameters.
+    """
     return whole(p for layer in manifest.layers for p in layer.parameters if p.tied_to is None)
 
 
 def whole(parameters: Iterable[ParameterEntry]) -> list[ParameterEntry]:
-    """Those of which these are, with `start` of the first: ranges of experts, which follow each other, as one."""
+    """Return the whole parameters that these are ranges of, each with the `start` of its first range.
+
+    Ranges of experts follow each other, so they can be joined.
+    """
     found: dict[str, ParameterEntry] = {}
     for p in parameters:
         name = whole_name(p.name)
@@ -57,7 +67,10 @@ def whole(parameters: Iterable[ParameterEntry]) -> list[ParameterEntry]:
 def export_tensors(
     values: ExportValues, parameters: Iterable[ParameterEntry], dtype: ExportDtype, names: WeightMap | None
 ) -> list[ExportTensor]:
-    """What a checkpoint holds of these parameters. `names`: as for export_save."""
+    """Return the checkpoint's tensors for these parameters.
+
+    names: as for export_save.
+    """
     return [
         ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, dtype))
         for p in parameters

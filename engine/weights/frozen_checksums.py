@@ -1,5 +1,8 @@
-"""Checksums of what is frozen, where a save leaves it out: by them a restore or a merge knows that it has the same
-again. zlib's CRC-32 of a layer's frozen parameters as they stream, one after the other."""
+"""Computes checksums of frozen parameters that a save leaves out.
+
+With them a restore or a merge verifies that it has the same values again. The checksum is zlib's CRC-32 of a layer's
+frozen parameters in the form in which they stream, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,11 @@ CHUNK_BYTES = 1 << 20  # stays in a core's cache
 def frozen_checksums(
     layout: ModelLayout, working_of: Callable[[int], Tensor], num_threads: int
 ) -> tuple[int | None, ...]:
-    """Layer by layer, of what is in memory; None where nothing of a layer is frozen.
+    """Return the checksum of each layer's frozen parameters in memory; None for a layer without frozen parameters.
 
-    `working_of`: a layer's working copy on the host, 1-D, padded. The sums depend neither on padding nor on the number
-    of shards.
+    working_of: returns a layer's working copy on the host, 1-D, padded.
+
+    The checksums depend neither on padding nor on the number of shards.
     """
 
     def of(index: int) -> int | None:
@@ -39,7 +43,10 @@ def frozen_checksums(
 
 
 def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]:
-    """The same of what `base` would load in the place of what a save leaves out; None where it leaves out nothing."""
+    """Return the checksums of what `base` would load in place of the parameters that a save leaves out.
+
+    An entry is None if the save leaves out nothing of that layer.
+    """
 
     def of(layer: LayerEntry) -> int | None:
         if layer.base_crc32 is None:
@@ -51,7 +58,11 @@ def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]
 
 
 def unread_checksums(base: WeightSource, layout: ModelLayout, *, is_split: bool) -> list[int | None]:
-    """As `frozen_checksums` of what `base` loads, where nobody has all of a layer. `is_split`: whether masters are."""
+    """Return the checksums that `frozen_checksums` would return for what `base` loads.
+
+    It is for runs in which no process holds all of a layer.
+    is_split: whether the run's masters are split.
+    """
 
     def of(layer: FlatLayout) -> int | None:
         frozen = [segment for segment in layer.owned if not segment.group.trained]

@@ -1,4 +1,4 @@
-"""Random initial values of one parameter, without materialising the model around it."""
+"""Computes random initial values of one parameter, without materializing the model around it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.errors import ConfigError
 
-BLOCK_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
-GROUP_ELEMENTS = 16  # which torch draws together
+BLOCK_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger blocks do not stay in the caches
+GROUP_ELEMENTS = 16  # torch draws this many numbers together
 
 
 def initial_values(model: nn.Module, name: str, seed: int) -> Tensor:
-    """What the model's own initialisation gives parameter `name`, in its shape, fp32, on the CPU.
+    """Return the values that the model's own initialization gives parameter `name`, in its shape, fp32, on the CPU.
 
-    `model`: a transformers PreTrainedModel on the meta device. Transformers initialises children before parents, and a
-    parent may set parameters of its children (GPT-2's residual projections), so every module around the parameter has
-    its turn. The values depend on (its configuration, seed, name) only: neither on the order of calls nor on the state
-    of any random generator, which stay untouched. Raises ConfigError when the model leaves elements of the parameter
-    unset.
+    model: a transformers PreTrainedModel on the meta device.
+
+    Transformers initializes children before parents, and a parent may set parameters of its children (GPT-2's residual
+    projections). So every module around the parameter is initialized in turn.
+
+    The values depend only on the model's configuration, `seed` and `name`. They depend neither on the order of calls
+    nor on the state of any random generator, and no generator is changed.
+
+    Raises ConfigError if the model leaves elements of the parameter unset.
     """
     path, _, local = name.rpartition(".")
     surroundings = _own_surroundings(model, path)
@@ -44,17 +48,18 @@ def initial_values(model: nn.Module, name: str, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Normal:
-    """A tensor of so many elements, filled with normal numbers at once."""
+    """Describes a tensor of `numel` elements that is filled with normal random numbers in one call."""
 
     numel: int
     mean: float
     std: float
 
     def blocks(self, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:
-        """What one call would draw, a block at a time: its first element, and values that the next one overwrites.
+        """Yield what one call would draw, block by block: the block's first element, and its values.
 
-        Equal, since torch draws groups in turn. Of an unfinished one it draws the last numbers again, as many as a
-        group has, so the last block has at least these.
+        The next block overwrites the values. The blocks equal a single call, since torch draws groups of numbers one
+        after the other. For an incomplete group at the end, torch draws the last numbers again, as many as a group has.
+        So the last block has at least the size of a group.
         """
         memory = torch.empty(min(self.numel, BLOCK_ELEMENTS + GROUP_ELEMENTS))
         starts = range(0, max(1, self.numel - GROUP_ELEMENTS + 1), BLOCK_ELEMENTS)
@@ -64,10 +69,11 @@ class Normal:
 
 
 def normals_before(model: nn.Module, name: str) -> tuple[Normal, ...] | None:
-    """What a module draws up to all of its parameter `name`, that last: where these are normal numbers only, and
-    nothing else sets the parameter. None where it is initialised in any other way.
+    """Return what a module draws up to and including its parameter `name`, which is the last entry.
 
-    `model`: as for `initial_values`.
+    Return None unless these are normal numbers only, and nothing else sets the parameter.
+
+    model: as for `initial_values`.
     """
     path, _, local = name.rpartition(".")
     surroundings = _own_surroundings(model, path)
@@ -77,7 +83,7 @@ def normals_before(model: nn.Module, name: str) -> tuple[Normal, ...] | None:
     try:
         with noted:
             _initialize(surroundings, 0)
-    except Exception:  # of an initialisation that asks for values, which are not there
+    except Exception:  # the initialization reads values, which meta tensors do not have
         return None
     return noted.normals(module.get_parameter(local))
 
@@ -91,13 +97,16 @@ def _replace_parameters(module: nn.Module, make: Callable[[torch.Size], Tensor])
 def _initialize(surroundings: Sequence[tuple[nn.Module, nn.Module]], seed: int) -> None:
     with torch.no_grad(), _OwnRandomNumbers(seed):
         for around, initialiser in reversed(surroundings):
-            initialiser._init_weights(around)  # type: ignore[operator]  # of every PreTrainedModel
+            initialiser._init_weights(around)  # type: ignore[operator]  # every PreTrainedModel has it
 
 
 def _own_surroundings(model: nn.Module, path: str) -> list[tuple[nn.Module, nn.Module]]:
-    """Copies of the modules from the model down to the one at `path`, each with the PreTrainedModel that initialises
-    it. They are without the marks of an initialisation that meta tensors have been through, and hold each other in the
-    place of the originals, which other threads read meanwhile."""
+    """Return copies of the modules from the model down to the one at `path`, each with its initializer.
+
+    The initializer is the PreTrainedModel that initializes the module. The copies lack the marks that an initialization
+    of meta tensors leaves. They contain each other in place of the originals, which other threads read at the same
+    time.
+    """
     module = initialiser = _copy(model)
     found = [(module, initialiser)]
     for part in path.split(".") if path else ():
@@ -111,7 +120,7 @@ def _own_surroundings(model: nn.Module, path: str) -> list[tuple[nn.Module, nn.M
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """With the same parameters and submodules, which may be replaced."""
+    """Return a copy of the module with the same parameters and submodules, which may be replaced in the copy."""
     own = type(module).__new__(type(module))
     own.__dict__ |= module.__dict__
     own.__dict__ |= {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
@@ -120,7 +129,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what is drawn up to a parameter (on the meta device), and whether that is all that sets it."""
+    """Records what is drawn up to a parameter (on the meta device), and whether that is all that sets it."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,10 +137,13 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storage = target.untyped_storage()
         self._drawn: list[Normal] = []
         self._is_complete = False
-        self._is_other = False  # than what Normals can say
+        self._is_other = False  # whether something else happened, which `Normal` cannot describe
 
     def normals(self, parameter: Tensor) -> tuple[Normal, ...] | None:
-        """`parameter`: the one that the module has now."""
+        """Return what was drawn up to the parameter, or None if something else was drawn or set it.
+
+        parameter: the parameter that the module has after its initialization.
+        """
         is_all = self._is_complete and not self._is_other and parameter is self._target and self._is_own(parameter)
         return tuple(self._drawn) if is_all else None
 
@@ -149,12 +161,15 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs or {})
 
     def _is_own(self, value: object) -> bool:
-        """Whether it has the memory that the parameter began with."""
+        """Return whether `value` uses the memory that the parameter began with."""
         return isinstance(value, Tensor) and value.untyped_storage()._cdata == self._storage._cdata
 
 
 def _as_normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Normal | None:
-    """What an operation draws, where that is normal numbers for a tensor (on the meta device) as it lies in memory."""
+    """Return what an operation draws if it fills a tensor with normal random numbers, else None.
+
+    The tensor must be on the meta device, FP32, and contiguous, so that numbers are drawn in the order of its memory.
+    """
     if func is not torch.ops.aten.normal_.default or any(value is not None for value in kwargs.values()):
         return None
     tensor = args[0]
@@ -164,7 +179,7 @@ def _as_normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Nor
 
 
 class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """This thread's random operations on the CPU draw what they would from torch's own generator with the seed."""
+    """Makes this thread's random operations on the CPU draw what torch's own generator would draw with `seed`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -183,7 +198,7 @@ class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _with_generator(func: Any) -> Any:
-    """The overload of a random operation that takes a generator too. Raises ConfigError where there is none."""
+    """Return the overload of a random operation that also takes a generator. Raises ConfigError if there is none."""
     packet, name = func.overloadpacket, func._overloadname
     wanted = "generator" if name == "default" else f"{name}_generator"
     if wanted not in packet.overloads():
@@ -192,6 +207,9 @@ def _with_generator(func: Any) -> Any:
 
 
 def module_seed(path: str, seed: int) -> int:
-    """Of a module's random values: 63 bits of a hash, the same on every machine and in every version of Python."""
+    """Return the seed of a module's random values: 63 bits of a hash.
+
+    It is the same on every machine and in every version of Python.
+    """
     digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

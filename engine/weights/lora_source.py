@@ -1,4 +1,4 @@
-"""Where the values of a model with LoRA pairs come from: the base's source, and an adapter folder or a seed."""
+"""Provides the values of a model with LoRA pairs: from the base's source, and from an adapter folder or a seed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,28 @@ from megatrain_ray.io.checkpoints.peft_adapter import AdapterFolder
 
 
 class LoraWeights:
-    """A WeightSource. Of a new adapter A is what nn.Linear draws, by a seed of its name, and B is zero, so that the
-    model computes at first what its base does."""
+    """Implements WeightSource for a model with LoRA pairs.
+
+    In a new adapter, A is what nn.Linear draws, with a seed made from its name, and B is zero. So the model computes at
+    first what its base computes.
+    """
 
     def __init__(self, base: WeightSource, model: nn.Module, seed: int, stored: AdapterFolder | None) -> None:
-        """`model`: with its pairs, on the meta device. `stored`: an adapter to go on from."""
+        """Create the source.
+
+        model: the model with its LoRA pairs, on the meta device.
+        stored: an adapter to continue from, or None.
+        """
         self._base = base
         self._model = model
         self._seed = seed
         self._stored = stored
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened parameter `name`: 1-D, fp32. Raises as the base's source."""
+        """Return elements [start, stop) of the flattened parameter `name`: 1-D, fp32.
+
+        Raises as the base's source does.
+        """
         if self._stored is not None and self._stored.holds(name):
             return self._stored.read(name, start, stop)
         if not is_adapter(name):
@@ -36,6 +46,6 @@ class LoraWeights:
 
 
 def _initial_a(shape: torch.Size, name: str, seed: int) -> Tensor:
-    """As nn.Linear.reset_parameters draws it: uniform in ±1 ÷ √in."""
+    """Draw the matrix as nn.Linear.reset_parameters does: uniform in ±1 ÷ √in."""
     generator = torch.Generator().manual_seed(module_seed(name.removesuffix(".weight"), seed))
     return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)

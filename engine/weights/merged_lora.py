@@ -1,4 +1,4 @@
-"""The weights of a model with its LoRA pairs added in: W + alpha ÷ rank · B A, in FP32, rounded once."""
+"""Merges LoRA pairs into a model's weights: W + alpha ÷ rank · B A, in FP32, rounded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
 
 
 class Pair(NamedTuple):
-    """Of the module at `path`; `a`, `b`: shapes. `transposed`: its matrix is [in, out]."""
+    """Describes the LoRA pair of the module at `path`.
+
+    a, b: shapes of the two matrices.
+    transposed: whether the module's own matrix is [in, out].
+    """
 
     path: str
     a: tuple[int, ...]
@@ -26,18 +30,29 @@ class Pair(NamedTuple):
 
 
 class MergedValues:
-    """ExportValues: what the save holds as it is, the rest from the base. With bf16 that is W as it streamed."""
+    """Implements ExportValues for merged weights.
+
+    Values that the save holds are unchanged. All others come from the base, plus the product of the LoRA pair where the
+    matrix has one. With bf16 training the base's W is the bf16 value that streamed.
+    """
 
     def __init__(self, saved: SavedValues, base: WeightSource, pairs: Mapping[str, Pair], scale: float) -> None:
-        """`pairs`: by the name of the matrix."""
+        """Create the merged values.
+
+        pairs: LoRA pairs by the name of the matrix that they belong to.
+        scale: factor of the product B A.
+        """
         self._saved = saved
         self._base = base
         self._pairs = pairs
         self._scale = scale
-        self._last: tuple[str, Tensor, Tensor] | None = None  # one pair in memory at a time
+        self._last: tuple[str, Tensor, Tensor] | None = None  # path, A and B: only one pair is in memory at a time
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
-        """Elements [start, stop) of the flattened parameter: 1-D. Raises MegatrainError for a damaged save or base."""
+        """Return elements [start, stop) of the flattened parameter: 1-D.
+
+        Raises MegatrainError for a damaged save or base.
+        """
         if self._saved.holds(name):
             return self._saved.read(name, start, stop, dtype)
         values = self._base.read(name, start, stop)
@@ -48,7 +63,7 @@ class MergedValues:
         return to_working(values) if dtype is ExportDtype.BF16 else values
 
     def _product(self, pair: Pair, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened product, made of the rows that hold them."""
+        """Return elements [start, stop) of the flattened product, computed from only the rows that hold them."""
         a, b = self._matrices(pair)
         left, right = (a.T, b.T) if pair.transposed else (b, a)
         columns = right.shape[1]

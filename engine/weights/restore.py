@@ -1,6 +1,9 @@
-"""What a save holds, brought into state. Layers that were divided otherwise are found by their parameters, ranges of
-experts by their place in all of them. Moments of another type than the state's are converted on the way, to FP32
-exactly, to bf16 once to nearest (their updates round them stochastically)."""
+"""Restores the contents of a save into a run's state.
+
+Layers that were divided differently are matched by their parameters, ranges of experts by their place in the whole
+parameter. Moments of another type than the state's are converted: to FP32 exactly, to bf16 by one rounding to nearest
+(their updates round them stochastically).
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,18 @@ from megatrain_ray.io.saves.manifest import LayerEntry, Manifest
 from megatrain_ray.io.saves.save_folder import read_pieces
 from megatrain_ray.io.saves.save_writer import Piece
 
-CONVERTED_BYTES = 64 << 20  # of state at a time
-MOMENTS = {2: torch.bfloat16, 4: torch.float32}  # by bytes of an element
+CONVERTED_BYTES = 64 << 20  # bytes of state that are converted at a time
+MOMENTS = {2: torch.bfloat16, 4: torch.float32}  # bytes of an element → type
 
 
 class _Place(NamedTuple):
-    """So many elements of a parameter, from `first` on, are those of a save's layer from `start` on, logical."""
+    """Locates elements of a parameter in a save.
+
+    first: first element within the parameter.
+    size: number of elements.
+    layer: name of the save's layer.
+    start: first element within that layer, in logical coordinates.
+    """
 
     first: int
     size: int
@@ -33,7 +42,7 @@ class _Place(NamedTuple):
 
 
 def restore_pieces(save_folder: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
-    """Fills the writable buffers of each piece, which are on the host. Raises what `read_pieces` does."""
+    """Fill the writable host buffers of each piece from the save. Raises what `read_pieces` raises."""
     others = [piece for piece in pieces if _is_converted(piece, manifest)]
     asyncio.run(read_pieces(save_folder, manifest, (piece for piece in pieces if not _is_converted(piece, manifest))))
     for piece in others:
@@ -42,15 +51,19 @@ def restore_pieces(save_folder: Path, manifest: Manifest, pieces: Sequence[Piece
 
 
 def as_saved(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -> list[Piece]:
-    """The same elements as pieces of the save's layers, where blocks were divided otherwise when it was made. `layout`:
-    whose layers the pieces are of. Raises MegatrainError for a parameter that the save does not hold, or not all of."""
+    """Return the same elements as pieces of the save's layers, if blocks were divided differently when it was made.
+
+    layout: the layout whose layers the pieces belong to.
+
+    Raises MegatrainError for a parameter that the save does not hold completely.
+    """
     if names_of(manifest.layers) == [[p.name for p in layer.segments] for layer in layout.layers]:
         return list(pieces)
     return list(_found(pieces, manifest, layout))
 
 
 def names_of(layers: Iterable[LayerEntry]) -> list[list[str]]:
-    """Of the parameters of each layer."""
+    """Return the names of each layer's parameters."""
     return [[parameter.name for parameter in layer.parameters] for layer in layers]
 
 
@@ -76,7 +89,7 @@ def _found(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -> 
 
 
 def _places(manifest: Manifest) -> dict[str, list[_Place]]:
-    """By the names of whole parameters."""
+    """Return the places of all parameters, by the names of whole parameters."""
     found: dict[str, list[_Place]] = {}
     for layer in manifest.layers:
         for p in layer.parameters:

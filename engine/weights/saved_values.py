@@ -1,5 +1,7 @@
-"""The weights of a save by the names of parameters, in either type that an export has. Experts that are apart there go
-by the name of the whole parameter."""
+"""Reads the weights of a save by parameter name, in either of the types that an export can have.
+
+Experts that the save holds separately are read by the name of the whole parameter.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,18 @@ from megatrain_ray.io.saves.save_reader import SaveReader
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.io.storage.blob_store import FileStore
 
-READ_ELEMENTS = 8 << 20  # at most 64 MiB at once: working copy, residual and master
+READ_ELEMENTS = 8 << 20  # at most 64 MiB in memory at once: working copy, residual and master
 
 
 class ExportValues(Protocol):
-    """Where an export's values come from: `SavedValues`, or what is made of them (`MergedValues`)."""
+    """Provides the values of an export: `SavedValues`, or values computed from them (`MergedValues`)."""
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
-        """Elements [start, stop) of the flattened parameter: 1-D, bf16 or fp32."""
+        """Return elements [start, stop) of the flattened parameter: 1-D, bf16 or fp32."""
 
 
 class _Place(NamedTuple):
-    """Where elements [first, stop) of a parameter lie in a save: from `start` of a layer on, logical."""
+    """Locates elements [first, stop) of a parameter in a save: from `start` of a layer on, in logical coordinates."""
 
     first: int
     stop: int
@@ -44,7 +46,7 @@ class _Place(NamedTuple):
 
 
 class SavedValues:
-    """Every error of reading is a MegatrainError naming the blob."""
+    """Reads parameters of a save. Every error of reading is a MegatrainError that names the blob."""
 
     def __init__(self, save_folder: Path, manifest: Manifest, runner: asyncio.Runner) -> None:
         self.is_split = "residual" in manifest.itemsize
@@ -66,15 +68,18 @@ class SavedValues:
 
     @property
     def dtype(self) -> ExportDtype:
-        """The working copy's."""
+        """Return the working copy's type."""
         return ExportDtype.BF16 if self.is_split else ExportDtype.FP32
 
     def holds(self, name: str) -> bool:
-        """Whether the parameter is in the save: false for what it leaves out."""
+        """Return whether the save holds the parameter; False for a parameter that it leaves out."""
         return name in self._places
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
-        """Elements [start, stop) of the flattened parameter, whatever the precision of the run: 1-D."""
+        """Return elements [start, stop) of the flattened parameter, 1-D, whatever the precision of the run.
+
+        Raises MegatrainError if the save does not hold all of them.
+        """
         read = self._working if dtype is ExportDtype.BF16 else self._master
         found = []
         for place in self._places[name]:
@@ -105,7 +110,7 @@ class SavedValues:
 
 
 def chunks(values: ExportValues, name: str, tensor: CheckpointTensor, dtype: ExportDtype) -> Iterator[memoryview]:
-    """The bytes of a checkpoint's tensor, which is a piece of the parameter `name`."""
+    """Yield the bytes of a checkpoint's tensor, which is a piece of the parameter `name`."""
     if not tensor.is_contiguous:
         whole = values.read(name, tensor.offset, tensor.offset + tensor.numel, dtype)
         yield bytes_of(whole.as_strided(tensor.shape, tensor.stride).contiguous().view(-1))
@@ -115,5 +120,5 @@ def chunks(values: ExportValues, name: str, tensor: CheckpointTensor, dtype: Exp
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous 1-D tensor."""
+    """Return the memory of a contiguous 1-D tensor."""
     return values.view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Where a shard's first values come from: a folder of weights, or a seed."""
+"""Provides the initial values of a shard's weights: from a folder of weights, or from a seed."""
 
 from __future__ import annotations
 
@@ -13,37 +13,48 @@ from megatrain_ray.engine.weights.initial_values import initial_values, module_s
 
 
 class WeightSource(Protocol):
-    """Implemented by `io.checkpoints.weight_map.MappedWeights` and by `RandomSource`."""
+    """Provides initial values; implemented by `io.checkpoints.weight_map.MappedWeights` and by `RandomSource`."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened parameter `name`: 1-D, fp32, until the thread reads others. Threads
-        may read at the same time."""
+        """Return elements [start, stop) of the flattened parameter `name`: 1-D, fp32.
+
+        The tensor is valid until the calling thread reads others. Several threads may read at the same time.
+        """
 
 
 class RandomSource:
-    """The model's own random initialisation.
+    """Draws values by the model's own random initialization.
 
-    The numbers of a parameter follow from each other, so each thread that reads draws parameters of its own; it holds
-    some MiB of one that is filled with normal numbers, as nearly all are, and any other one whole.
+    The numbers of a parameter are drawn in sequence, so each reading thread draws its own parameters. It holds a few
+    MiB of a parameter that is filled with normal numbers, as nearly all are, and any other parameter as a whole.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        """`model`: a transformers PreTrainedModel on the meta device."""
+        """Create the source.
+
+        model: a transformers PreTrainedModel on the meta device.
+        """
         self._model = model
         self._seed = seed
         self._of_thread = threading.local()
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Fastest for one parameter after the other, each from its beginning on. Raises ConfigError when the model does
-        not initialise that parameter."""
+        """Return elements [start, stop) of the flattened parameter `name`: 1-D, fp32.
+
+        It is fastest to read one parameter after the other, each from its beginning on. Raises ConfigError if the model
+        does not initialize that parameter.
+        """
         drawn: _Drawn | None = getattr(self._of_thread, "drawn", None)
         if drawn is None or drawn.name != name or start < drawn.start:
-            self._of_thread.drawn = drawn = None  # before another one takes memory
+            self._of_thread.drawn = drawn = None  # free it before another one is allocated
             self._of_thread.drawn = drawn = _Drawn(name, self._parts(name))
         return drawn.read(start, stop)
 
     def _parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Of the flattened parameter, and where each begins: each until the next one."""
+        """Yield parts of the flattened parameter, each with its first element's index.
+
+        A part is valid until the next one.
+        """
         normals = normals_before(self._model, name)
         if normals is None:
             yield 0, initial_values(self._model, name, self._seed).flatten()
@@ -56,7 +67,7 @@ class RandomSource:
 
 
 class _Drawn:
-    """A parameter as far as it is drawn, the last part of it at hand."""
+    """Holds a parameter that is drawn as far as it was read, with only the last part in memory."""
 
     def __init__(self, name: str, parts: Iterator[tuple[int, Tensor]]) -> None:
         self.name = name
@@ -64,7 +75,10 @@ class _Drawn:
         self.start, self._part = next(parts)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """From `self.start` on, and with what follows after that."""
+        """Return elements [start, stop), drawing further parts as needed.
+
+        `start` must not be less than `self.start`.
+        """
         found: list[Tensor] = []
         while True:
             held = self._part[max(0, start - self.start) : max(0, stop - self.start)]
