@@ -1,1 +1,1 @@
-"""Holds the host's side of a step: its interfaces, the gradient slab and the words that signal."""
+"""Holds the host's side of a step: its interfaces, the gradient slab and the shared signal words."""

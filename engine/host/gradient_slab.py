@@ -1,4 +1,4 @@
-"""The slab: host memory where gradients and Muon's directions wait for their update, handed out by lease."""
+"""Allocates leases in the slab, the host memory where gradients and Muon's directions wait for their update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from megatrain_ray.errors import CapacityError
 
 
 def held_slab_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """What the gradients' slab takes: as planned, but less where it holds all layers and memory is aliased."""
+    """Return the bytes that the slab of gradients takes.
+
+    They are those of the plan, or fewer if host memory is aliased and the slab has room for all layers.
+    """
     needed = sum(layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab))
     if layout.aliased_size is None or plan.slab_bytes < needed:
         return plan.slab_bytes
@@ -23,11 +26,13 @@ def held_slab_bytes(plan: Plan, layout: ModelLayout) -> int:
 
 
 class SlabPool:
-    """Leases of a slab: of layers that stay, each at its own place; behind these of layers that pass, each in the first
-    gap that is large enough, or at its own place where there is one for each.
+    """Allocates leases in a slab.
 
-    Event loop only. A lease is released when every shard has its update, or the gradient. Where clipped gradients wait
-    here for the scale, the slab must hold all of them: they stay.
+    Layers that stay in the slab have fixed places. Behind these, each layer that only passes through gets the first gap
+    that is large enough. If the slab has room for all layers, each of them has a fixed place.
+
+    Event loop only. A lease is released when every shard has applied the update or stored the gradient. If clipped
+    gradients wait here for their scale, the slab must hold all of them, so they stay.
     """
 
     def __init__(
@@ -40,11 +45,16 @@ class SlabPool:
         passing: Set[int] | None = None,
         aliased: bool = False,
     ) -> None:
-        """`slab`: 1-D uint8. `sizes`: bytes of each layer. `check` raises when waiting has become vain. `start`: where
-        leases count from. `passing`: layers that pass; None: all. `aliased`: layers have places as in a slab for all
-        of them, the same ones in turn.
+        """Divide the slab into fixed places and the room for layers that pass through.
 
-        Raises CapacityError when those that stay do not fit, and with them the largest that passes.
+        slab: 1-D uint8.
+        sizes: bytes of each layer.
+        check: raises if waiting has become pointless.
+        start: added to every lease's first byte, so that leases count from there.
+        passing: layers that only pass through; None: all.
+        aliased: layers have places as in a slab for all of them, but take the same memory in turn.
+
+        Raises CapacityError unless the layers that stay and the largest layer that passes fit together.
         """
         self._check = check
         self._slab = slab
@@ -60,7 +70,7 @@ class SlabPool:
         needed = max(sizes) if has_all else self._stop + max((sizes[layer] for layer in passes), default=0)
         if slab.nbytes < needed:
             raise CapacityError(f"the slab has {slab.nbytes} bytes, what stays and the largest layer need {needed}")
-        self._held: dict[int, int] = {}  # where each lease starts
+        self._held: dict[int, int] = {}  # by layer: first byte of its lease
         self._changed = asyncio.Condition()
 
     async def lease(self, layer: int) -> Lease:
@@ -77,12 +87,12 @@ class SlabPool:
             self._changed.notify_all()
 
     async def wake(self) -> None:
-        """Makes whoever waits look and check again."""
+        """Make every waiting caller test its condition again, and `check` with it."""
         async with self._changed:
             self._changed.notify_all()
 
     def _place(self, layer: int) -> int | None:
-        """Where the layer's lease may start; None while there is no room."""
+        """Return the byte at which the layer's lease may start, or None if it must still wait."""
         self._check()
         if layer in self._held:
             return None
@@ -100,8 +110,10 @@ class SlabPool:
 
 
 class FollowedSlab:
-    """The slab of a rank that is not the first: its leases are where the first one's are, which says so in signal
-    words, and lets go of them. Event loop only."""
+    """Returns the leases of a rank that is not the first of its host.
+
+    The first rank chooses where leases lie, publishes it in signal words, and releases them. Event loop only.
+    """
 
     def __init__(
         self,
@@ -110,8 +122,12 @@ class FollowedSlab:
         placed_at: Callable[[int, int], int | None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`slab`: all that leases count in. `sizes` and `check` as for the first one's. `placed_at`: where a layer's
-        lease of an update is, None while nobody has said so."""
+        """Follow the first rank's leases in `slab`.
+
+        slab: everything in which leases count, 1-D uint8.
+        sizes, check: as for the first rank's SlabPool.
+        placed_at: returns where a layer's lease of an update begins, or None while that is not published.
+        """
         self._slab = slab
         self._sizes = sizes
         self._placed_at = placed_at
@@ -126,7 +142,7 @@ class FollowedSlab:
         return Lease(layer, start, self._slab[start : start + self._sizes[layer]])
 
     async def wake(self) -> None:
-        """Makes whoever waits look and check again."""
+        """Make every waiting caller test its condition again, and `check` with it."""
         async with self._changed:
             self._changed.notify_all()
 

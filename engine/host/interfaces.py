@@ -1,6 +1,6 @@
-"""Where weights come from and gradients go: the seam between the streaming engine and whoever keeps the state.
+"""Defines where the streaming engine gets weights from and where it sends gradients to.
 
-An *update* is numbered like the step whose gradients it consumes, from 1. Generation g of a layer's working copy is
+An *update* has the number of the step whose gradients it consumes, from 1. Generation g of a layer's working copy is
 what update g wrote; generation 0 is what the run started from. A layer of which nothing is trained has every
 generation.
 """
@@ -19,14 +19,19 @@ from megatrain_ray.engine.layout.model_layout import WeightPart
 from megatrain_ray.engine.optimizer.adamw import Rates
 from megatrain_ray.engine.plan.residency import FragmentId
 
-EVERY_GENERATION = 1 << 62  # larger than any
+EVERY_GENERATION = 1 << 62  # larger than any generation that is reached
 
 
 @dataclass(frozen=True)
 class UpdateHeader:
-    """What is fixed before the first write of an update. `update`: its number, from 1. `adam_step`: AdamW's own count,
-    which skipped updates do not advance. `scale`: multiplies gradients, an FP32 value. `skip`: change nothing. `save`:
-    a save wants the generation that this update makes; no layer may go beyond it before it is written or copied."""
+    """Holds what is fixed before the first write of an update.
+
+    update: its number, from 1.
+    adam_step: AdamW's own step count, which skipped updates do not advance.
+    scale: multiplies gradients, an FP32 value.
+    skip: change nothing.
+    save: a save wants the generation that this update makes. No layer may go beyond it before it is written or copied.
+    """
 
     update: int
     adam_step: int
@@ -41,8 +46,11 @@ class UpdateHeader:
 
 
 class HostWeights(NamedTuple):
-    """A fragment of a layer's working copy in host memory, part after part, or this rank's part of it; and when it
-    became ready on the virtual clock."""
+    """Holds a fragment of a layer's working copy in host memory, or this rank's part of it.
+
+    parts: the pieces of the fragment, one after another.
+    ready_at_s: when the weights became ready on the virtual clock.
+    """
 
     parts: Sequence[WeightPart]
     ready_at_s: float
@@ -50,9 +58,12 @@ class HostWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Lease:
-    """A temporary hold on a part of the slab, for one layer's gradient or its directions, which begin at `start_bytes`:
-    `region` is 1-D uint8 of the slab, all of them or this rank's part. `free_at_s`: from when on it was empty, on the
-    virtual clock."""
+    """Represents a temporary hold on a part of the slab, for one layer's gradient or its Muon directions.
+
+    start_bytes: where the layer's gradient or directions begin in the slab.
+    region: 1-D uint8 view of the slab: all of the gradient or directions, or this rank's part.
+    free_at_s: when the region became free on the virtual clock.
+    """
 
     layer: int
     start_bytes: int
@@ -62,41 +73,57 @@ class Lease:
 
 class ParamSource(Protocol):
     def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
-        """Fragments that will be fetched, one after the other: what is on disk is read ahead."""
+        """Announce the fragments that will be fetched, in this order.
+
+        Those on disk are read ahead.
+        """
 
     async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
-        """Waits for that generation of the layer. The tensors stay valid until the event of `release`, which is before
-        the layer's next gradient lands."""
+        """Wait until the layer has this generation, and return the fragment's weights.
+
+        The tensors stay valid until the event passed to `release`, which is reached before the layer's next gradient
+        lands.
+        """
 
     def release(self, fragment: FragmentId, uploaded: Event) -> None:
-        """What was fetched is not read after the event. Fragments are let go of in the order of `fetch`."""
+        """Note that the fragment is not read after the event `uploaded`.
+
+        Fragments are released in the order of `fetch`.
+        """
 
     async def momentum(self, layer: int, generation: int) -> Sequence[MomentumPart]:
-        """The first moments of that generation of a layer that Muon trains, of this rank's part of its gradient; valid
-        as long as its weights are."""
+        """Wait until a layer that Muon trains has this generation, and return its first moments.
+
+        They are those of this rank's part of the layer's gradient, and stay valid as long as the layer's weights.
+        """
 
 
 class GradSink(Protocol):
     async def lease(self, layer: int, update: int) -> Lease:
-        """Waits for room in the slab, for the gradient of this update; where there are several ranks, for this one's
-        part of it."""
+        """Wait for room in the slab for the layer's gradient of this update, and return the lease.
+
+        With several ranks, the lease's region is this rank's part of the gradient.
+        """
 
     async def lease_direction(self, layer: int, update: int) -> Lease:
-        """The same for the layer's directions."""
+        """Wait for room in the slab for the layer's directions, and return the lease, as `lease` does."""
 
     async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
-        """The gradient is complete in the lease, which the sink now owns; so are the directions of a layer that Muon
-        trains."""
+        """Hand over a lease that holds the complete gradient. The sink owns the lease from now on.
+
+        at_s: when the gradient was complete on the virtual clock.
+        direction: lease that holds the complete directions, for a layer that Muon trains.
+        """
 
     async def commit(self, header: UpdateHeader, at_s: float) -> None:
-        """Fixes scale, learning rate and step of an update before its first write."""
+        """Fix scale, learning rate and step of an update before its first write."""
 
     async def drain(self, generation: int) -> None:
-        """Waits until every layer has this generation."""
+        """Wait until every layer has this generation."""
 
     async def close(self) -> None:
-        """Stops what works in the background. Idempotent."""
+        """Stop all background work. Idempotent."""
 
 
 class Host(ParamSource, GradSink, Protocol):
-    """Both directions."""
+    """Combines both directions: it is a source of weights and a sink of gradients."""

@@ -1,4 +1,4 @@
-"""Momenta: where the first moments of a model lie on the host, for whoever orthogonalises: they are only read."""
+"""Finds the first moments of a layer in host memory, for Muon's orthogonalisation. They are only read."""
 
 from __future__ import annotations
 
@@ -12,22 +12,32 @@ from megatrain_ray.engine.layout.shard_layout import ShardLayout
 
 
 class MomentumPart(NamedTuple):
-    """What one shard keeps of what is asked for: `values` (fp32, 1-D) from element `start` of that on."""
+    """Holds the part of the requested moments that one shard keeps.
+
+    start: first element, counted from the beginning of what was requested.
+    values: fp32, 1-D.
+    """
 
     start: int
     values: Tensor
 
 
 class Momenta:
-    """Over the state of all shards."""
+    """Finds first moments in the state of all shards."""
 
     def __init__(self, layouts: Sequence[ShardLayout], tensors: Sequence[Tensor]) -> None:
-        """`tensors`: m of each shard, 1-D fp32 of ShardLayout.size."""
+        """Use the first moments of these shards.
+
+        tensors: m of each shard, 1-D fp32 of ShardLayout.size elements.
+        """
         self._shards = tuple(zip(layouts, tensors, strict=True))
 
     def of(self, layer: int, span: Span) -> list[MomentumPart]:
-        """Together those of the span, which is in padded coordinates of the layer; of an empty one a part without
-        elements, since the end of the last part's copy is what a fetch waits for."""
+        """Return parts that together hold the first moments of a span of the layer.
+
+        span: in padded coordinates of the layer. An empty span gives one part without elements, since a fetch waits for
+            the end of the last part's copy.
+        """
         found = []
         for layout, m in self._shards:
             held, own = layout.spans[layer], m[layout.slice(layer)]

@@ -1,6 +1,7 @@
-"""Host side across processes: working copies and gradients in shared arenas, shards behind signal words.
+"""Gives the engine weights from shared memory, and the optimizer shards' processes its gradients.
 
-Of several ranks on a host, which share all of it, the first one decides for all where gradients lie, and commits.
+Working copies and gradients lie in shared arenas, and the shards are signalled by words in shared memory. The ranks of
+one host share all of it: the first one decides for all where gradients lie, and commits updates.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.spill.disk_weights import DiskWeights
 from megatrain_ray.errors import DeadlineError, MegatrainError
 
-WATCH_SLICE_S = 0.5  # how long the watcher sleeps at most before it looks whether it should stop
+WATCH_SLICE_S = 0.5  # longest sleep of the watcher before it checks whether it should stop
 
 
 class SharedHost:
-    """ParamSource and GradSink of a GPU worker. Build and use on one event loop.
+    """Serves a GPU worker as ParamSource and GradSink. Build and use it on one event loop.
 
-    A watcher thread sleeps on the shards' bell and wakes the loop; so a generation costs the loop one wake-up, not a
-    poll.
+    A watcher thread sleeps on the shards' bell and wakes the loop. So a generation costs the loop one wake-up, not
+    polling.
     """
 
     def __init__(
@@ -47,9 +48,14 @@ class SharedHost:
         disk: DiskWeights | None = None,
         rank: int = 0,
     ) -> None:
-        """`layout`: of this host. `working`: 1-D, the working copies in host memory, one after the other. `slab`: 1-D
-        uint8, gradients and then Muon's directions. `disk`: the other working copies, where there are any. `rank`:
-        among those of all hosts."""
+        """Attach to the shared memory and start the watcher.
+
+        layout: layout of this host.
+        working: 1-D, the working copies in host memory, one after another.
+        slab: 1-D uint8, gradients and then Muon's directions.
+        disk: the working copies that are on disk, if there are any.
+        rank: this worker's number among the ranks of all hosts.
+        """
         self._host_rank = rank % plan.host_gpus
         self._num_ranks = plan.host_gpus
         self._uploads_parts = plan.gathers_slots
@@ -67,7 +73,7 @@ class SharedHost:
         self._stored = frozenset(plan.stored_layers)
         self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
         self._pools = {Placed.GRADIENT: self._slab, Placed.DIRECTIONS: self._directions}
-        self._followed = {  # where this rank is not the first
+        self._followed = {  # used if this rank is not the first of its host
             what: FollowedSlab(slab, of_layers, partial(words.placed_at, what), self._check)
             for what, of_layers in ((Placed.GRADIENT, sizes), (Placed.DIRECTIONS, layout.direction_bytes))
         }
@@ -83,7 +89,10 @@ class SharedHost:
             self._disk.expect(fragments, generation, self._written)
 
     async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
-        """Raises DeadlineError when the generation does not come, MegatrainError when a shard failed."""
+        """Wait until the layer has this generation, and return the fragment's weights.
+
+        Raises DeadlineError if the generation does not come, MegatrainError if a shard failed.
+        """
         if disk := self._disk_of(fragment.layer):
             return HostWeights(await disk.take(fragment), 0.0)
         await self._reached(fragment.layer, generation)
@@ -110,7 +119,7 @@ class SharedHost:
         return self._own_part(await self._lease(Placed.DIRECTIONS, layer, update), DIRECTION_BYTES)
 
     async def _lease(self, what: Placed, layer: int, update: int) -> Lease:
-        """Of what all ranks of the host have of it."""
+        """Wait for a lease on the part of the slab that all ranks of the host share for this layer."""
         if self._host_rank:
             return await self._leased(self._followed[what].lease(layer, update), what, layer)
         lease = await self._leased(self._pools[what].lease(layer), what, layer)
@@ -119,7 +128,10 @@ class SharedHost:
         return lease
 
     def _own_part(self, lease: Lease, itemsize: int) -> Lease:
-        """`itemsize`: bytes of an element of what lies there."""
+        """Return the lease with only this rank's part as its region.
+
+        itemsize: bytes of an element of what lies there.
+        """
         if self._num_ranks == 1:
             return lease
         first = self._layout.shares[lease.layer].trained.start
@@ -162,7 +174,7 @@ class SharedHost:
             await self._wait(layer, generation, lambda: self._words.generation(layer) >= generation)
 
     async def _written(self, layer: int, generation: int) -> None:
-        """The generation is on disk."""
+        """Wait until the layer has this generation and the disk has it too."""
         assert self._disk is not None
         disk = self._disk
         await self._wait(
@@ -181,7 +193,7 @@ class SharedHost:
             raise self._words.late(layer, generation, self._deadline_s) from None
 
     def _check(self) -> None:
-        """Raises what makes waiting vain: a failed or stopped shard, a watcher that is gone."""
+        """Raise an error if waiting is pointless: a shard failed or was stopped, or the watcher ended."""
         self._words.check()
         if self._error is not None:
             raise MegatrainError(f"the watcher of the shards' signals ended: {self._error!r}")

@@ -1,10 +1,12 @@
-"""HostWords: the only owner of the words in shared memory by which GPU workers and optimizer shards signal.
+"""Owns the words in shared memory by which GPU workers and optimizer shards signal each other.
 
-An update u of a layer: the worker stores its gradient, lands it and (before or after) commits the header; each shard
-marks the layer begun, writes it, and publishes generation u. Of a gradient that waits on disk each shard publishes
-before that that it has it. Of several workers, ranks, the first one says where a gradient is to lie and commits; each
-stores and lands its part. Stores release, loads acquire, so whoever sees a word sees what was written before it.
-Doorbells count changes: a waiter that looks after reading one misses nothing.
+Update u of a layer takes these steps. The worker stores its gradient in the slab, lands it, and commits the header
+(before or after). If the gradient waits on disk, each shard publishes that it has stored its part. Then each shard
+marks the layer as begun, writes it, and publishes generation u. With several workers (ranks), the first one decides
+where a gradient lies and commits; each stores and lands its own part.
+
+Stores release and loads acquire, so a process that sees a word also sees what was written before it. Doorbells count
+changes: a waiter that reads the bell before it tests its condition misses nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class _Word(IntEnum):
     COMMITTED = 0  # the last update whose header is valid
     STOP = 1
     FAILED = 2  # 1 + index of a shard that failed
-    LANDED_BELL = 3  # of commits, landings and stop
-    GENERATION_BELL = 4  # of generations, stored gradients, working copies on disk, places, failures and stop
+    LANDED_BELL = 3  # counts commits, landings and stop
+    GENERATION_BELL = 4  # counts generations, stored gradients, working copies on disk, places, failures and stop
 
 
 class _Header(IntEnum):
@@ -40,15 +42,18 @@ class _Header(IntEnum):
 
 
 class TornLayer(NamedTuple):
-    """A layer in the middle of an update."""
+    """Names a layer whose update was begun and not finished, and that update."""
 
     layer: int
     update: int
 
 
 class Placed(IntEnum):
-    """What of a layer waits in the slab. Its three words, before what the layer's ranks have landed: the byte where it
-    begins, which update has been given a place, and the byte where that begins."""
+    """Names what waits in the slab for a layer. The value is the index of its first word among the layer's words.
+
+    It has three words: the byte where it begins, the update that was given a place last, and the byte where that place
+    begins. The words for what the ranks have landed come after them.
+    """
 
     GRADIENT = 0
     DIRECTIONS = 3
@@ -61,14 +66,19 @@ _SHARD_WORDS = 3
 
 
 class HostWords:
-    """Per layer: its places in the slab; per rank and layer: landed; per shard and layer: begun, generation and stored.
-    All zero to begin with."""
+    """Reads and writes the signal words of one host. All words are zero to begin with.
+
+    Per layer: its places in the slab. Per rank and layer: landed. Per shard and layer: begun, generation and stored.
+    """
 
     def __init__(
         self, buffer: memoryview, num_layers: int, num_shards: int, num_ranks: int = 1, first_shard: int = 0
     ) -> None:
-        """`buffer`: shared memory of at least `num_words` 8-byte words, aligned to 8 bytes. `first_shard`: the number
-        of the first one in messages."""
+        """Use words in `buffer`.
+
+        buffer: shared memory of at least `num_words` 8-byte words, aligned to 8 bytes.
+        first_shard: number of the host's first shard in messages.
+        """
         self._first_shard = first_shard
         self._words = Words(buffer, self.num_words(num_layers, num_shards, num_ranks))
         self._num_layers = num_layers
@@ -80,8 +90,10 @@ class HostWords:
         return _FIRST_LAYER + num_layers * (_PLACES + num_ranks + _SHARD_WORDS * num_shards)
 
     def reset(self, generation: int, updated: Sequence[Collection[int]]) -> None:
-        """Before any shard runs: every layer has `generation`, nothing has landed since. `updated`: the layers that
-        each shard updates; of the others it has every generation."""
+        """Give every layer `generation`, with nothing landed after it. Call it before any shard runs.
+
+        updated: the layers that each shard updates. Of all other layers, the shard has every generation.
+        """
         for word in range(self.num_words(self._num_layers, self._num_shards, self._num_ranks)):
             self._words.store(word, 0)
         self._words.store(_Word.COMMITTED, generation)
@@ -94,7 +106,10 @@ class HostWords:
                 self._words.store(self._stored(shard, layer), own)
 
     def commit(self, header: UpdateHeader) -> None:
-        """Fixes the next update's header. Raises MegatrainError when it is not the next or shards lag too far."""
+        """Publish the header of the next update.
+
+        Raises MegatrainError if it is not the next one, or if shards lag too far behind.
+        """
         oldest = min(self.generation(layer) for layer in range(self._num_layers))
         committed = self._words.load(_Word.COMMITTED)
         if header.update != committed + 1 or oldest < header.update - NUM_HEADERS + 1:
@@ -113,7 +128,10 @@ class HostWords:
         self._words.add(_Word.LANDED_BELL, 1)
 
     def header(self, update: int) -> UpdateHeader:
-        """Of an update that is committed and not finished by its reader. Raises MegatrainError for any other."""
+        """Return the header of an update that is committed, and that the caller has not finished.
+
+        Raises MegatrainError for any other update.
+        """
         first = self._header(update)
         header = UpdateHeader(
             update=self._words.load(first + _Header.UPDATE),
@@ -128,27 +146,35 @@ class HostWords:
         return header
 
     def saved_at(self, generation: int) -> bool:
-        """Whether a save wants this generation. Known until every layer of every shard is beyond it."""
+        """Return whether a save wants this generation.
+
+        The answer is right until every layer of every shard is beyond it.
+        """
         first = self._header(generation)
         return self._words.load(first + _Header.UPDATE) == generation and bool(self._words.load(first + _Header.SAVE))
 
     def place(self, what: Placed, layer: int, update: int, start: int) -> None:
-        """By the first rank, for the others: at which byte of the slab it is to begin."""
+        """Publish at which byte of the slab the gradient or the directions of an update will begin.
+
+        The first rank calls it for the others.
+        """
         self._words.store(self._place(what, layer) + _NEXT, start)
         self._words.store(self._place(what, layer) + _PLACED, update)
         self._words.add(_Word.GENERATION_BELL, 1)
 
     def placed_at(self, what: Placed, layer: int, update: int) -> int | None:
-        """At which; None while nobody has said so."""
+        """Return the byte that `place` published, or None while it has not for this update."""
         if self._words.load(self._place(what, layer) + _PLACED) < update:
             return None
         return self._words.load(self._place(what, layer) + _NEXT)
 
     def land(self, layer: int, update: int, gradient_start: int, direction_start: int = 0, rank: int = 0) -> None:
-        """This rank's part of the layer's gradient is complete in the slab, where the whole begins at byte
-        `gradient_start`, and at `direction_start` its directions, where Muon trains something of it.
+        """Publish that this rank's part of the layer's gradient is complete in the slab.
 
-        Raises MegatrainError while a shard may still read the layer's previous one.
+        gradient_start: byte of the slab at which the whole gradient begins.
+        direction_start: byte of the slab at which its directions begin, if Muon trains something of the layer.
+
+        Raises MegatrainError while a shard may still read the layer's previous gradient.
         """
         if self.generation(layer) != update - 1:
             raise MegatrainError(
@@ -163,30 +189,36 @@ class HostWords:
 
     @property
     def committed(self) -> int:
-        """The last update whose header is valid."""
+        """Return the last update whose header is valid."""
         return self._words.load(_Word.COMMITTED)
 
     def has_landed(self, layer: int, update: int) -> bool:
-        """Whether the layer's gradient for this update, or a later one, is there, of all ranks."""
+        """Return whether all ranks have landed the layer's gradient for this update or a later one."""
         return self._last_landed(layer) >= update
 
     def withdraw(self, update: int) -> None:
-        """Once every layer has generation `update`, the last committed one: gradients that landed for the next are not
-        there any more. Nobody has read them, since that one is not committed."""
+        """Discard gradients that landed for the update after `update`.
+
+        Call it once every layer has generation `update`, the last committed one. Nobody has read these gradients, since
+        their update is not committed.
+        """
         for layer in range(self._num_layers):
             if self.has_landed(layer, update):
                 self._forget_landed(layer, update)
 
     def gradient_start(self, layer: int) -> int:
-        """Byte offset in the slab of the gradient that landed last."""
+        """Return the byte offset in the slab of the gradient that landed last."""
         return self._words.load(self._place(Placed.GRADIENT, layer) + _START)
 
     def direction_start(self, layer: int) -> int:
-        """Byte offset in the slab of the directions that landed last."""
+        """Return the byte offset in the slab of the directions that landed last."""
         return self._words.load(self._place(Placed.DIRECTIONS, layer) + _START)
 
     def wait_landed(self, layer: int, update: int, timeout_s: float) -> bool:
-        """Waits until the update is committed and the layer's gradient is there; False after `timeout_s` or on stop."""
+        """Wait until the update is committed and the layer's gradient has landed.
+
+        Returns False after `timeout_s` or on stop.
+        """
 
         def landed() -> bool:
             committed = self._words.load(_Word.COMMITTED)
@@ -195,7 +227,10 @@ class HostWords:
         return self._wait(_Word.LANDED_BELL, landed, timeout_s) and not self.stopped
 
     def wait_gradient(self, layer: int, update: int, timeout_s: float) -> bool:
-        """Waits until the layer's gradient is there, its update committed or not; False as `wait_landed`."""
+        """Wait until the layer's gradient has landed, whether its update is committed or not.
+
+        Returns False after `timeout_s` or on stop.
+        """
 
         def landed() -> bool:
             return self.stopped or self._last_landed(layer) >= update
@@ -203,28 +238,34 @@ class HostWords:
         return self._wait(_Word.LANDED_BELL, landed, timeout_s) and not self.stopped
 
     def store_gradient(self, shard: int, layer: int, update: int) -> None:
-        """The shard has its part of the layer's gradient elsewhere than in the slab."""
+        """Publish that the shard has its part of the layer's gradient outside the slab."""
         self._words.store(self._stored(shard, layer), update)
         self._words.add(_Word.GENERATION_BELL, 1)
 
     def ring(self) -> None:
-        """Something else that is waited for has come: a working copy that is on disk."""
+        """Ring the generation bell for another reason: a working copy has been written to disk."""
         self._words.add(_Word.GENERATION_BELL, 1)
 
     def shard_stored(self, shard: int, layer: int) -> int:
-        """The update whose gradient of the layer the shard has stored last."""
+        """Return the last update for which the shard has stored the layer's gradient."""
         return self._words.load(self._stored(shard, layer))
 
     def stored(self, layer: int) -> int:
-        """The same of every shard."""
+        """Return the last update for which every shard has stored the layer's gradient."""
         return min(self.shard_stored(shard, layer) for shard in range(self._num_shards))
 
     def begin(self, shard: int, layer: int, update: int) -> None:
-        """Before the first write: a layer whose begun word is ahead of its generation is torn."""
+        """Mark the layer as begun, before the first write.
+
+        A layer whose begun word is larger than its generation is torn.
+        """
         self._words.store(self._begun(shard, layer), update)
 
     def torn(self, shard: int) -> TornLayer | None:
-        """What a shard that died has begun and not finished; it works on one layer at a time."""
+        """Return what a shard that died has begun and not finished, or None.
+
+        It is one layer at most, since a shard works on one at a time.
+        """
         for layer in range(self._num_layers):
             begun = self._words.load(self._begun(shard, layer))
             if begun > self.shard_generation(shard, layer):
@@ -232,21 +273,23 @@ class HostWords:
         return None
 
     def shard_generation(self, shard: int, layer: int) -> int:
-        """The generation of the shard's own part of the layer."""
+        """Return the generation of the shard's own part of the layer."""
         return self._words.load(self._generation(shard, layer))
 
     def finish(self, shard: int, layer: int, update: int) -> None:
-        """After the last write: the shard's part of the layer has generation `update`."""
+        """Publish, after the last write, that the shard's part of the layer has generation `update`."""
         self._words.store(self._generation(shard, layer), update)
         self._words.add(_Word.GENERATION_BELL, 1)
 
     def generation(self, layer: int) -> int:
-        """The generation that every shard's part of the layer has reached."""
+        """Return the generation that every shard's part of the layer has reached."""
         return min(self.shard_generation(shard, layer) for shard in range(self._num_shards))
 
     def wait_shard_generation(self, shard: int, layer: int, generation: int, timeout_s: float) -> None:
-        """Waits for the shard's own part of the layer. Raises DeadlineError after `timeout_s`, MegatrainError when a
-        shard failed or the shards were stopped."""
+        """Wait until the shard's own part of the layer has this generation.
+
+        Raises DeadlineError after `timeout_s`, MegatrainError if a shard failed or the shards were stopped.
+        """
 
         def reached() -> bool:
             if self.shard_generation(shard, layer) >= generation:
@@ -258,7 +301,7 @@ class HostWords:
             raise self.late(layer, generation, timeout_s)
 
     def late(self, layer: int, generation: int, timeout_s: float) -> DeadlineError:
-        """Says who keeps a layer from its generation."""
+        """Return an error that says what keeps the layer from this generation."""
         behind = [s for s in range(self._num_shards) if self.shard_generation(s, layer) < generation]
         landed, committed = self._last_landed(layer), self._words.load(_Word.COMMITTED)
         cause = f"optimizer shard {', '.join(str(self.number_of(shard)) for shard in behind)} is stuck"
@@ -267,7 +310,7 @@ class HostWords:
         return DeadlineError(f"layer {layer} did not get generation {generation} within {timeout_s:.0f} s: {cause}")
 
     def check(self) -> None:
-        """Raises MegatrainError when a shard failed or the shards were stopped."""
+        """Raise MegatrainError if a shard failed or the shards were stopped."""
         failed = self._words.load(_Word.FAILED)
         if failed:
             raise ShardFailedError(f"optimizer shard {self.number_of(failed - 1)} failed; its own error says why")
@@ -275,20 +318,22 @@ class HostWords:
             raise MegatrainError("the optimizer shards were stopped")
 
     def number_of(self, shard: int) -> int:
-        """What messages call it."""
+        """Return the number by which messages call the shard."""
         return self._first_shard + shard
 
     def generation_bell(self) -> int:
-        """Grows with every generation, stored gradient and `ring` of a shard, failure and stop. Read it before looking,
-        then wait for more."""
+        """Return the bell, which grows with every generation, stored gradient, placement, `ring`, failure and stop.
+
+        Read it before testing a condition, then wait until it has grown.
+        """
         return self._words.load(_Word.GENERATION_BELL)
 
     def wait_generation_bell(self, seen: int, timeout_s: float) -> int:
-        """Waits until the bell is beyond `seen`, at most `timeout_s`, and returns it."""
+        """Wait at most `timeout_s` until the bell is larger than `seen`, and return it."""
         return self._wait_bell(_Word.GENERATION_BELL, seen, timeout_s)
 
     def stop(self) -> None:
-        """Tells the shards to end before their next layer."""
+        """Tell the shards to end before their next layer."""
         self._words.store(_Word.STOP, 1)
         self._words.add(_Word.LANDED_BELL, 1)
         self._words.add(_Word.GENERATION_BELL, 1)
@@ -298,7 +343,7 @@ class HostWords:
         return self._words.load(_Word.STOP) != 0
 
     def fail(self, shard: int) -> None:
-        """Flags that a shard will finish nothing more."""
+        """Publish that the shard will finish nothing more."""
         self._words.store(_Word.FAILED, shard + 1)
         self._words.add(_Word.GENERATION_BELL, 1)
 
@@ -331,11 +376,11 @@ class HostWords:
         return self._places(layer) + _PLACES + rank
 
     def _last_landed(self, layer: int) -> int:
-        """The last update for which all ranks have landed their parts."""
+        """Return the last update for which all ranks have landed their parts."""
         return min(self._words.load(self._landed(layer, rank)) for rank in range(self._num_ranks))
 
     def _forget_landed(self, layer: int, update: int) -> None:
-        """Nothing has landed, nor has it a place, for any update after this one."""
+        """Record `update` as the last one for which the layer's gradient has landed or been given a place."""
         for what in Placed:
             self._words.store(self._place(what, layer) + _PLACED, update)
         for rank in range(self._num_ranks):

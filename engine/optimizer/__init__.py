@@ -1,1 +1,1 @@
-"""Computes updates of AdamW and Muon and logs what they overwrite, so that a torn one can be undone."""
+"""Computes updates of AdamW and Muon and logs what they overwrite, so that a torn update can be undone."""

@@ -1,7 +1,8 @@
-"""AdamW on blocks that stay in a core's cache: one pass from gradient to residual, moments and working copy.
+"""Applies AdamW to blocks that stay in a core's cache.
 
-Bit-equal to `torch.optim.AdamW(fused=True)` on whole FP32 tensors. torch rounds v otherwise in the scalar tail of a
-vector, so blocks are cut at multiples of 64 elements from a parameter's first one: only its own tail is scalar then.
+One pass goes from gradient to residual, moments and working copy. It is bit-equal to `torch.optim.AdamW(fused=True)` on
+whole FP32 tensors. torch rounds v differently in the scalar tail of a vector. So blocks are cut at multiples of 64
+elements from a parameter's first one, and only the parameter's own tail is scalar.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ BLOCK_ELEMENTS = 1 << 18  # a multiple of 64; what a block reads and writes is t
 
 @dataclass(frozen=True)
 class Hyper:
-    """AdamW's constants, as `torch.optim.AdamW` takes them. `weight_decay`: of parameters that decay and whose group
-    has none of its own, Muon's too. `muon`: the constants of what Muon trains, where it trains anything.
-    `moments_seed`: of the bits that moments in bf16 are rounded with; None: moments are FP32, as Muon's momentum is."""
+    """Holds AdamW's constants, as `torch.optim.AdamW` takes them.
+
+    weight_decay: of parameters that decay and whose group sets none of its own, including those that Muon trains.
+    muon: Muon's constants, if it trains anything.
+    moments_seed: seed of the random bits with which bf16 moments are rounded. None: moments are FP32, as Muon's
+        momentum is.
+    """
 
     beta1: float
     beta2: float
@@ -36,8 +41,11 @@ class Hyper:
 
 
 class Rates(NamedTuple):
-    """What varies from update to update. `step`: AdamW's own count from 1, as the FP32 scalar that torch takes.
-    `scale`: multiplies gradients, an FP32 value."""
+    """Holds what varies from update to update.
+
+    step: AdamW's own step count from 1, as the FP32 scalar that torch takes.
+    scale: multiplies gradients, an FP32 value.
+    """
 
     step: Tensor
     lr: float
@@ -45,8 +53,11 @@ class Rates(NamedTuple):
 
 
 class Weighting(NamedTuple):
-    """What differs from parameter to parameter: the learning rate is that of the update times `lr_scale`; where Muon
-    moves the parameter, not where it decays, times `lr_ratio` as well."""
+    """Holds what differs from parameter to parameter.
+
+    lr_scale: multiplies the update's learning rate.
+    lr_ratio: multiplies it as well where Muon moves the parameter, but not where it decays it.
+    """
 
     lr_scale: float
     weight_decay: float
@@ -54,12 +65,15 @@ class Weighting(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Of an update, for all parameters: torch's, in double; a kernel rounds them to FP32."""
+    """Holds torch's coefficients of one update, which are the same for all parameters.
+
+    They are doubles; a kernel rounds them to FP32.
+    """
 
     m_weight: float
     v_keep: float
     v_weight: float
-    root: float  # of v's bias correction
+    root: float  # square root of v's bias correction
 
     @classmethod
     def of(cls, hyper: Hyper, rates: Rates) -> Coefficients:
@@ -68,7 +82,10 @@ class Coefficients(NamedTuple):
 
 
 class Move(NamedTuple):
-    """How an update moves one parameter: decayed, then along m over v's root. In double, as above."""
+    """Holds how an update moves one parameter: it decays, then steps along m divided by the root of v.
+
+    Both numbers are doubles; a kernel rounds them to FP32.
+    """
 
     decay: float
     step_size: float
@@ -81,10 +98,11 @@ class Move(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """Some elements of one parameter, 1-D tensors of one length.
+    """Holds some elements of one parameter, in 1-D tensors of equal length.
 
-    Split master: `working` bf16 and `residual` int16; else `working` is the FP32 master itself and `residual` None.
-    `m` and `v` fp32, or both bf16; what Muon trains has no `v`.
+    working: bf16 if the master is split, else the FP32 master itself.
+    residual: int16 if the master is split, else None.
+    m, v: both fp32 or both bf16. v is None for a parameter that Muon trains.
     """
 
     working: Tensor
@@ -99,7 +117,10 @@ class AdamState(NamedTuple):
 
 
 class Scratch:
-    """One thread's buffers for a block, allocated once. `thread`: its number, from 0."""
+    """Holds one thread's buffers for a block, allocated once.
+
+    thread: the thread's number, from 0.
+    """
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
@@ -121,12 +142,15 @@ def adamw_block(
     scratch: Scratch,
     counter: int = 0,
 ) -> None:
-    """Updates at most BLOCK_ELEMENTS elements in place. `gradient`: theirs, bf16 or fp32; is only read. `counter`: of
-    the first one's random bits (rounding_counter), where moments are bf16.
+    """Update at most BLOCK_ELEMENTS elements of a parameter in place.
 
-    The block must start at a multiple of 64 elements from its parameter's first one, and end at one or at its last.
+    gradient: of these elements, bf16 or fp32; only read.
+    counter: counter of the first element's random bits (rounding_counter), if moments are bf16.
+
+    The block must start at a multiple of 64 elements from its parameter's first one, and end at such a multiple or at
+    the parameter's last element.
     """
-    assert state.v is not None  # or it were Muon's
+    assert state.v is not None  # only parameters that Muon trains have none
     size = gradient.numel()
     master = state.working
     if state.residual is not None:
@@ -157,7 +181,7 @@ def adamw_block(
 
 
 def _round_moments(m: Tensor, v: Tensor, counter: int, scratch: Scratch) -> None:
-    """Those of a block, in `scratch`, into `m` and `v` (bf16)."""
+    """Round a block's moments, which are in `scratch`, into `m` and `v` (bf16)."""
     size = m.numel()
     bits, random, random16 = scratch.bits[:size], scratch.random[:size], scratch.random16[:size]
     random_bits(counter, random, bits)
@@ -166,9 +190,9 @@ def _round_moments(m: Tensor, v: Tensor, counter: int, scratch: Scratch) -> None
 
 
 def scaled(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
-    """The gradient as FP32, times an FP32 `scale`: in `out`, or itself where that changes nothing."""
+    """Return the gradient as FP32, times an FP32 `scale`: in `out`, or itself if nothing changes."""
     if gradient.dtype == torch.float32:
         return gradient if scale == 1.0 else torch.mul(gradient, scale, out=out)
-    # The product of a bf16 tensor would be rounded to bf16 first.
+    # Multiplying the bf16 tensor itself would round the product to bf16.
     out.copy_(gradient)
     return out if scale == 1.0 else out.mul_(scale)

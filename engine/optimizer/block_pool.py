@@ -1,4 +1,4 @@
-"""Threads that work through blocks, each with one torch thread and its own scratch."""
+"""Runs jobs on threads that each have one torch thread and their own scratch buffers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ Job = Callable[[Scratch], None]
 
 
 class BlockPool:
-    """`num_threads` threads that take jobs from one queue. Which thread does a job may not matter to its result."""
+    """Runs `num_threads` threads that take jobs from one queue.
+
+    A job's result must not depend on which thread runs it.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._scratch = [Scratch(thread) for thread in range(num_threads)]
         self._pool = _single_threaded_pool(num_threads)
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Returns when all are done; raises an error of a job, after which no other begins, when the threads have
-        stopped working."""
+        """Run all jobs and return when they are done.
+
+        After a job has raised, no other begins. Its error is raised here once all threads have stopped working.
+        """
         queue = deque(jobs)
 
         def work(scratch: Scratch) -> None:
@@ -44,13 +49,16 @@ class BlockPool:
             raise error
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """Stop the threads. Idempotent."""
         self._pool.shutdown()
 
 
 def _single_threaded_pool(num_threads: int) -> ThreadPoolExecutor:
-    """A thread takes torch's number of threads from the process's last setting when it first needs it. So all threads
-    start here, each with 1, and then the setting is put back for threads that others start later."""
+    """Start a pool of threads that each use one torch thread.
+
+    A thread takes torch's number of threads from the process's last setting when it first needs it. So all threads
+    start here, each with the setting 1. Then the setting is restored for threads that others start later.
+    """
     setting = torch.get_num_threads()
     started = threading.Barrier(num_threads)
 

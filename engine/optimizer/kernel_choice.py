@@ -1,4 +1,4 @@
-"""Which update kernel a shard gets: the native one where it proves itself equal to torch, else torch in blocks."""
+"""Chooses a shard's update kernel: the native one if it proves equal to torch, else torch in blocks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from megatrain_ray.engine.optimizer.update_kernel import Build, UpdateKernel, ch
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words.compile_c import CompileError
 
-# Lengths of torch's vectors. torch 2.13 has 8 in this function on AVX-512 too; 4 is NEON's.
+# Possible lengths of torch's vectors, in elements. torch 2.13 has 8 in fused AdamW on AVX-512 too; 4 is NEON's.
 NATIVE: tuple[Build, ...] = tuple(partial(NativeAdamW, vector=vector) for vector in (8, 16, 4))
 
 log = logging.getLogger(__name__)
 
 
 def open_kernel(num_threads: int, hyper: Hyper, candidates: tuple[Build, ...] = NATIVE) -> UpdateKernel:
-    """The first candidate that equals torch on this machine; without one torch, and a warning, once, that says why."""
+    """Open the first candidate that equals torch on this machine, or torch in blocks if none does.
+
+    In the second case it logs a warning, once, that says why.
+    """
     return _proven(hyper, candidates)(num_threads, hyper)
 
 

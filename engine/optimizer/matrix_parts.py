@@ -1,7 +1,7 @@
-"""Which rank makes the directions of which matrices: its part of a layer that Muon trains something of. Pure.
+"""Divides the matrices that Muon trains among the ranks, each of which makes the directions of its own. Pure.
 
-A part is contiguous and cut between matrices, or between those of a stack: whoever has it needs no other rank's
-gradient, momentum or direction.
+A rank's part of a layer is contiguous. It is cut between matrices, or between the matrices of a stack. So a rank needs
+no other rank's gradient, momentum or direction.
 """
 
 from __future__ import annotations
@@ -17,27 +17,36 @@ from megatrain_ray.engine.optimizer.muon import step_flops
 
 
 class MatrixPart(NamedTuple):
-    """Of what is trained of a layer, in padded coordinates. `flops`: of a Newton-Schulz step of its matrices."""
+    """Describes one rank's part of a layer's trained elements.
+
+    span: in padded coordinates.
+    flops: of one Newton-Schulz step of its matrices.
+    """
 
     span: Span
     flops: int
 
 
 class _Cut(NamedTuple):
-    """Where a part may end, and the work before it."""
+    """Describes where a part may end.
+
+    flops: work of all matrices before it.
+    """
 
     padded: int
     flops: int
 
 
 def matrix_parts(layer: FlatLayout, num_ranks: int) -> tuple[MatrixPart, ...]:
-    """One for each rank, in the order of the layer: cuts are those next to equal work. What AdamW trains is the first
-    one's. Parts may be empty: a matrix is one rank's."""
+    """Return one part for each rank, in the order of the layer. Cuts are those nearest to equal work.
+
+    What AdamW trains belongs to the first rank's part. Parts may be empty, since a matrix belongs to one rank.
+    """
     shapes = tuple((segment.start, segment.shape) for segment in layer.muon_segments)
     return _parts(shapes, layer.trained.stop, num_ranks)
 
 
-@cache  # of layers that are alike, and of every plan that is tried
+@cache  # shared by layers that are alike, and by all plans that are tried
 def _parts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int, num_ranks: int) -> tuple[MatrixPart, ...]:
     cuts = list(_cuts(matrices, size))
     total = cuts[-1].flops
@@ -49,12 +58,12 @@ def _parts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int, num_ran
 
 
 def largest_part(layer: FlatLayout, num_ranks: int) -> int:
-    """Elements of the largest of these parts."""
+    """Return the number of elements of the largest of the parts that `matrix_parts` returns."""
     return max(part.span.size for part in matrix_parts(layer, num_ranks))
 
 
 def _cuts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int) -> Iterator[_Cut]:
-    """Before each matrix, and behind the last."""
+    """Yield a cut before each matrix, and one after the last."""
     flops = 0
     for start, shape in matrices:
         rows, columns = shape[-2:]
@@ -65,8 +74,11 @@ def _cuts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int) -> Itera
 
 
 def matrix_spans(layout: ModelLayout, num_ranks: int) -> Mapping[int, tuple[Span, ...]]:
-    """The part of every rank, by rank, of each layer that Muon trains something of. Where parts of a layer are not
-    equal, the largest is that of the rank which has the least of the layers before: in sum all have about as much."""
+    """Return every rank's part, by rank, of each layer of which Muon trains something.
+
+    If the parts of a layer are not equal, the largest goes to the rank that has the least work in the layers before. So
+    all ranks have about the same work in sum.
+    """
     had = [0] * num_ranks
     found = {}
     for layer in layout.with_muon:

@@ -1,10 +1,11 @@
-"""Muon: a matrix is moved by its momentum, orthogonalised. The arithmetic of `torch.optim.Muon`, bit for bit.
+"""Computes Muon's updates: a matrix moves by its momentum, orthogonalised. Bit-equal to `torch.optim.Muon`.
 
-    m ← lerp(m, g, 1 - μ)      u = lerp(g, m, μ), or m without Nesterov's look ahead      O = NewtonSchulz(u)
-    p ← p·(1 - lr·decay) - lr·r·O        r: what the matrix's shape makes of the learning rate
+    m ← lerp(m, g, 1 - μ)      u = lerp(g, m, μ), or m without Nesterov's look-ahead      O = NewtonSchulz(u)
+    p ← p·(1 - lr·decay) - lr·r·O        r: factor of the learning rate, from the matrix's shape
 
-The *direction* O needs whole matrices and many products, so the device that computes layers makes it, from gradient
-and momentum; m and p are the shard's, element by element. Stacks of matrices (experts) are matrices one by one.
+The *direction* O needs whole matrices and many products. So the device that computes layers makes it, from gradient and
+momentum. The shard updates m and p, element by element. In a stack of matrices (experts), each matrix is treated by
+itself.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-# https://kellerjordan.github.io/posts/muon/: coefficients of the quintic, and what keeps a norm from zero.
+# https://kellerjordan.github.io/posts/muon/: coefficients of the quintic, and the least norm to divide by.
 A, B, C = 3.4445, -4.7750, 2.0315
 EPS = 1e-7
 
 
 class LrAdjustment(Enum):
-    """How a matrix's shape changes its learning rate, by torch's names. MATCH_RMS_ADAMW: 0.2·√max(rows, columns), so
-    that an update is as large as one of AdamW's. ORIGINAL: √max(1, rows/columns)."""
+    """Says how a matrix's shape changes its learning rate. The names are torch's.
+
+    MATCH_RMS_ADAMW: factor 0.2·√max(rows, columns), so that an update is as large as one of AdamW's.
+
+    ORIGINAL: factor √max(1, rows/columns).
+    """
 
     MATCH_RMS_ADAMW = "match_rms_adamw"
     ORIGINAL = "original"
 
     def ratio(self, shape: tuple[int, ...]) -> float:
-        """Of a matrix, or of each one of a stack."""
+        """Return the factor for a matrix of this shape, or for each matrix of a stack."""
         rows, columns = shape[-2:]
         if self is LrAdjustment.ORIGINAL:
             return math.sqrt(max(1, rows / columns))
@@ -39,7 +44,7 @@ class LrAdjustment(Enum):
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon's constants, as `torch.optim.Muon` takes them."""
+    """Holds Muon's constants, as `torch.optim.Muon` takes them."""
 
     momentum: float
     nesterov: bool
@@ -48,13 +53,21 @@ class Muon:
 
 
 def matrices(values: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Views of a matrix, or of those of a stack. `values`: theirs, 1-D. `shape`: of the parameter."""
+    """Yield a matrix, or each matrix of a stack, as a view.
+
+    values: elements of the parameter, 1-D.
+    shape: of the parameter.
+    """
     yield from values.view(-1, *shape[-2:])
 
 
 def direction(gradient: Tensor, momentum: Tensor, scale: float, muon: Muon) -> Tensor:
-    """O of one matrix, bf16. `gradient`: bf16 or fp32, is only read. `momentum`: fp32, m before the update, a copy of
-    its own: it becomes m after it."""
+    """Return the direction O of one matrix, in bf16.
+
+    gradient: bf16 or fp32; only read.
+    momentum: fp32, m before the update. It must be a copy, because it is overwritten with m after the update.
+    scale: multiplies the gradient.
+    """
     g = gradient.float()
     g = g * scale if g is gradient else g.mul_(scale)
     momentum.lerp_(g, 1 - muon.momentum)
@@ -62,7 +75,10 @@ def direction(gradient: Tensor, momentum: Tensor, scale: float, muon: Muon) -> T
 
 
 def newton_schulz(update: Tensor, num_steps: int) -> Tensor:
-    """A matrix whose singular values are brought near 1, in bf16: the iteration of torch.optim.Muon."""
+    """Bring the singular values of a matrix near 1 and return the result, in bf16.
+
+    The iteration is that of torch.optim.Muon.
+    """
     x = update.bfloat16()
     tall = x.size(0) > x.size(1)
     x = x.T if tall else x
@@ -74,12 +90,15 @@ def newton_schulz(update: Tensor, num_steps: int) -> Tensor:
 
 
 def step_flops(shape: tuple[int, ...]) -> int:
-    """Of the products of a step of `newton_schulz`, for a matrix, or for one of a stack."""
+    """Return the FLOPs of one step of `newton_schulz`, for a matrix of this shape or for each of a stack."""
     rows, columns = sorted(shape[-2:])
     return 4 * rows**2 * columns + 2 * rows**3
 
 
 def work_bytes(shape: tuple[int, ...]) -> int:
-    """What `direction` holds at most beside what it is given: g in FP32, x before and after a step, two square ones."""
+    """Return the most bytes that `direction` holds beside its arguments.
+
+    They are g in FP32, x before and after a step, and two square matrices.
+    """
     rows, columns = shape[-2:]
     return (4 + 2 + 2) * rows * columns + 2 * 2 * min(rows, columns) ** 2

@@ -1,6 +1,7 @@
-"""Muon on blocks that stay in a core's cache: from gradient and direction to working copy, residual and momentum.
+"""Applies Muon's update to blocks that stay in a core's cache.
 
-Bit-equal to `torch.optim.Muon` on whole FP32 matrices, wherever blocks are cut.
+One pass goes from gradient and direction to working copy, residual and momentum. It is bit-equal to `torch.optim.Muon`
+on whole FP32 matrices, wherever blocks are cut.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ def muon_block(
     weighting: Weighting,
     scratch: Scratch,
 ) -> None:
-    """Updates at most BLOCK_ELEMENTS elements in place. `gradient`: theirs, bf16 or fp32; `directions`: theirs, bf16;
-    both are only read."""
+    """Update at most BLOCK_ELEMENTS elements of a parameter in place.
+
+    gradient: of these elements, bf16 or fp32; only read.
+    directions: of these elements, bf16; only read.
+    """
     size = gradient.numel()
     master = state.working
     if state.residual is not None:

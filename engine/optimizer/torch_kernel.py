@@ -1,4 +1,4 @@
-"""The portable update kernel: torch's own AdamW on blocks that stay in a core's cache."""
+"""Implements the portable update kernel: torch's own AdamW on blocks that stay in a core's cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COPY_ELEMENTS = 1 << 20
 
 
 class TorchBlocks:
-    """UpdateKernel wherever torch runs."""
+    """Is an UpdateKernel for every machine on which torch runs."""
 
     name = "torch blocks"
 
@@ -67,7 +67,7 @@ class TorchBlocks:
         counter: int,
         scratch: Scratch,
     ) -> None:
-        # Cut here, by the thread that works on it: the caller alone would keep the others waiting.
+        # Cut here, by the thread that works on the block: if only the caller cut, the others would wait for it.
         elements = part.elements(units)
         state = part.state.cut(elements)
         if transaction:
@@ -76,7 +76,7 @@ class TorchBlocks:
         if directions is None:
             adamw_block(state, own, self._hyper, rates, part.weighting, scratch, counter + elements.start)
         else:
-            assert self._hyper.muon is not None  # or there were no directions
+            assert self._hyper.muon is not None  # only Muon has directions
             muon_block(state, own, directions[slice(*elements)], self._hyper.muon, rates, part.weighting, scratch)
         if transaction:
             transaction.journal.mark(units, transaction.serial)

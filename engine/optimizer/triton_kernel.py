@@ -1,8 +1,8 @@
-"""The update kernel of a GPU: AdamW's arithmetic of native/update_elements.h, in Triton.
+"""Implements a GPU's update kernel in Triton, with AdamW's arithmetic of native/update_elements.h.
 
-Bit-equal to the CPU's kernel and so to torch's fused AdamW on the CPU: roundings are those of native/update_elements.h,
-and `enable_fp_fusion=False` keeps the compiler from contracting a product and a sum into one. Moments in bf16 are
-rounded with the random bits of stochastic_rounding.py.
+It is bit-equal to the CPU's kernel, and so to torch's fused AdamW on the CPU. Its roundings are those of
+native/update_elements.h, and `enable_fp_fusion=False` keeps the compiler from contracting a product and a sum into one
+operation. Moments in bf16 are rounded with the random bits of stochastic_rounding.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatrain_ray.engine.optimizer.undo_log import Part, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, check_kernel
 
 BLOCK = 1024
-VECTOR = 8  # elements of the CPU's vectors in torch: what a parameter has beyond a multiple of them is its tail
+VECTOR = 8  # elements of torch's vectors on the CPU: a parameter's elements beyond a multiple of it are its tail
 
 
 @triton.jit
 def _random_bits(h) -> tl.tensor:
-    """The 32-bit finalizer of MurmurHash3, of uint32."""
+    """Apply the 32-bit finalizer of MurmurHash3 to uint32 values."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
@@ -36,7 +36,10 @@ def _random_bits(h) -> tl.tensor:
 
 @triton.jit
 def _rounded(value, random) -> tl.tensor:
-    """FP32 to the bits of a bf16, as int16. `random`: 16 bits, as int32."""
+    """Round FP32 stochastically to the bits of a bf16, as int16.
+
+    random: 16 random bits, as int32.
+    """
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     high = (bits + tl.where(magnitude < 0x7F7F0000, random, 0)) >> 16
@@ -49,9 +52,14 @@ def _adamw(
     scale, m_weight, v_keep, v_weight, root, eps, decay, step_size,
     SPLIT: tl.constexpr, NARROW: tl.constexpr, HEAVY: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Elements [0, length); from `body` on they are their parameter's tail. WHOLE: they are whole blocks, and no tail;
-    without masks loads are vectors. NARROW: `ms` and `vs` are the bits of bf16, as int16. The names are those of
-    native/update_elements.h."""
+    """Update elements [0, length). Those from `body` on are the tail of their parameter.
+
+    WHOLE: the elements are whole blocks without a tail. Without masks, loads are vectors.
+
+    NARROW: `ms` and `vs` are the bits of bf16, as int16.
+
+    The names are those of native/update_elements.h.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = None if WHOLE else i < length
     g = tl.load(gradient + i, mask=inside).to(tl.float32) * scale
@@ -95,12 +103,12 @@ def _adamw(
 
 
 class TritonAdamW:
-    """UpdateKernel of AdamW on the memory of the current GPU, submitted to the current stream."""
+    """Updates parameters in the current GPU's memory with AdamW, as an UpdateKernel on the current stream."""
 
     name = "Triton"
 
     def __init__(self, num_threads: int, hyper: Hyper) -> None:
-        """`num_threads`: means nothing here."""
+        """Create the kernel. `num_threads` is ignored."""
         self._hyper = hyper
 
     def update(
@@ -120,7 +128,7 @@ class TritonAdamW:
         length = part.length
         whole, body = length // BLOCK * BLOCK, length - length % VECTOR
         move, counter = Move.of(self._hyper, rates, part.weighting), part.counter(self._hyper, rates)
-        if whole in (0, length):  # most are: cutting costs the host more than the launch
+        if whole in (0, length):  # most parameters: cutting costs the host more than a launch
             self._launch(part.state, gradient, body, counter, rates, coefficients, move)
             return
         for span in (Span(0, whole), Span(whole, length)):
@@ -137,7 +145,7 @@ class TritonAdamW:
         coefficients: Coefficients,
         move: Move,
     ) -> None:
-        assert state.v is not None  # or it were Muon's
+        assert state.v is not None  # only parameters that Muon trains have none
         is_split, length = state.residual is not None, gradient.numel()
         is_narrow = state.m.dtype == torch.bfloat16
         m, v = (x.view(torch.int16) if is_narrow else x for x in (state.m, state.v))
@@ -149,7 +157,7 @@ class TritonAdamW:
             v,
             length,
             body,
-            as_int32(counter),  # of one type always: another one would be another kernel
+            as_int32(counter),  # always of one type: another one would compile another kernel
             rates.scale,
             *coefficients,
             self._hyper.eps,
@@ -171,13 +179,16 @@ class TritonAdamW:
 
 
 def open_triton(hyper: Hyper, device: torch.device) -> UpdateKernel:
-    """The kernel, once it has shown itself equal to torch on the CPU. Raises MegatrainError where it is not."""
+    """Open the kernel, after it has proved equal to torch on the CPU.
+
+    Raises MegatrainError if it does not.
+    """
     check_kernel(partial(_FromHost, device=device), replace(hyper, muon=None))
     return TritonAdamW(1, hyper)
 
 
 class _FromHost(TritonAdamW):
-    """The same on host tensors, which are brought to the device and back: for the check."""
+    """Runs the kernel on host tensors, which it copies to the device and back, for the check."""
 
     def __init__(self, num_threads: int, hyper: Hyper, *, device: torch.device) -> None:
         super().__init__(num_threads, hyper)

@@ -1,16 +1,17 @@
-"""Journal: what a shard's threads are about to overwrite, in shared memory, so that a kill tears no element.
+"""Logs in shared memory what a shard's threads are about to overwrite, so that a kill tears no element.
 
-A transaction is one update of a shard's part of one layer, with a serial number. It is cut into units; a thread works
-on a block of consecutive units of one parameter:
+A transaction of this journal is one update of a shard's part of one layer, with a serial number. It is cut into units.
+A thread works on a block of consecutive units of one parameter:
 
     record.serial = 0 → record.units = the block's, record.saved = 0 → record.serial = the transaction's
     → strip by strip: old contents to the thread's room → record.saved = up to its end → overwrites the strip
     → marks the block's units with the serial, the last one after the others
 
-A record is valid when its serial is that of the torn transaction: then what is saved may be overwritten, the rest of
-the block is untouched, and the room is whole as far as it is saved. `roll_back` copies it back and clears the block's
-marks; the same update then does what is not marked. Killed in between, both can be done again. A block that was just
-finished is done again too, which changes nothing. Serials grow, so what older transactions left is void.
+A record is valid if its serial is that of the torn transaction. Then only what is saved may have been overwritten, the
+rest of the block is untouched, and the room is complete as far as it is saved. `roll_back` copies that back and clears
+the block's marks. The same update then does all units that are not marked. After a kill in between, both can be done
+again. A block that was just finished is done again too, which changes nothing. Serials grow, so what older transactions
+left is void.
 
     header (threads there is room for) | a record each | a mark for each unit of the largest layer | a room each
 """
@@ -39,9 +40,13 @@ _SERIAL, _FIRST, _COUNT, _SAVED = range(4)
 
 
 class Part(NamedTuple):
-    """A run of one parameter in a shard's part of a layer. `gradient_start`: in the padded gradient that is given.
-    `first_unit`: its units are numbered on from that of the run before. `parameter`, `in_parameter`: what a checkpoint
-    calls the parameter, and the run's first element there."""
+    """Describes a run of one parameter in a shard's part of a layer.
+
+    gradient_start: where the run begins in the padded gradient that is given.
+    first_unit: number of its first unit; units are numbered on from those of the run before.
+    parameter: name of the parameter in a checkpoint.
+    in_parameter: the run's first element in that parameter.
+    """
 
     state: AdamState
     gradient_start: int
@@ -59,7 +64,7 @@ class Part(NamedTuple):
         return Span(self.first_unit, self.first_unit + num_units(self.length))
 
     def counter(self, hyper: Hyper, rates: Rates) -> int:
-        """Of its first element's random bits in an update; 0 where moments are FP32."""
+        """Return the counter of the first element's random bits in an update, or 0 if moments are FP32."""
         if hyper.moments_seed is None:
             return 0
         return rounding_counter(hyper.moments_seed, int(rates.step.item()), self.parameter, self.in_parameter)
@@ -69,7 +74,7 @@ class Part(NamedTuple):
         return self.state.v is None
 
     def elements(self, units: Span) -> Span:
-        """Those of some of its units, counted from the run's first."""
+        """Return the elements of some of the part's units, counted from the run's first element."""
         start, stop = (UNIT_ELEMENTS * (unit - self.first_unit) for unit in units)
         return Span(start, min(stop, self.length))
 
@@ -79,7 +84,10 @@ def num_units(length: int) -> int:
 
 
 class JournalAddresses(NamedTuple):
-    """Of a journal's memory, for native code. `room_bytes`: from one room to the next."""
+    """Holds the addresses of a journal's memory, for native code.
+
+    room_bytes: distance from one room to the next.
+    """
 
     records: int
     marks: int
@@ -88,12 +96,17 @@ class JournalAddresses(NamedTuple):
 
 
 class Journal:
-    """Over zeroed memory, or over that of a shard that died. Threads write only their own records and rooms."""
+    """Saves blocks before they are overwritten, in zeroed memory or in that of a shard that died.
+
+    Threads write only their own records and rooms.
+    """
 
     def __init__(self, buffer: memoryview, layout: ShardLayout, precision: Precision, num_threads: int) -> None:
-        """`buffer`: writable bytes, at least `num_bytes`, of an address that is a multiple of 8.
+        """Use `buffer` as the journal.
 
-        Raises MegatrainError for a buffer that is too small, or made for fewer threads.
+        buffer: writable, at least `num_bytes` bytes, at an address that is a multiple of 8.
+
+        Raises MegatrainError for a buffer that is too small or was made for fewer threads.
         """
         num_marks = _num_marks(layout)
         made_for = Words(buffer, 1).load(0) or num_threads
@@ -114,7 +127,10 @@ class Journal:
 
     @staticmethod
     def num_bytes(layout: ShardLayout, precision: Precision, num_threads: int) -> int:
-        """Of a journal for up to `num_threads`. A shard with the native kernel touches 12 KiB of each room."""
+        """Return the bytes of a journal for up to `num_threads` threads.
+
+        A shard with the native kernel touches only 12 KiB of each room.
+        """
         words = RECORD_WORDS * (1 + num_threads) + _num_marks(layout)
         return round_up(WORD_BYTES * words, PAGE_BYTES) + num_threads * room_bytes(precision)
 
@@ -125,14 +141,17 @@ class Journal:
         return JournalAddresses(start + records, start + marks, start + self._first_room, self._room_bytes)
 
     def unmarked_blocks(self, part: Part, serial: int) -> Iterator[Span]:
-        """The part's units that a transaction has still to do, as blocks of at most BLOCK_UNITS consecutive ones."""
+        """Yield the part's units that a transaction has still to do, in blocks of at most BLOCK_UNITS units."""
         unmarked = self._marks[slice(*part.units)] != serial
         edges = np.flatnonzero(np.diff(unmarked, prepend=False, append=False)).tolist()
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             yield from blocks_of(Span(part.first_unit + start, part.first_unit + stop))
 
     def save(self, thread: int, units: Span, state: AdamState, serial: int) -> None:
-        """Before the block is overwritten: all of it, as one strip. `state`: what it holds now."""
+        """Save a whole block as one strip. Call it before the block is overwritten.
+
+        state: what the block holds now.
+        """
         record = RECORD_WORDS * (1 + thread)
         self._words.store(record + _SERIAL, 0)
         for old, kept in self._kept(thread, state):
@@ -143,13 +162,18 @@ class Journal:
         self._words.store(record + _SERIAL, serial)
 
     def mark(self, units: Span, serial: int) -> None:
-        """After the block was overwritten. `units`: one or more."""
+        """Mark a block's units as done. Call it after the block was overwritten.
+
+        units: at least one.
+        """
         self._marks[units.start : units.stop - 1] = serial
         self._words.store(self._first_mark + units.stop - 1, serial)
 
     def roll_back(self, parts: Sequence[Part], serial: int) -> None:
-        """Undoes the blocks that a torn transaction left half written. `parts`: of its layer; what is in others stays
-        as it is."""
+        """Restore the blocks that a torn transaction left half written.
+
+        parts: parts of its layer. Blocks in other parts stay as they are.
+        """
         for thread in range(self._num_records):
             record = RECORD_WORDS * (1 + thread)
             if self._words.load(record + _SERIAL) != serial:
@@ -166,7 +190,7 @@ class Journal:
             self._words.store(record + _SERIAL, 0)
 
     def _kept(self, thread: int, state: AdamState) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor of a block with its place in the thread's room, one after the other."""
+        """Yield each tensor of a block with its place in the thread's room, where they lie one after another."""
         start = self._first_room + thread * self._room_bytes
         for tensor in state:
             if tensor is not None:
@@ -175,12 +199,15 @@ class Journal:
 
 
 def serial_of(update: int, layer: int, num_layers: int) -> int:
-    """Of the transaction that is one update (from 1) of one layer: no other has it."""
+    """Return the serial of the transaction that is one update (from 1) of one layer. No other has it."""
     return update * num_layers + layer + 1
 
 
 class Transaction(NamedTuple):
-    """`serial`: positive, larger than that of every transaction before."""
+    """Names a transaction in a journal.
+
+    serial: positive, and larger than that of every transaction before.
+    """
 
     journal: Journal
     serial: int
@@ -200,5 +227,5 @@ def _units_of(layer: FlatLayout, span: Span) -> int:
 
 
 def room_bytes(precision: Precision) -> int:
-    """Of the room of one thread: a block of working copy and state."""
+    """Return the size of one thread's room: a block of working copy and state."""
     return BLOCK_ELEMENTS * precision.element_bytes

@@ -1,4 +1,4 @@
-"""UpdateKernel: what updates a shard's part of a layer; and the check that one is equal to torch, bit for bit."""
+"""Defines the interface of update kernels, and checks that a kernel is equal to torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatrain_ray.engine.optimizer.muon_block import muon_block
 from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, Part, Transaction, num_units
 from megatrain_ray.errors import MegatrainError
 
-# Of the check's parameters: bodies and tails for vectors of up to 16 elements, and an end of a unit inside one.
+# Sizes of the check's parameters: bodies and tails for vectors of up to 16 elements, and one cut by the end of a unit.
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 63, 1007, UNIT_ELEMENTS + 29, 64)
-# Specials, denormals, the largest and the smallest normal number, and a tie of the split.
+# Specials, denormals, the largest and the smallest normal number, and a tie when a master is split.
 AWKWARD = (
     float("nan"),
     float("inf"),
@@ -38,11 +38,14 @@ AWKWARD_EVERY = 13
 
 
 class UpdateKernel(Protocol):
-    """One caller at a time. Any kernel can finish the transaction that another one began."""
+    """Updates a shard's part of a layer.
+
+    Only one caller at a time. Any kernel can finish a transaction that another one began.
+    """
 
     @property
     def name(self) -> str:
-        """For reports."""
+        """Return the kernel's name, for reports."""
 
     def update(
         self,
@@ -52,27 +55,31 @@ class UpdateKernel(Protocol):
         transaction: Transaction | None,
         directions: Tensor | None = None,
     ) -> None:
-        """Updates the units that are not marked; without a transaction all of them, and a kill tears some.
+        """Update the units that are not marked. Without a transaction, update all; a kill then tears some.
 
-        `parts`: their units ascend, from any on and without a gap. `gradient`: the layer's, 1-D, padded, bf16 or fp32;
-        only read, as are `directions`: bf16, of the same size, where Muon trains one of the parts.
+        parts: their units ascend without a gap, from any number on.
+        gradient: of the layer, 1-D, padded, bf16 or fp32; only read.
+        directions: bf16, as large as `gradient`, if Muon trains one of the parts; only read.
         """
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copies each second tensor (uint8, 1-D, contiguous) over the first, with all threads."""
+        """Copy the second tensor of each pair (uint8, 1-D, contiguous) over the first, with all threads."""
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """Stop the threads. Idempotent."""
 
 
-Build = Callable[[int, Hyper], UpdateKernel]  # from a number of threads
+Build = Callable[[int, Hyper], UpdateKernel]  # (number of threads, constants) → kernel
 
 
 def check_kernel(build: Build, hyper: Hyper) -> None:
-    """Raises MegatrainError with the first difference between a kernel and torch's fused AdamW, or torch's operations
-    of Muon where `hyper` has its constants. Takes milliseconds."""
+    """Raise MegatrainError with the first difference between a kernel and torch.
+
+    The kernel is compared with torch's fused AdamW, and with torch's operations of Muon if `hyper` has Muon's
+    constants. The check takes milliseconds.
+    """
     with closing(build(1, hyper)) as kernel, closing(BlockPool(1)) as pool:
-        # In a thread with one torch thread: where cores are busy, waking others costs more than all this.
+        # In a thread with one torch thread: on busy cores, waking others would cost more than the whole check.
         pool.run([partial(_check, kernel, hyper)])
 
 
@@ -94,7 +101,7 @@ def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
 
 
 def _update(part: Part, gradient: Tensor, directions: Tensor, hyper: Hyper, rates: Rates, scratch: Scratch) -> None:
-    """By torch."""
+    """Update one part with torch."""
     own = slice(part.gradient_start, part.gradient_start + part.length)
     if part.by_muon and hyper.muon:
         muon_block(part.state, gradient[own], directions[own], hyper.muon, rates, part.weighting, scratch)
@@ -104,8 +111,11 @@ def _update(part: Part, gradient: Tensor, directions: Tensor, hyper: Hyper, rate
 
 
 def _parts(is_split: bool, hyper: Hyper) -> Iterator[Part]:
-    """One parameter of each size, with numbers that are always the same; every second one decays, every third one has
-    another learning rate. With Muon there is one of each size more, which that trains."""
+    """Yield one parameter of each size, with values that are the same in every call.
+
+    Every second one decays, and every third one has another learning rate. With Muon there is one more of each size,
+    which Muon trains.
+    """
     dtype = torch.float32 if hyper.moments_seed is None else torch.bfloat16
     master, m, v = _values(1, 1.0), _values(2, 1e-3).to(dtype), _values(3, 1e-5).abs_().to(dtype)
     working, residual = split(master) if is_split else (master, None)
@@ -119,7 +129,10 @@ def _parts(is_split: bool, hyper: Hyper) -> Iterator[Part]:
 
 
 def _values(seed: int, scale: float) -> Tensor:
-    """For all parts. An awkward one here and there; never in all tensors at the same place."""
+    """Return values for all parts, with an awkward one here and there.
+
+    No element is awkward in all tensors.
+    """
     values = torch.randn(2 * sum(SIZES), generator=torch.Generator().manual_seed(seed)) * scale
     awkward = values[3 * seed :: AWKWARD_EVERY]
     awkward.copy_(torch.tensor(AWKWARD).repeat(awkward.numel() // len(AWKWARD) + 1)[: awkward.numel()])
@@ -128,15 +141,18 @@ def _values(seed: int, scale: float) -> Tensor:
 
 def _different(a: AdamState, b: AdamState) -> list[str]:
     tensors = zip(AdamState._fields, a, b, strict=True)
-    signed = a.v is not None  # in Muon's momentum torch's zeros have a sign or not, by where its vectors end
+    signed = a.v is not None  # torch's zeros in Muon's momentum have a sign or not, by where its vectors end
     return [
         name for name, x, y in tensors if x is not None and y is not None and not _equal(x, y, signed or name != "m")
     ]
 
 
 def _equal(a: Tensor, b: Tensor, signed: bool) -> bool:
-    """Bit for bit; but FP32 NaNs are alike: which operand's sign and payload they keep, no compiler promises. Zeros of
-    either sign are unless `signed`."""
+    """Return whether two tensors are equal bit for bit, except for FP32 NaNs and possibly zeros.
+
+    FP32 NaNs count as equal: no compiler promises which operand's sign and payload they keep. Zeros of either sign
+    count as equal unless `signed`.
+    """
     integer = torch.int32 if a.dtype == torch.float32 else torch.int16
     same = a.view(integer) == b.view(integer)
     if a.dtype == torch.float32:

@@ -1,1 +1,1 @@
-"""Runs the optimizer shards: their state, their update loop, and saves while they train."""
+"""Runs the optimizer shards: their state, their update loop, and saves that are written while training goes on."""

@@ -1,4 +1,7 @@
-"""AdamShard: the optimizer of a contiguous span of every layer. A plain class; actors only forward to it."""
+"""Applies the optimizer to one contiguous span of every layer, on the CPU.
+
+AdamShard is a plain class: actors only forward to it.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,13 @@ from megatrain_ray.spans import Row
 
 
 class Gradient(NamedTuple):
-    """Of what a host has of all that is trained of a layer, or of a part that begins at element `start` of it.
-    `values`: 1-D, padded, bf16 or fp32; None where it was stored. `directions`: bf16, at the same coordinates, where
-    Muon trains something of the layer. Both are only read."""
+    """Holds the host's gradient of a layer's trained part, or of a range of it.
+
+    values: 1-D, padded, bf16 or fp32; only read. None if the gradient was stored on disk.
+    directions: 1-D, bf16, at the same coordinates as `values`; only read. None unless Muon trains something of the
+        layer.
+    start: element of the layer (padded) at which `values` begins.
+    """
 
     values: Tensor | None
     directions: Tensor | None = None
@@ -34,7 +41,10 @@ class Gradient(NamedTuple):
 
 
 class AdamShard(ShardState):
-    """In host memory, updated by the CPU. One caller at a time."""
+    """Keeps a shard's state in host memory and updates it on the CPU.
+
+    Only one caller at a time.
+    """
 
     def __init__(
         self,
@@ -51,12 +61,16 @@ class AdamShard(ShardState):
         saves_frozen: bool = True,
         kernels: tuple[Build, ...] = NATIVE,
     ) -> None:
-        """The state as ShardState has it: `residual` int16 for bf16, else None; `m` and `v` fp32, or bf16 where `hyper`
-        has a seed for them. `journal`: at least Journal.num_bytes, zeroed, or what a shard that died left. `kernels`:
-        candidates, the best first.
+        """Build the shard over state that the caller has allocated, as ShardState describes it.
 
-        Raises MegatrainError for a tensor of another type or size, a journal made for less, Muon's matrices without
-        its constants, or narrow moments without a seed.
+        residual: int16 with precision bf16, else None.
+        m, v: fp32, or bf16 if `hyper` has a seed for rounding them.
+        journal: at least Journal.num_bytes, zeroed, or what a shard that died left in it.
+        kernels: candidate update kernels, the best first.
+
+        Raises MegatrainError for a tensor of the wrong type or size, and for a journal that was made for less. Raises
+        it too if Muon trains something and its constants are missing, or if only one of bf16 moments and their seed is
+        given.
         """
         own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
         super().__init__(layout, precision, working=working, own=own, saves_frozen=saves_frozen)
@@ -70,15 +84,18 @@ class AdamShard(ShardState):
         self.hyper = hyper
         self._journal = Journal(journal, layout, precision, num_threads)
         self._kernel = open_kernel(num_threads, hyper, kernels)
-        self.update_s = 0.0  # that the kernel has worked, waits for a disk not included
+        self.update_s = 0.0  # seconds spent in the kernel, without waits for a disk
 
     def restorable(self) -> Iterator[list[Piece]]:
-        """All pieces, to be filled from a save: some at a time, before the next are asked for."""
+        """Yield groups that together hold all pieces, to be filled from a save.
+
+        Fill one group before asking for the next.
+        """
         yield [piece for layer in range(len(self.layout.spans)) for piece in self.pieces(layer)]
 
     @property
     def m(self) -> Tensor:
-        """First moments, 1-D of ShardLayout.size; to be read."""
+        """Return the first moments: 1-D, ShardLayout.size elements, only to be read."""
         return self._own["m"]
 
     @property
@@ -86,23 +103,33 @@ class AdamShard(ShardState):
         return self._kernel.name
 
     def store(self, layer: int, gradient: Tensor) -> None:
-        """Takes the gradient of all that is trained of a layer (1-D, padded) until its update, which has none then. It
-        may be called again with the same one, by a shard that follows one that died."""
+        """Store the gradient of a layer's trained part until its update, which is then called without one.
+
+        gradient: 1-D, padded.
+
+        A shard that replaces one that died may be given the same gradient again. Raises MegatrainError here, because
+        only a SpillingShard has a disk.
+        """
         raise MegatrainError(f"optimizer shard {self.layout.number} has no disk for the gradient of layer {layer}")
 
     def settle(self, layer: int) -> None:
-        """Returns when all that updates made of a layer is where it stays. Any thread."""
+        """Wait until everything that updates changed of a layer has reached its permanent place.
+
+        Any thread may call it.
+        """
 
     def update(
         self, layer: int, gradient: Tensor | None, header: UpdateHeader, serial: int, directions: Tensor | None = None
     ) -> None:
-        """One update of this shard's part of a layer: what of transaction `serial` is not done yet.
+        """Apply one update to this shard's part of a layer, as far as transaction `serial` has not done it yet.
 
-        `gradient`: of all that the host has of what is trained of the layer, 1-D, padded, bf16 or fp32. It is only
-        read. None: the one that was stored. `serial`: positive, larger than that of every update before; that of a
-        torn one to finish it, with the same gradient and header. `directions`: bf16, at the same coordinates, where
-        Muon trains something of the layer; only read.
-        Raises MegatrainError for a gradient or directions of another size or type.
+        gradient: the host's gradient of the layer's trained part, 1-D, padded, bf16 or fp32; only read. None: use the
+            one that was stored.
+        serial: positive and larger than that of every earlier update. To finish a torn update, pass its serial with the
+            same gradient and header.
+        directions: bf16, at the same coordinates, if Muon trains something of the layer; only read.
+
+        Raises MegatrainError for a gradient or directions of the wrong size or type.
         """
         self._check_gradient(layer, gradient)
         if self.layout.model.layers[layer].num_muon:
@@ -114,7 +141,7 @@ class AdamShard(ShardState):
     def _update(
         self, layer: int, gradient: Gradient, header: UpdateHeader, serial: int, within: Span | None = None
     ) -> None:
-        """Of what is in memory: the layer, or a span of it."""
+        """Update the shard's part of a layer, or the span `within` of it. What is updated must be in memory."""
         assert gradient.values is not None
         parts, transaction = self.parts(layer, self.hyper, within, gradient.start), Transaction(self._journal, serial)
         num_bytes = self._traffic(parts, gradient.values) if self.spans.on else 0
@@ -137,21 +164,21 @@ class AdamShard(ShardState):
             )
 
     def _traffic(self, parts: Sequence[Part], gradient: Tensor) -> int:
-        """Bytes that an update moves at least: state read and written, the gradient read."""
+        """Return the fewest bytes that an update can move: state read and written, and the gradient read."""
         state = sum(tensor.nbytes for part in parts for tensor in part.state if tensor is not None)
         return 2 * state + sum(part.length for part in parts) * gradient.itemsize
 
     def roll_back(self, layer: int, serial: int) -> None:
-        """Undoes what a shard that died in transaction `serial` left half written; `update` then does the rest."""
+        """Undo what a shard that died in transaction `serial` left half written; `update` then does the rest."""
         self._roll_back(layer, serial)
 
     def _roll_back(self, layer: int, serial: int, within: Span | None = None) -> None:
-        """Of what is in memory: the layer, or a span of it."""
+        """Roll back the shard's part of a layer, or the span `within` of it, which must be in memory."""
         self._journal.roll_back(self.parts(layer, self.hyper, within), serial)
 
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._kernel.copy(pairs)
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """Stop the kernel's threads. Idempotent."""
         self._kernel.close()

@@ -1,4 +1,4 @@
-"""DeviceGate: lets the device update its layers as far as a save allows, and says which updates it has made."""
+"""Holds back the device's updates while a save needs the old state, and publishes the updates that are done."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from megatrain_ray.engine.shards.save_gate import SaveGate
 
 
 class DeviceGate:
-    """The device as one of those who signal. Compute thread only, but for `close`."""
+    """Signals the device's updates in the shared words, as a shard signals its own.
+
+    Compute thread only, except for `close`.
+    """
 
     def __init__(self, shard: DeviceShard, words: HostWords, index: int, gate: SaveGate) -> None:
-        """`index`: of the device's words."""
+        """Prepare to publish the updates of the layers that `shard` updates.
+
+        index: number under which `words` keeps the device's generations.
+        """
         self._layers = shard.updated
         self._words = words
         self._index = index
@@ -23,12 +29,14 @@ class DeviceGate:
         self._last: Future[None] | None = None
 
     def enter(self, layer: int, update: int) -> None:
-        """Raises what `SaveGate.enter` does."""
+        """Wait until a running save lets `update` overwrite the layer. Raises what `SaveGate.enter` raises."""
         self._gate.enter(layer, update)
 
     def finish(self, update: int, done: Event) -> None:
-        """The layers have generation `update` when the event comes; returns before, but not before the update before.
-        Raises what went wrong with that."""
+        """Publish, once the event `done` is reached, that the device's layers have generation `update`.
+
+        Returns before the event, but not before the previous update is published. Raises what went wrong with that one.
+        """
         if self._last is not None:
             self._last.result()
         self._last = self._executor.submit(self._publish, update, done)
@@ -43,5 +51,5 @@ class DeviceGate:
             self._words.finish(self._index, layer, update)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the thread that publishes, once it has nothing left to do. Idempotent."""
         self._executor.shutdown()

@@ -1,5 +1,8 @@
-"""DeviceShard: the layers that live on the device. Their weights need no upload, their gradients never leave, and the
-device updates them, in the order of its own work: nobody waits for a generation of theirs but a save."""
+"""Keeps the state of the layers that live on the device, and updates them there.
+
+Their weights need no upload, and their gradients never leave the device. Updates are ordered among the device's other
+work, so only a save waits for a generation of these layers.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +29,27 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_writer import Buffer, Piece
 from megatrain_ray.virtual_clock import Op, Stage
 
-RESTORED_BYTES = 256 << 20  # on the host at a time
+RESTORED_BYTES = 256 << 20  # most that a restore holds on the host at a time
 
 
 class UpdateGate(Protocol):
-    """Who must know of the device's updates: a save."""
+    """Coordinates the device's updates with a save."""
 
     def enter(self, layer: int, update: int) -> None:
-        """Returns when the layer may be overwritten by `update`."""
+        """Wait until the layer may be overwritten by `update`."""
 
     def finish(self, update: int, done: Event) -> None:
-        """Every layer has the update once the event has come."""
+        """Note that every layer has `update` once the event `done` is reached."""
 
 
 class DeviceShard(ShardState):
-    """In device memory, updated by the device. Updates come from the compute thread, everything else from any other."""
+    """Keeps state in device memory, where the device updates it.
+
+    The compute thread calls `update`; everything else may be called from any other thread.
+    """
 
     def __init__(self, plan: Plan, layout: ModelLayout, device: Device, hyper: Hyper) -> None:
-        whole = replace(layout.on_host(0, 1), aliased_size=None)  # each device has all of them
+        whole = replace(layout.on_host(0, 1), aliased_size=None)  # every device holds these layers whole
         of_device = ShardLayout(whole, 0, 1, layers=plan.hbm_layers)
         kinds = {"working": plan.precision.working_dtype, **dict(plan.precision.state_kinds)}
         sizes = {kind: of_device.size_of(kind) for kind in kinds} | {"working": of_device.working_size}
@@ -54,13 +60,13 @@ class DeviceShard(ShardState):
         self.updated = tuple(i for i in self.layers if layout.layers[i].trained.size)
         self._device = device
         self.spans = device.spans
-        # Each parameter's moments in bf16 have random bits of their own.
+        # The random bits that round bf16 moments depend on the parameter, so such parameters stay apart.
         join = _joined if hyper.moments_seed is None else list
         self._parts = {layer: join(self.parts(layer, hyper)) for layer in self.updated}
         self._kernel = device.open_update_kernel(hyper)
 
     def regions(self) -> Mapping[FragmentId, Tensor]:
-        """The bytes of every fragment's working copy."""
+        """Return the bytes of every fragment's working copy, as 1-D uint8 views of device memory."""
         found: dict[FragmentId, Tensor] = {}
         for i in self.layers:
             for f, span in enumerate(self.layout.model.layers[i].fragments):
@@ -69,12 +75,15 @@ class DeviceShard(ShardState):
         return found
 
     def working_of(self, layer: int) -> Tensor:
-        """A layer's working copy, brought to the host: 1-D, padded."""
+        """Copy a layer's working copy to the host and return it: 1-D, padded."""
         start = self.layout.working_starts[layer]
         return self.memory[start : start + self.layout.model.layers[layer].size].cpu()
 
     def update(self, layer: int, gradient: Tensor, header: UpdateHeader) -> None:
-        """Submits an update of the layer. `gradient`: on the device, 1-D, padded, bf16 or fp32."""
+        """Submit an update of the layer to the device.
+
+        gradient: on the device, 1-D, padded, bf16 or fp32.
+        """
         if header.skip:
             return
         with self._device.compute(Op("update", layer)):
@@ -82,10 +91,10 @@ class DeviceShard(ShardState):
 
     def load(self, source: WeightSource, num_threads: int = 1) -> None:
         super().load(source, num_threads)
-        self._own["m"][:1].cpu()  # the zeros are there: updates come from another stream
+        self._own["m"][:1].cpu()  # waits until the zeros are written: updates run on another stream
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
-        """Fills every layer from a save. Raises what `restore_pieces` does."""
+        """Fill every layer from a save. Raises what `restore_pieces` raises."""
         for layer in self.layers:
             for piece in self.pieces(layer):
                 for part in piece.cut(RESTORED_BYTES):
@@ -101,7 +110,7 @@ class DeviceShard(ShardState):
         return on_host
 
     def close(self) -> None:
-        """Ends the kernel's threads where it has some. Idempotent."""
+        """Stop the kernel's threads, if it has any. Idempotent."""
         self._kernel.close()
 
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -114,8 +123,11 @@ class DeviceShard(ShardState):
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours that are updated alike in one part: each costs the host a launch. Parameters begin aligned, so one
-    that another adjoins has no tail, which kernels compute otherwise than the rest."""
+    """Join neighbouring parts that are updated alike into one, since each part costs the host a kernel launch.
+
+    Parameters begin aligned. So a parameter that another one adjoins has no tail, which kernels compute differently
+    from the rest.
+    """
     joined = list(parts[:1])
     for part in parts[1:]:
         before = joined[-1]
@@ -130,11 +142,11 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def _pairs(there: Piece, here: Piece) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes of a piece on the device, and those of the same piece on the host."""
+    """Yield the bytes of a piece on the device with those of the same piece on the host, buffer by buffer."""
     for tensor, buffer in zip(there.buffers, here.buffers, strict=True):
         yield cast(Tensor, tensor), torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def _on_host(part: Piece) -> Piece:
-    """A piece like it, over memory of its own."""
+    """Return a piece like `part` over newly allocated host memory."""
     return part._replace(buffers=[torch.empty(len(buffer), dtype=torch.uint8).numpy().data for buffer in part.buffers])

@@ -1,9 +1,9 @@
-"""SaveGate: keeps a shard's layers at the generation that a save wants until they are written, or copied aside.
+"""Keeps a shard's layers at the generation that a save wants until they are written or copied aside.
 
-A save is one generation of the whole model, and training goes on meanwhile: a layer is written after its update n and
-before its update n + 1. An update that comes before its layer was written copies the layer's part into spare RAM, and
-waits for the disk only where there is none left. Layers are written in parts, so that one can be copied even while it
-is written: the writer goes on with the copy.
+A save is one generation of the whole model, and training goes on meanwhile. A layer is written after its update n and
+before its update n + 1. If an update comes before its layer is written, it first copies the layer's part into spare
+RAM. It waits for the disk only if no spare RAM is left. Layers are written in parts, so a layer can be copied even
+while it is being written: the writer then goes on with the copy.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.saves.save_writer import STORED_BYTES, Piece
 from megatrain_ray.spans import Row
 
-WATCH_S = 1.0  # an update that waits looks at the stop word at least this often
+WATCH_S = 1.0  # a waiting update checks the stop word at least this often
 
 
 class LayerState(Enum):
-    """Of a layer's part in a save."""
+    """Says where a save reads a layer's part from, and whether an update may change the state."""
 
     WAITING = "in the state, which must not change"
     COPYING = "being copied aside"
@@ -49,7 +49,10 @@ class _Copy(NamedTuple):
 
 
 class SaveAttempt(NamedTuple):
-    """The save of a step; `number` grows with every attempt of the run, since one that failed is made again."""
+    """Identifies one attempt to save a step.
+
+    number: grows with every attempt of the run, since a save that failed is attempted again.
+    """
 
     step: int
     number: int
@@ -61,22 +64,28 @@ EVERY_ATTEMPT = SaveAttempt(sys.maxsize, sys.maxsize)
 
 @dataclass
 class GatedSave:
-    """A shard's part of one save. `stall_s`: seconds that updates were held up. `wanted`: the layer one waits for."""
+    """Tracks a shard's part of one save.
+
+    stall_s: seconds for which updates were held up.
+    wanted: layer that an update waits for, or None.
+    """
 
     attempt: SaveAttempt
     states: dict[int, LayerState]
     copies: dict[int, _Copy] = field(default_factory=dict)
-    in_hand: Counter[int] = field(default_factory=Counter)  # parts of a layer that are being read
-    to_come: Counter[int] = field(default_factory=Counter)  # parts of a layer that nobody has read yet
+    in_hand: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer is reading
+    to_come: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer has not begun to read
     stall_s: float = 0.0
     wanted: int | None = None
     abandoned: bool = False
 
 
 class SaveGate:
-    """One save at a time: one thread begins it, reads `pieces` and calls `done`; another calls `enter` before updates.
+    """Coordinates a thread that writes one save at a time with a thread that updates the same layers.
 
-    What is still read for an abandoned save may be overwritten meanwhile: it is thrown away.
+    The writing thread calls `begin`, reads `pieces` and calls `done`. The updating thread calls `enter` before each
+    update. State that is still read for an abandoned save may be overwritten meanwhile, because what was read is thrown
+    away.
     """
 
     def __init__(
@@ -88,8 +97,14 @@ class SaveGate:
         spare: SpareMemory,
         timeout_s: float,
     ) -> None:
-        """`index`: of the shard's words. `order`: in which updates visit layers; those that none visits are written
-        while nothing else is ready. `spare`: RAM for copies. `timeout_s`: of any wait."""
+        """Create the gate, with no save running.
+
+        index: number of the shard in `words`.
+        order: layers in the order in which updates visit them. Layers that no update visits are written while nothing
+            else is ready.
+        spare: RAM for copies of layers.
+        timeout_s: limit of every wait.
+        """
         self._shard = shard
         self._words = words
         self._index = index
@@ -99,12 +114,12 @@ class SaveGate:
         self._changed = threading.Condition()
         self._layers = {flat.name: i for i, flat in enumerate(shard.layout.model.layers)}
         self._save = GatedSave(NO_ATTEMPT, {}, abandoned=True)
-        self._abandoned = NO_ATTEMPT  # the newest of which that is known
+        self._abandoned = NO_ATTEMPT  # the newest attempt that is known to be abandoned
 
     def begin(self, attempt: SaveAttempt) -> GatedSave:
-        """A save of the generation that is its step begins; the one before has ended or is abandoned.
+        """Begin a save of generation `attempt.step`. An earlier save that has not ended is abandoned.
 
-        Raises MegatrainError when it was abandoned already: calls may overtake each other.
+        Raises MegatrainError if this attempt was abandoned already, since calls may overtake each other.
         """
         with self._changed:
             if attempt.number <= self._abandoned.number:
@@ -116,7 +131,7 @@ class SaveGate:
             return self._save
 
     def abandon(self, attempt: SaveAttempt) -> None:
-        """Attempts up to this one will not be finished: no update waits for them, and their writers fail."""
+        """Abandon all attempts up to this one: no update waits for them any more, and their writers fail."""
         with self._changed:
             self._abandoned = max(self._abandoned, attempt, key=lambda known: known.number)
             if self._save.attempt.number <= attempt.number:
@@ -124,7 +139,7 @@ class SaveGate:
             self._changed.notify_all()
 
     def leave(self, save: GatedSave) -> None:
-        """This save will not be finished."""
+        """Abandon this save."""
         with self._changed:
             self._leave(save)
             self._changed.notify_all()
@@ -135,9 +150,9 @@ class SaveGate:
             self._drop_copy(save, layer)
 
     def pieces(self, save: GatedSave) -> Iterator[Piece]:
-        """The shard's state, layer after layer in parts, each once it has the generation.
+        """Yield the shard's state layer after layer, in parts, each layer once it has the save's generation.
 
-        Raises MegatrainError when the save was abandoned or a shard failed, DeadlineError when updates do not get on.
+        Raises MegatrainError if the save was abandoned or a shard failed, DeadlineError if updates make no progress.
         """
         left = list(self._order)
         while left:
@@ -146,9 +161,12 @@ class SaveGate:
             yield from self._read(save, layer)
 
     def _next(self, save: GatedSave, left: Sequence[int]) -> int:
-        """The layer that an update waits for; else, before those that no update changes, the one whose next update
-        comes last. In the order of updates the writer would always be reading just the layer that is to be updated, and
-        nothing would be copied ahead of it."""
+        """Return the layer to write next.
+
+        A layer that an update waits for comes first. Next comes the layer whose update lies furthest in the future.
+        Layers that no update can change any more come last. In the order of updates, the writer would always be reading
+        the very layer that is updated next, and no layer would be copied aside in time.
+        """
         generation = save.attempt.step
         self._await_generation(save, left[0])
         there = [layer for layer in left if self._words.shard_generation(self._index, layer) >= generation]
@@ -159,7 +177,11 @@ class SaveGate:
             return waiting[-1] if waiting else there[0]
 
     def _await_generation(self, save: GatedSave, layer: int) -> None:
-        """Hears within WATCH_S that the save was abandoned."""
+        """Wait until the shard's part of the layer has the save's generation.
+
+        Raises MegatrainError within about WATCH_S after the save was abandoned, DeadlineError if the generation does
+        not come.
+        """
         # A save begins when its step is submitted, which may be while the step before it runs.
         deadline_s = time.monotonic() + 2 * STEP_DEADLINE_S + self._timeout_s
         while True:
@@ -174,7 +196,7 @@ class SaveGate:
                 return
 
     def done(self, save: GatedSave, part: Piece) -> None:
-        """The part was read: its bytes are not needed any more."""
+        """Note that the part was read, so its bytes are no longer needed."""
         layer = self._layers[part.layer]
         with self._changed:
             if save.abandoned:
@@ -186,9 +208,9 @@ class SaveGate:
             self._changed.notify_all()
 
     def enter(self, layer: int, update: int) -> None:
-        """Returns when the layer may be overwritten by `update`.
+        """Wait until the layer may be overwritten by `update`. If there is spare RAM, copy the layer aside for that.
 
-        Raises DeadlineError when the save does not get on, MegatrainError when the shards were stopped meanwhile.
+        Raises DeadlineError if the save makes no progress, MegatrainError if the shards were stopped meanwhile.
         """
         if not self._words.saved_at(update - 1):
             return
@@ -206,11 +228,15 @@ class SaveGate:
         save.stall_s += time.monotonic() - start_s
 
     def _known(self) -> int:
-        """The newest step whose save was begun or abandoned."""
+        """Return the newest step whose save was begun or abandoned."""
         return max(self._save.attempt.step, self._abandoned.step)
 
     def _let_go(self, save: GatedSave, layer: int) -> Tensor | None:
-        """Waits until the writer does not read the layer: memory to copy it to, or None where that is not needed."""
+        """Wait until an update may change the layer, or may do so after copying it aside.
+
+        Returns memory for the copy, or None if no copy is needed. If there is no memory, it waits until the layer is
+        written.
+        """
         memory = self._memory_for_copy(save, layer)
         if memory is None:
             save.wanted = layer
@@ -220,7 +246,8 @@ class SaveGate:
             lambda: save.abandoned or save.states[layer] in SETTLED or not (memory is None or save.in_hand[layer]),
             f"layer {layer} of the save of step {save.attempt.step} to be written",
         )
-        if memory is not None and (save.abandoned or save.states[layer] in SETTLED):  # its last part was in hand
+        # The copy is not needed if the save was abandoned or the writer finished the layer's last part meanwhile.
+        if memory is not None and (save.abandoned or save.states[layer] in SETTLED):
             self._spare.give_back(memory)
             return None
         return memory
@@ -244,7 +271,7 @@ class SaveGate:
             self._spare.give_back(copy.memory)
 
     def _read(self, save: GatedSave, layer: int) -> Iterator[Piece]:
-        """From the state, and from a copy as soon as there is one."""
+        """Yield the layer's parts from the state, or from a copy as soon as there is one."""
         parts = _cut(self._shard.pieces(layer))
         with self._changed:
             save.to_come[layer] = len(parts)
@@ -257,7 +284,7 @@ class SaveGate:
                 if save.abandoned:
                     raise _abandoned(save.attempt)
                 copy = save.copies.get(layer)
-                if copy is None and save.states[layer] not in SETTLED:  # what is frozen never changes
+                if copy is None and save.states[layer] not in SETTLED:  # a frozen layer is WRITTEN from the start
                     self._set(save, layer, LayerState.READING)
                 save.to_come[layer] -= 1
                 save.in_hand[layer] += 1
@@ -268,7 +295,7 @@ class SaveGate:
         self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """With the condition held."""
+        """Wait until `ready` returns true, with the condition held. Raises DeadlineError after `timeout_s`."""
         deadline_s = time.monotonic() + self._timeout_s
         while not self._changed.wait_for(ready, WATCH_S):
             self._words.check()

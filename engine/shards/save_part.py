@@ -1,4 +1,4 @@
-"""A part of a save, written by the process that holds its state while updates go on."""
+"""Writes one part of a save, in the process that holds its state, while updates go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from megatrain_ray.spans import SpanLog
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A shard's part of a save. `stall_s`: how long it held updates up; `write_s`: how long it took."""
+    """Describes a shard's part of a save after it was written.
+
+    stall_s: seconds for which it held up updates.
+    write_s: seconds that it took.
+    """
 
     part: PartManifest
     stall_s: float
@@ -32,7 +36,7 @@ def write_gated_part(
     compression: SaveCompression,
     spans: SpanLog,
 ) -> WrittenPart:
-    """Writes part `index` of the save of a step, each layer when it has had that step's update."""
+    """Write part `index` of the save of a step, each layer once it has had that step's update."""
     start_s = time.monotonic()
     save = gate.begin(attempt)
     pieces, done = gate.pieces(save), partial(gate.done, save)

@@ -1,4 +1,4 @@
-"""ShardLoop: the thread that serves one shard's updates, driven by words in shared memory."""
+"""Runs the thread that serves one shard's updates, driven by words in shared memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from megatrain_ray.engine.shards.save_gate import SaveGate
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.spans import Row
 
-IDLE_S = 1.0  # a shard looks at the stop word at least this often, should whoever rings the bell have died before
+IDLE_S = 1.0  # a shard checks the stop word at least this often, in case the process that rings the bell has died
 
 
 class ShardLoop:
-    """Per update, layer after layer in `order`: wait for header and gradient, update, publish the generation. Gradients
-    of the layers in `stored` are taken out of the slab as they come, before the first layer."""
+    """Applies updates to a shard as their headers and gradients arrive.
+
+    For each update, layer after layer in `order`, it waits for header and gradient, updates the layer and publishes its
+    generation. Gradients of the layers in `stored` are moved from the slab to disk as they arrive, before the first
+    layer is updated.
+    """
 
     def __init__(
         self,
@@ -34,11 +38,18 @@ class ShardLoop:
         ended: Callable[[int], None] = lambda update: None,
         stored: Sequence[int] = (),
     ) -> None:
-        """`order`: the layers of which something is trained. `stored`: some of them, in the order of a backward; all
-        their updates are committed after it. `slab`: 1-D uint8, shared, gradients of `gradient_dtype`
-        at byte offsets. What the words say that the shard has done is not done again; a layer that a killed one left
-        torn is rolled back first. `traced`: updates of which the shard's spans are recorded. `ended`: called when
-        an update of all layers is done, on the loop's thread."""
+        """Prepare the loop's thread.
+
+        slab: 1-D uint8, shared; holds gradients of `gradient_dtype` at byte offsets.
+        order: the layers of which something is trained, in the order of an update.
+        traced: updates for which the shard records its spans.
+        ended: called on the loop's thread when an update of all layers is done.
+        stored: layers among `order` whose gradients wait on disk, in the order of a backward. Their updates are all
+            committed after the backward.
+
+        Updates that are done according to the words are not done again. A layer that a killed shard left torn is rolled
+        back first.
+        """
         self._shard = shard
         self._index = shard.layout.index
         self._words = words
@@ -57,8 +68,12 @@ class ShardLoop:
         self._thread.start()
 
     def join(self, timeout_s: float | None) -> None:
-        """Waits for the end, which stop or a failure brings; raises what went wrong, or DeadlineError after `timeout_s`
-        (None: waits for as long as the loop serves)."""
+        """Wait until the loop ends by stop or failure, and raise what went wrong.
+
+        timeout_s: None waits for as long as the loop serves.
+
+        Raises DeadlineError after `timeout_s`.
+        """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise DeadlineError(
@@ -89,7 +104,7 @@ class ShardLoop:
             self._words.wait_generation_bell(self._words.generation_bell(), IDLE_S)
 
     def _serve(self, update: int) -> bool:
-        """One update of every layer that has not had it; False when told to stop."""
+        """Apply an update to every layer that has not had it. Returns False if told to stop."""
         self._shard.spans.on = update in self._traced
         if not self._store(update):
             return False
@@ -109,7 +124,7 @@ class ShardLoop:
         return True
 
     def _store(self, update: int) -> bool:
-        """Takes what is to be stored of an update's gradients, but what was; False when told to stop."""
+        """Store those gradients of an update that belong on disk and are not there. Returns False if told to stop."""
         for layer in self._stored:
             if self._words.shard_stored(self._index, layer) >= update:
                 continue
@@ -120,7 +135,7 @@ class ShardLoop:
         return True
 
     def _await(self, landed: Callable[[int, int, float], bool], layer: int, update: int) -> bool:
-        """False when told to stop."""
+        """Wait until `landed` returns true for the layer and the update. Returns False if told to stop."""
         with self._shard.spans.span(Row.UPDATES, "wait gradient", layer, waits=True):
             while not landed(layer, update, IDLE_S):
                 if self._words.stopped:

@@ -1,4 +1,4 @@
-"""ShardState: where a shard's part of every layer lies in memory, how it begins, and what a save of it consists of."""
+"""Locates a shard's part of every layer in memory, fills it at the start, and lists what a save of it contains."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from megatrain_ray.io.saves.save_writer import Buffer, Piece
 from megatrain_ray.spans import SpanLog
 
 COPY_ALIGN = 64  # bytes: a cache line
-LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger ones leave the caches
+LOAD_ELEMENTS = 1 << 20  # 4 MiB of FP32: larger blocks do not stay in the caches
 
 
 class ShardState(ABC):
-    """Owns span `layout.spans[i]` of every layer i, and loads and saves `layout.frozen_spans[i]`. Padding is neither
-    read nor written."""
+    """Owns span `layout.spans[i]` of every layer i, and loads and saves `layout.frozen_spans[i]`.
+
+    Padding is neither read nor written.
+    """
 
     def __init__(
         self,
@@ -41,10 +43,14 @@ class ShardState(ABC):
         own: Mapping[str, Tensor],
         saves_frozen: bool = True,
     ) -> None:
-        """`working`: 1-D, working copies at ShardLayout.working_starts. `own`: the shard's own, by kind as in
-        Precision.state_kinds, 1-D of ShardLayout.size_of. `saves_frozen`: whether what is frozen is among the pieces.
+        """Take over tensors that the caller has allocated.
 
-        Raises MegatrainError for a tensor of another type or size.
+        working: 1-D, working copies at ShardLayout.working_starts.
+        own: the shard's own state, by kind as in Precision.state_kinds. Each tensor is 1-D, of
+            ShardLayout.size_of(kind) elements.
+        saves_frozen: whether the pieces include frozen parameters.
+
+        Raises MegatrainError for a tensor of the wrong type or size.
         """
         _check(precision, layout, {"working": working, **own})
         self.layout = layout
@@ -54,18 +60,26 @@ class ShardState(ABC):
         self.spans = SpanLog()
 
     def load(self, source: WeightSource, num_threads: int = 1) -> None:
-        """Fills working copy and residual of `layout.filled` from a source, at most 4 MiB at a time, and zeroes m and
-        v. `num_threads`: parameters at a time.
+        """Fill working copy and residual of the layers in `layout.filled` from a source, and set m and v to zero.
 
-        Raises ConfigError naming the parameter when the source holds a NaN or an infinity.
+        The source is read at most 4 MiB at a time.
+
+        num_threads: number of parameters that are filled at the same time.
+
+        Raises ConfigError naming the parameter if the source holds a NaN or an infinity.
         """
         trained = [self._trained(source, i) for i in sorted(self.layout.filled - self.layout.spilled)]
         fill([*itertools.chain(*trained), *self._frozen(source)], num_threads)
         if self.layout.model.aliased_size is not None and "residual" in self._own:
-            self._own["residual"].zero_()  # one weight's may make a NaN of another, which it can meet there
+            self._own["residual"].zero_()  # in aliased memory it can meet another weight and make a NaN of it
 
     def load_frozen(self, source: WeightSource, num_threads: int = 1) -> None:
-        """The same of what is frozen, which is the working copy alone."""
+        """Fill the working copy of frozen parameters, which have no other state, from a source.
+
+        num_threads: number of parameters that are filled at the same time.
+
+        Raises ConfigError as `load` does.
+        """
         fill(self._frozen(source), num_threads)
 
     def _trained(self, source: WeightSource, layer: int) -> list[tuple[Run, Job]]:
@@ -89,10 +103,10 @@ class ShardState(ABC):
             working[slice(*span)] = master if working.dtype == torch.float32 else to_working(master)
 
     def pieces(self, layer: int) -> Iterator[Piece]:
-        """This shard's part of a layer, kind by kind, in logical coordinates; none where it owns nothing. At last what
-        is frozen, if that is saved.
+        """Yield this shard's part of a layer, one piece for each kind of state, in logical coordinates.
 
-        The buffers are the state itself: read to save it, written to restore it.
+        Yields nothing if the shard owns nothing of the layer. A piece of frozen parameters comes last, if they are
+        saved. The buffers are the state itself: read to save it, written to restore it.
         """
         yield from self._pieces_of(layer, self._buffers(layer))
         yield from self._frozen_pieces(layer)
@@ -113,12 +127,16 @@ class ShardState(ABC):
         return Piece(flat.name, kind, *flat.logical(span), buffers)
 
     def copy_bytes(self, layer: int) -> int:
-        """Room that `copy_layer` needs; 0 where no update changes anything."""
+        """Return the bytes that `copy_layer` needs, or 0 if no update changes anything of the layer."""
         return sum(round_up(size, COPY_ALIGN) for sizes in self._sizes(layer).values() for size in sizes)
 
     def copy_layer(self, layer: int, memory: Tensor) -> list[Piece]:
-        """The pieces of a layer, what an update changes over `memory` (1-D uint8, at least `copy_bytes`) with what the
-        state holds now; what is frozen is not copied."""
+        """Copy what an update changes of a layer, as it is now, and return the layer's pieces over the copy.
+
+        memory: 1-D uint8, at least `copy_bytes(layer)`; holds the copy.
+
+        Frozen parameters are not copied: their piece is over the state.
+        """
         copies: dict[str, list[Tensor]] = {}
         start = 0
         for kind, sizes in self._sizes(layer).items():
@@ -130,30 +148,39 @@ class ShardState(ABC):
         return [*self._pieces_of(layer, buffers), *self._frozen_pieces(layer)]
 
     def _copy_state(self, layer: int, copies: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fills copies (uint8, 1-D) of each kind of state, run after run."""
+        """Fill copies with the layer's state.
+
+        copies: 1-D uint8 tensors by kind, run after run.
+        """
         tensors = self._kinds(layer)
         self._copy(layer, [pair for kind in copies for pair in zip(copies[kind], tensors[kind], strict=True)])
 
     @abstractmethod
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copies each second tensor (uint8, 1-D) over the first, which is on the host."""
+        """Copy the second tensor of each pair (1-D uint8) over the first, which is on the host."""
 
     def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
-        """Of the pieces of what is trained of a layer, by kind, run after run."""
+        """Return the buffers of the pieces of a layer's trained part, by kind, run after run."""
         return {kind: [*map(self._buffer, tensors)] for kind, tensors in self._kinds(layer, within).items()}
 
     def _buffer(self, tensor: Tensor) -> Buffer:
-        """Of a piece: state (1-D uint8) where it is."""
+        """Return state (1-D uint8) as the buffer of a piece, without copying it."""
         return tensor.numpy().data
 
     def fetch(self, part: Piece) -> Piece:
-        """A part of a piece as something to write: its bytes on the host. They may change when the state does, until
-        the part is written."""
+        """Return a part of a piece with its bytes on the host, so that it can be written.
+
+        The bytes may change when the state does. So the state must not change until the part is written.
+        """
         return part
 
     def parts(self, layer: int, hyper: Hyper, within: Span | None = None, gradient_start: int = 0) -> list[Part]:
-        """What an update works on: of the layer, or of a span of it (padded) that begins and ends with units.
-        `gradient_start`: the first element of the layer that the gradient has."""
+        """Return the parts that an update of a layer works on.
+
+        within: padded span of the layer that begins and ends with journal units. None: all that the shard owns of the
+            layer.
+        gradient_start: first element of the layer (padded) that the gradient has.
+        """
         firsts, unit = {}, 0
         for run in self.layout.model.layers[layer].runs(self.layout.spans[layer]):
             firsts[run.segment.name] = run.padded, unit
@@ -167,7 +194,7 @@ class ShardState(ABC):
         return parts
 
     def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
-        """What the shard has of the layer's parameters; or what is in a span of that."""
+        """Yield the runs of the layer's parameters that the shard owns, or those in the span `within` of them."""
         return self.layout.model.layers[layer].runs(within or self.layout.spans[layer])
 
     def _frozen_runs(self, layer: int) -> Iterator[Run]:
@@ -179,13 +206,16 @@ class ShardState(ABC):
 
     def _state(self, layer: int, run: Run) -> AdamState:
         tensors, start = self._own_around(layer, run)
-        first = run.padded - start  # what has a second moment comes first
+        first = run.padded - start  # for v too: parameters that have a second moment come first
         own = {kind: tensor[first : first + run.length] for kind, tensor in tensors.items()}
         v = None if run.segment.muon else own["v"]
         return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], v)
 
     def _own_around(self, layer: int, run: Run) -> tuple[Mapping[str, Tensor], int]:
-        """Each kind of the shard's own state of a part of the layer with the run in it, and where that part begins."""
+        """Return a stretch of the layer that contains the run: the shard's own state of it, and where it begins.
+
+        The state is given by kind, the beginning as a padded element of the layer.
+        """
         starts = {kind: self.layout.v_starts if kind == "v" else self.layout.starts for kind in self._own}
         tensors = {
             kind: tensor[starts[kind][layer] :][: self.layout.span_of(layer, kind).size]
@@ -198,14 +228,14 @@ class ShardState(ABC):
         return "working" if "residual" in self._own else "master"
 
     def _kinds(self, layer: int, within: Span | None = None) -> dict[str, list[Tensor]]:
-        """The bytes of each kind of state of what is trained, run after run."""
+        """Return the layer's trained state by kind, as bytes (1-D uint8), run after run."""
         states = [self._state(layer, run) for run in self._runs(layer, within)]
         named = {self._working_kind: [state.working for state in states]}
         named |= {kind: [t for state in states if (t := getattr(state, kind)) is not None] for kind in self._own}
         return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items() if tensors}
 
     def _sizes(self, layer: int) -> dict[str, list[int]]:
-        """Bytes of the same, wherever they are."""
+        """Return the sizes in bytes of what `_kinds` returns, even of state that is not in memory."""
         runs = list(self._runs(layer))
         sizes = {self._working_kind: [run.length * self._working.itemsize for run in runs]}
         for kind, tensor in self._own.items():
@@ -233,13 +263,21 @@ def _weighting(segment: Segment, hyper: Hyper) -> Weighting:
 
 
 def fill(jobs: Iterable[tuple[Run, Job]], num_threads: int) -> None:
-    """Fills runs of parameters. The longest first: one thread must not be left with it at the end."""
+    """Run the jobs that fill runs of parameters, in `num_threads` threads.
+
+    The longest run is started first, so that no thread is left with it at the end.
+    """
     with closing(BlockPool(num_threads)) as pool:
         pool.run([job for _, job in sorted(jobs, key=lambda pair: -pair[0].length)])
 
 
 def load_master(source: WeightSource, run: Run, working: Tensor, residual: Tensor | None) -> None:
-    """Fills a run's working copy and residual from a source."""
+    """Fill a run's working copy and residual from a source.
+
+    residual: None if the working copy is the FP32 master itself.
+
+    Raises ConfigError if the source holds a NaN or an infinity.
+    """
     scratch = torch.empty(min(run.length, LOAD_ELEMENTS), dtype=torch.int32)
     for span in _blocks(run):
         master, at = _read(source, run, span), slice(*span)
@@ -257,7 +295,7 @@ def _blocks(run: Run) -> Iterator[Span]:
 def _read(source: WeightSource, run: Run, span: Span) -> Tensor:
     name, first = run.in_whole
     master = source.read(name, first + span.start, first + span.stop)
-    if not math.isfinite(master.sum().item()):  # or finite values overflow: then no bad one is found
+    if not math.isfinite(master.sum().item()):  # also if finite values overflow: then no bad value is found
         bad = (~master.isfinite()).nonzero()
         if len(bad):
             at = int(bad[0])

@@ -1,4 +1,4 @@
-"""SpareMemory: RAM for copies of layers, taken once and used by one save after the other."""
+"""Allocates RAM for copies of layers once, and lends it to one save after another."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from megatrain_ray.io.arenas.arena import Arena
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 
 PAGE_BYTES = 4096
-POPULATE_THREADS = 4  # beside what starts or computes meanwhile
+POPULATE_THREADS = 4  # they run while other work starts or computes
 
 
 class SpareMemory:
-    """Regions for as many layers as a budget holds. Not for several threads at the same time, but for `populate`."""
+    """Holds memory regions for copies of as many layers as fit in a budget.
+
+    Not thread-safe, except for `populate`.
+    """
 
     def __init__(self, layer_bytes: Sequence[int], budget_bytes: int) -> None:
-        """`layer_bytes`: of each layer's copy, in the order in which layers will need one."""
+        """Reserve a region for each layer, in order, as long as the budget allows.
+
+        layer_bytes: size of each layer's copy, in the order in which layers will need one.
+        budget_bytes: limit of all regions together, each rounded up to whole pages.
+        """
         spans, total = [], 0
         for num_bytes in layer_bytes:
             if num_bytes and total + round_up(num_bytes, PAGE_BYTES) <= budget_bytes:
@@ -34,14 +41,17 @@ class SpareMemory:
             self._free = [memory[start : start + num_bytes] for start, num_bytes in spans]
 
     def populate(self) -> None:
-        """Takes the RAM now: the first copies would else wait for its pages. From any thread, which need not be waited
-        for: where the RAM is not there, or is given up meanwhile, copies take it page by page, as far as they get."""
+        """Make the system provide all pages now: otherwise the first copies would wait for them.
+
+        It may run in any thread, and nobody has to wait for it. If RAM is short or the memory is released meanwhile,
+        copies get their pages one by one, as far as possible.
+        """
         if self._arena is not None:
             with suppress(MegatrainError, RuntimeError):  # RuntimeError: the interpreter is ending
                 self._arena.populate(POPULATE_THREADS)
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """The smallest free region of at least `num_bytes` (uint8); None where there is none."""
+        """Return the smallest free region of at least `num_bytes` (1-D uint8), or None if there is none."""
         fitting = [region for region in self._free if region.numel() >= num_bytes]
         if not fitting:
             return None
@@ -50,18 +60,18 @@ class SpareMemory:
         return smallest
 
     def give_back(self, region: Tensor) -> None:
-        """A region that `take` gave."""
+        """Make a region that `take` returned free again."""
         self._free.append(region)
 
     def close(self) -> None:
-        """Gives the memory up. Idempotent."""
+        """Release the memory. Idempotent."""
         self._free = []
         if self._arena is not None:
             self._arena.close()
 
 
 def _new_arena(num_bytes: int) -> Arena:
-    """Nobody else needs to attach it."""
+    """Create an arena that no other process needs to attach."""
     holder = ArenaHolder.create({"save-copies": num_bytes})
     try:
         return holder.map("save-copies")

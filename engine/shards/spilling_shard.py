@@ -1,5 +1,8 @@
-"""SpillingShard: an AdamShard of which the state of some layers is on disk and passes through slots in host memory,
-with working copies of some; and so are gradients of some that wait for their update."""
+"""Updates layers whose state is on disk, and passes it through slots in host memory.
+
+SpillingShard is an AdamShard that keeps the state of some layers on disk, and with it the working copies of some of
+these. Gradients of some layers may wait on disk for their update, too.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ from megatrain_ray.spans import Row
 
 @dataclass(frozen=True)
 class SpilledBytes:
-    """Bytes [start, stop) of an extent, by its number: a Buffer that `SpillingShard.fetch` reads."""
+    """Refers to bytes [start, stop) of an extent, given by its number.
+
+    It is a Buffer whose bytes `SpillingShard.fetch` reads.
+    """
 
     extent: int
     start: int
@@ -41,11 +47,17 @@ class SpilledBytes:
 
 
 class SpillingShard(AdamShard):
-    """One caller at a time, but for `fetch`. What Muon trains does not spill: the GPU worker reads its momenta."""
+    """Keeps the state of some layers on disk.
+
+    Only one caller at a time, except for `fetch`. Parameters that Muon trains do not spill, because the GPU worker
+    reads their momenta.
+    """
 
     def __init__(self, ring: SpillRing, *arguments: Any, **settings: Any) -> None:
-        """`ring`: of the layers in `layout.spilled`, and of those whose gradients are stored; closed with the shard.
-        The rest is an AdamShard's."""
+        """Build an AdamShard from `arguments` and `settings`, and use `ring` for what is on disk.
+
+        ring: holds the layers in `layout.spilled`, and those whose gradients are stored. It is closed with the shard.
+        """
         super().__init__(*arguments, **settings)
         self._ring = ring
         self._on_disk = ring.layout
@@ -57,8 +69,12 @@ class SpillingShard(AdamShard):
             self._load_layer(source, layer, num_threads)
 
     def _load_layer(self, source: WeightSource, layer: int, num_threads: int) -> None:
-        """Sources are fastest for whole parameters, so the residuals of all of the layer come first, and the working
-        copy where that is on disk. No gradient waits yet, and the slab takes as much memory at least."""
+        """Fill the state of a layer on disk from a source.
+
+        Sources are fastest for whole parameters. So the residuals of the whole layer are read first, and the working
+        copy if that is on disk too. There is memory for this: no gradient waits yet, and the slab takes at least as
+        much.
+        """
         span, whole = self.layout.spans[layer], {}
         if "residual" in self._own:
             whole["residual"] = torch.zeros(span.size, dtype=torch.int16)
@@ -110,8 +126,10 @@ class SpillingShard(AdamShard):
                 super()._update(layer, of_part, header, serial, span)
 
     def _arriving(self, layer: int, gradient: Gradient) -> Iterator[tuple[Gradient, Span | None]]:
-        """The gradient of all of the layer; where it was stored that of each part, while it is in memory, and the
-        part."""
+        """Yield the gradient of the whole layer and None; if it was stored, each part's gradient and span instead.
+
+        A stored part is in memory until the next one is asked for.
+        """
         if gradient.values is not None:
             yield gradient, None
             return
@@ -122,14 +140,20 @@ class SpillingShard(AdamShard):
             self._ring.leave(number)
 
     def _roll_back(self, layer: int, serial: int, within: Span | None = None) -> None:
-        """What comes back is written: the update that follows may be one that is skipped."""
+        """Roll back a layer, extent after extent if its state is on disk.
+
+        Each extent is written to disk after that, because the update that follows may be one that is skipped.
+        """
         if not self._on_disk.state_of(layer):
             super()._roll_back(layer, serial, within)
         for span in self._changed(layer):
             super()._roll_back(layer, serial, span)
 
     def _changed(self, layer: int, within: Span | None = None) -> Iterator[Span]:
-        """The spans of the extents of a layer's state, or of a part of it, each while it is in memory to be changed."""
+        """Yield the span of each extent of a layer's state while that is in memory and may be changed.
+
+        within: only extents that begin in this padded span of the layer.
+        """
         for number in self._on_disk.state_of(layer):
             span = self._on_disk.extents[number].span
             if within is None or within.start <= span.start < within.stop:
@@ -139,7 +163,10 @@ class SpillingShard(AdamShard):
                 self._ring.leave(number)
 
     def _copy_state(self, layer: int, copies: Mapping[str, Sequence[Tensor]]) -> None:
-        """The update that follows reads what is copied once more, but for what slots still hold."""
+        """Fill copies with the layer's state, reading from disk what spills.
+
+        The update that follows reads these extents again, except those that are still in slots.
+        """
         if not self._on_disk.state_of(layer):
             super()._copy_state(layer, copies)
         left = {kind: iter(of_kind) for kind, of_kind in copies.items()}
@@ -169,7 +196,7 @@ class SpillingShard(AdamShard):
 
     @contextmanager
     def _blank(self, number: int) -> Iterator[tuple[Extent, Mapping[str, Tensor]]]:
-        """An extent and its state, to be filled."""
+        """Yield an extent, and its state by kind in a slot, for the `with` block to fill."""
         with self._ring.blank(number):
             yield self._on_disk.extents[number], self._in_slot(number)
 
@@ -181,7 +208,7 @@ class SpillingShard(AdamShard):
         return self._ring.read(spilled.extent, Span(spilled.start, spilled.stop))
 
     def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
-        """What is in no slot for good is read when it is written to a save."""
+        """Return the buffers of a layer's pieces. State on disk is read only when it is written to a save."""
         if not self._on_disk.state_of(layer):
             return super()._buffers(layer, within)
         buffers: dict[str, list[Buffer]] = {self._working_kind: [*self._working_buffers(layer)]}
@@ -203,7 +230,7 @@ class SpillingShard(AdamShard):
         return SpilledBytes(number, start, start + run.length * itemsize)
 
     def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
-        """Of a layer that spills in parts that are in one extent each."""
+        """Yield the layer's runs. Those of a layer that spills are cut so that each lies in one extent."""
         numbers = self._on_disk.state_of(layer)
         if within or not numbers:
             yield from super()._runs(layer, within)
@@ -212,7 +239,7 @@ class SpillingShard(AdamShard):
                 yield from super()._runs(layer, self._on_disk.extents[number].span)
 
     def _working_of(self, layer: int, run: Run) -> Tensor:
-        """On disk: while it is in a slot."""
+        """Return a run's working copy. If it is on disk, its extent must be in a slot."""
         if layer not in self.layout.on_disk:
             return super()._working_of(layer, run)
         number = self._number(layer, run)
@@ -226,6 +253,6 @@ class SpillingShard(AdamShard):
         return self._in_slot(number), self._on_disk.extents[number].span.start
 
     def _number(self, layer: int, run: Run) -> int:
-        """Of the extent that a run is in."""
+        """Return the number of the extent that contains a run."""
         numbers = self._on_disk.state_of(layer)
         return numbers[bisect_right(numbers, run.padded, key=lambda i: self._on_disk.extents[i].span.start) - 1]

@@ -1,9 +1,9 @@
-"""DiskWeights: working copies that are on disk, on their way to the device.
+"""Reads working copies that are on disk, ahead of their upload to the device.
 
-The shards' files hold them (plan/spill_layout.py), since an update brings them with the state. What the device needs is
-known before a step begins, so it is read ahead, in the order of the uploads, into a few windows of host memory. It is
-read once the files have all that updates made of it, which the tables beside the shards' slots tell, and held to the
-checksums there.
+The shards' files hold them (plan/spill_layout.py), because an update reads and writes them together with the state. The
+order of uploads is known before a step begins. So working copies are read ahead in that order, into a few host buffers
+("windows"). A working copy is read once the files have everything that updates made of it, which the tables next to the
+shards' slots tell. What is read must match the checksums in these tables.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.storage.blob_store import Blob, BlobStore, aligned_block
 from megatrain_ray.spans import Row, SpanLog
 
-Reached = Callable[[int, int], Awaitable[None]]  # waits until a layer has a generation, and the files have it
+# Waits until the files have a layer (first argument) at a generation (second argument).
+Reached = Callable[[int, int], Awaitable[None]]
 
 
 class ShardFile(NamedTuple):
-    """What one shard has on disk. `name`: of the blob in `store`."""
+    """Describes what one shard has on disk.
+
+    name: name of the blob in `store`.
+    """
 
     layout: SpillLayout
     table: SpillTable
@@ -45,7 +49,11 @@ class ShardFile(NamedTuple):
 
 @dataclass
 class _Window:
-    """`memory`: 1-D uint8. `emptied`: the copy to the device after which it may be filled again."""
+    """Is a host buffer for one fragment at a time.
+
+    memory: 1-D uint8.
+    emptied: resolves to the event of the copy to the device. After that event the window may be filled again.
+    """
 
     memory: torch.Tensor
     fragment: FragmentId | None = None
@@ -54,7 +62,10 @@ class _Window:
 
 
 class DiskWeights:
-    """Of one plan. On one event loop. What is expected is taken and let go of in the same order."""
+    """Reads the working copies that a plan keeps on disk. Use it on one event loop.
+
+    Fragments are taken and released in the order in which they were expected.
+    """
 
     def __init__(
         self,
@@ -65,8 +76,12 @@ class DiskWeights:
         spans: SpanLog | None = None,
         poison: bool = False,
     ) -> None:
-        """`files`: of all shards that own something of these layers. `spans`: gets what is read, and when. `poison`:
-        windows that were let go of are filled with NaN before they are read into."""
+        """Allocate the windows.
+
+        files: files of all shards that own something of these layers.
+        spans: records the reads.
+        poison: fill released windows with NaN before they are read into.
+        """
         self.layers = plan.weights_on_disk
         self._layout = layout
         self._files = files
@@ -84,17 +99,20 @@ class DiskWeights:
         self._reading: asyncio.Task[None] | None = None
 
     def are_written(self, layer: int) -> bool:
-        """Whether the files have all that the updates so far made of a layer."""
+        """Return whether the files have everything that updates so far made of the layer."""
         return not any(file.table.lacks(file.layout.state_of(layer)) for file in self._files)
 
     def expect(self, fragments: Sequence[FragmentId], generation: int, reached: Reached) -> None:
-        """Begins to read what is on disk of these, which will be taken one after the other."""
+        """Start to read those of the fragments that are on disk. They will be taken in this order."""
         of_disk = [fragment for fragment in fragments if fragment.layer in self.layers]
         reading = self._read_all(of_disk, generation, reached, self._reading)
         self._reading = asyncio.create_task(reading, name="weights from disk")
 
     async def take(self, fragment: FragmentId) -> Sequence[WeightPart]:
-        """Its elements, in a window until the event of `release`. Raises what reading raised, and DeadlineError."""
+        """Wait until the fragment has been read, and return its elements.
+
+        They stay in a window until the event passed to `release`. Raises what reading raised, and DeadlineError.
+        """
         try:
             async with asyncio.timeout(self._deadline_s), self._changed:
                 await self._changed.wait_for(lambda: self._filled or self._error)
@@ -110,13 +128,13 @@ class DiskWeights:
         return window.parts
 
     def release(self, uploaded: Event) -> None:
-        """What was taken first is not needed after the event."""
+        """Release the fragment that was taken first: it is not needed after the event `uploaded`."""
         emptied = self._taken.popleft().emptied
         assert emptied is not None
         emptied.set_result(uploaded)
 
     async def close(self) -> None:
-        """Reads nothing more. Idempotent."""
+        """Stop reading. Idempotent."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -124,7 +142,10 @@ class DiskWeights:
     async def _read_all(
         self, fragments: Sequence[FragmentId], generation: int, reached: Reached, before: asyncio.Task[None] | None
     ) -> None:
-        """`before`: what closes the files of the step before, all of whose fragments were taken."""
+        """Read the fragments into windows, one after another.
+
+        before: the task that read for the previous step, and that closes its files. All its fragments were taken.
+        """
         try:
             if before is not None:
                 await before
@@ -182,13 +203,13 @@ class DiskWeights:
             self._changed.notify_all()
 
     def _wanted(self, fragment: FragmentId) -> Iterator[tuple[int, Extent, Span]]:
-        """The extents with something of the fragment, whose file each is in, and which elements."""
+        """Yield each extent that has elements of the fragment: shard of its file, extent, and which elements."""
         span = self._layout.layers[fragment.layer].fragments[fragment.index]
         for shard, file in enumerate(self._files):
             for number, inside in file.layout.working_of(fragment.layer, span):
                 yield shard, file.layout.extents[number], inside
 
     def _largest_bytes(self, layer: int) -> int:
-        """In a window, of a fragment of the layer at most."""
+        """Return the most bytes that a fragment of the layer can take in a window."""
         files = (file.layout for file in self._files)
         return sum(file.extents[number].working_bytes for file in files for number in file.state_of(layer))

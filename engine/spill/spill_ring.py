@@ -1,12 +1,14 @@
-"""SpillRing: state to be updated and gradients that wait, between a blob on disk and slots in host memory.
+"""Moves state and waiting gradients between a blob on disk and slots in host memory.
 
-Updates visit extents (plan/spill_layout.py) in their order, so what comes next is read ahead of it, and what was
-updated is written behind it. Gradients go through the same slots, in the order in which they come: filled, written
-behind. From the first of them to the next update nothing is read ahead. What moves is spill_transfers.py's business.
+Updates visit extents (plan/spill_layout.py) in their order. So the extents that follow are read ahead, and updated ones
+are written while the next ones are updated. Gradients pass through the same slots in the order in which they arrive: a
+slot is filled, and then written in the same way. From the first of them until the next update, nothing is read ahead.
+The transfers themselves are in spill_transfers.py.
 
-A slot is in shared memory and outlives the process that updates it. So that another one can go on, the table beside it
-says which extent it holds (stored once that has been read, cleared before another one is) and whether it is ahead of
-the blob (stored before the first write, cleared once the blob has it): then the slot is right and the blob is not.
+A slot is in shared memory and outlives the process that updates it. So that another process can go on, the table next
+to it says which extent it holds. That is stored once the extent has been read, and cleared before another one is read.
+The table also says whether the slot is ahead of the blob. That is stored before the first write, and cleared once the
+blob has what was written. While it is set, the slot is right and the blob is not.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from megatrain_ray.spans import Row, SpanLog
 
 Found = TypeVar("Found")
 
-POISON = 0xFF  # as bf16 and fp32 a NaN
+POISON = 0xFF  # repeated, it is a NaN in bf16 and fp32
 
 
 class SlotState(Enum):
-    """Of a slot."""
+    """Says what a slot holds and whether it is being transferred."""
 
     EMPTY = "empty"
     FILLING = "being read from the blob"
@@ -45,7 +47,11 @@ class SlotState(Enum):
 
 @dataclass
 class _Slot:
-    """`memory`: 1-D uint8. `is_held`: an update works on it."""
+    """Tracks one slot.
+
+    memory: 1-D uint8.
+    is_held: an update works on it.
+    """
 
     index: int
     memory: Tensor
@@ -55,8 +61,11 @@ class _Slot:
 
 
 class SpillRing:
-    """Of one shard. `bring`, `change`, `leave`, `pause` and `blank` are for the thread that updates; `settle` and
-    `read` for any other. `extent`: its number among `layout.extents`."""
+    """Brings one shard's extents into slots of host memory and writes them back.
+
+    `bring`, `change`, `leave`, `pause` and `blank` are for the thread that updates, `settle` and `read` for any other.
+    An `extent` is given by its number among `layout.extents`.
+    """
 
     def __init__(
         self,
@@ -69,12 +78,16 @@ class SpillRing:
         poison: bool = False,
         written: Callable[[], None] = lambda: None,
     ) -> None:
-        """`memory`: 1-D uint8, at least `layout.memory_bytes` from a multiple of ALIGN_BYTES on, zeros or what a ring
-        that died left. `name`: of a blob in `store`, of `layout.blob_bytes`. `timeout_s`: of any wait. `poison`: slots
-        are filled with NaN before they are read into. `written`: called, on a thread of the ring's, when the blob has
-        a working copy that it lacked.
+        """Open the blob, and go on from what the slots hold.
 
-        Raises MegatrainError for a blob that is not there.
+        memory: 1-D uint8, at least `layout.memory_bytes`, from a multiple of ALIGN_BYTES on. It holds zeros, or what a
+            ring that died left.
+        name: name of a blob in `store`, of `layout.blob_bytes`.
+        timeout_s: limit of every wait.
+        poison: fill slots with NaN before they are read into.
+        written: called, on a thread of the ring's, when a working copy that the blob lacked has been written to it.
+
+        Raises MegatrainError if the blob does not exist.
         """
         self.layout = layout
         self.spans = SpanLog()
@@ -84,23 +97,23 @@ class SpillRing:
         self._slots = [_Slot(i, memory[i * size : (i + 1) * size]) for i in range(layout.num_slots)]
         self._table = SpillTable(layout, memory)
         self._changed = threading.Condition()
-        self._at = 0  # of the order: what is wanted first
-        self._reads_ahead = False  # not before there is something to read
+        self._at = 0  # number of the extent that is wanted next
+        self._reads_ahead = False  # False while there is nothing to read yet
         self._transfers = SpillTransfers(store, name, self._table.checksums, timeout_s, self._wake)
         if layout.extents:
             self._transfers.open()
             self._adopt()
 
     def bytes_of(self, extent: int) -> dict[str, Tensor]:
-        """Of each kind of an extent that is in its slot: between `bring` and `leave`."""
+        """Return the bytes of an extent in its slot, by kind. Valid between `bring` and `leave`."""
         slot = self._slot_of(extent)
         assert slot is not None and slot.is_held
         return {kind: slot.memory[slice(*span)] for kind, span in self.layout.extents[extent].kinds.items()}
 
     def bring(self, extent: int) -> None:
-        """Waits until the extent is in its slot, where it stays until `leave`. Those after it are read ahead.
+        """Wait until the extent is in its slot, where it stays until `leave`. Read the extents after it ahead.
 
-        Raises MegatrainError for what cannot be read or is not what was written, DeadlineError.
+        Raises MegatrainError if it cannot be read or is not what was written, and DeadlineError.
         """
         with self._changed:
             self._at, self._reads_ahead = extent, True
@@ -109,25 +122,30 @@ class SpillRing:
             slot.is_held = True
 
     def change(self, extent: int) -> None:
-        """Before the first write: from now on the slot is ahead of the blob."""
+        """Mark the extent's slot as ahead of the blob. Call it before the first write."""
         slot = self._slot_of(extent)
         assert slot is not None and slot.is_held
         self._table.set_ahead(slot.index, True)
 
     def leave(self, extent: int) -> None:
-        """The update is over: what it changed is written behind it, and the slot then has another extent."""
+        """End the work on an extent. If it was changed, it is written to the blob while other work goes on.
+
+        The slot may then take another extent.
+        """
         with self._changed:
             slot = self._slot_of(extent)
             assert slot is not None and slot.is_held
             slot.is_held = False
-            self._at = max(self._at, extent + 1)  # a gradient is left behind the state of its part
+            self._at = max(self._at, extent + 1)  # a gradient is left only after the state of its part
             if self._is_ahead(slot):
                 self._write(slot)
             self._advance()
 
     def pause(self, extent: int) -> None:
-        """Nobody works on the extent, unchanged, and its update is still to come: it stays, unless another is brought
-        before."""
+        """End the work on an extent that is unchanged and whose update is still to come.
+
+        It stays in its slot, unless another extent needs that slot first.
+        """
         with self._changed:
             slot = self._slot_of(extent)
             assert slot is not None and not self._is_ahead(slot)
@@ -135,9 +153,12 @@ class SpillRing:
 
     @contextmanager
     def blank(self, extent: int) -> Iterator[None]:
-        """A slot that the block fills for the extent, whatever the blob has; it is written after the block."""
+        """Provide a slot that the `with` block fills for the extent, whatever the blob has.
+
+        It is written to the blob after the block.
+        """
         with self._changed:
-            self._reads_ahead = False  # what is to be filled has every slot
+            self._reads_ahead = False  # until the next `bring`, all slots are for extents that are filled
             slot = self._await(partial(self._slot_to_fill, extent), f"a slot for {self._described(extent)}")
             self._clear(slot)
             self._hold(slot, extent)
@@ -147,13 +168,17 @@ class SpillRing:
         self.leave(extent)
 
     def settle(self, extent: int) -> None:
-        """Waits until the blob has all that updates made of the extent."""
+        """Wait until the blob has everything that updates made of the extent."""
         with self._changed:
             self._await(lambda: not self._is_on_its_way(extent), f"{self._described(extent)} to be written")
 
     def read(self, extent: int, span: Span) -> memoryview:
-        """Bytes of an extent, once the blob has all that updates made of it. No update of it may begin before this
-        returns. Raises as `bring` does."""
+        """Return bytes of an extent, once the blob has everything that updates made of it.
+
+        span: which bytes of the extent.
+
+        No update of the extent may begin before this returns. Raises what `bring` raises.
+        """
         self.settle(extent)
         result = memoryview(bytearray(span.size))
         for index, block in enumerate(self.layout.extents[extent].blocks):
@@ -164,13 +189,16 @@ class SpillRing:
         return result
 
     def close(self) -> None:
-        """Whoever waits fails, and what is on its way is given up: it is lost with the blob. Idempotent."""
+        """Make every waiting thread raise, and cancel transfers that are under way. Idempotent.
+
+        What they carried is lost, with the blob.
+        """
         with self._changed:
-            self._reads_ahead = False  # nothing more begins
+            self._reads_ahead = False  # no further transfer begins
         self._transfers.close()
 
     def _adopt(self) -> None:
-        """What the slots hold, where another process was here before."""
+        """Go on from what slots hold if another process used them before, and write what is ahead of the blob."""
         with self._changed:
             for slot in self._slots:
                 slot.extent = self._table.extent_of(slot.index)
@@ -180,7 +208,10 @@ class SpillRing:
                         self._write(slot)
 
     def _advance(self) -> None:
-        """Reads ahead into every slot that holds nothing which comes before. With the condition held."""
+        """Start to read the next extents into slots that hold nothing that is needed earlier.
+
+        Call it with the condition held.
+        """
         if not self._reads_ahead or self._transfers.error is not None:
             return
         held = {slot.extent for slot in self._slots}
@@ -195,16 +226,22 @@ class SpillRing:
             self._transfers.submit(self._fill(slot, extent))
 
     def _coming(self) -> Sequence[int]:
-        """The extents that updates visit next, as many as there are slots: those of this update alone where gradients
-        of the next one are to come."""
+        """Return the extents that updates visit next, as many as there are slots.
+
+        If gradients are stored, only those of this update: gradients of the next one come first.
+        """
         following = range(self._at, self._at + len(self._slots))
         if self.layout.stores_gradients:
             return following[: max(0, len(self.layout.extents) - self._at)]
         return [i % len(self.layout.extents) for i in following]
 
     def _free_slot(self, extent: int) -> _Slot | None:
-        """One that is empty, or holds what comes last, unchanged and in nobody's hands; not what comes before `extent`.
-        What comes after it may have to be read once more: a slot that is held is one less for what comes."""
+        """Pick a slot to evict: an empty one, else the idle one whose extent is needed furthest in the future.
+
+        Idle means that its extent is unchanged and nobody works on it. An extent that is needed before `extent` is
+        never evicted. One that is needed after it may have to be read again: every held slot is one less for the
+        extents to come. Returns None if there is no such slot.
+        """
         coming = [*self._coming()] if self._reads_ahead else []
 
         def comes(number: int | None) -> float:
@@ -215,8 +252,11 @@ class SpillRing:
         return latest if latest and (not coming or comes(latest.extent) > comes(extent)) else None
 
     def _slot_to_fill(self, extent: int) -> _Slot | None:
-        """The extent's own where a process that died while it filled slots left it one: a second one would be as good
-        as this one to `bring`."""
+        """Pick a slot to fill with the extent: its own if it has one, else a slot to evict. None while there is none.
+
+        A process that died while it filled slots may have left the extent in one. `bring` could not tell a second slot
+        with this extent from that one.
+        """
         slot = self._slot_of(extent)
         if slot is None:
             return self._free_slot(extent)
@@ -262,7 +302,7 @@ class SpillRing:
         return f"elements {of.span.start} to {of.span.stop} of layer {of.layer}"
 
     def _await(self, condition: Callable[[], Found | None], what: str) -> Found:
-        """What the condition gives, once that is neither None nor False. With the lock held."""
+        """Wait, with the lock held, until `condition` returns neither None nor False, and return what it returned."""
         return self._transfers.wait_for(self._changed, condition, what)
 
     def _wake(self) -> None:

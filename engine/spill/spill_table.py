@@ -1,6 +1,9 @@
-"""SpillTable: the words beside a shard's slots: which extent each holds, whether it is ahead of the blob, and of every
-block of the blob its checksum and how much of it is stored. In shared memory: a shard that follows one that died goes
-on from them, and whoever reads working copies from the blob sees when it has them."""
+"""Records, in words in shared memory, what a shard's slots and its blob on disk contain.
+
+The words lie next to the slots. They say which extent each slot holds, and whether the slot is ahead of the blob. For
+every block of the blob they hold its checksum and how much of it is stored. A shard that replaces one that died goes on
+from them, and readers of working copies learn from them when the blob has these.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,30 @@ from megatrain_ray.io.words.atomic_words import Words
 
 
 class SpillTable:
-    """Written by the shard alone. `extent`: its number among `layout.extents`."""
+    """Reads and writes these words. Only the shard itself writes them.
+
+    An `extent` is given by its number among `layout.extents`.
+    """
 
     def __init__(self, layout: SpillLayout, memory: Tensor) -> None:
-        """`memory`: 1-D uint8, of slots and table."""
+        """Use the table in `memory`.
+
+        memory: 1-D uint8, slots and table.
+        """
         start = layout.num_slots * layout.slot_bytes
         self._words = Words(memory[start : layout.memory_bytes].numpy().data, layout.num_words)
         self._layout = layout
         self.checksums = Checksums(self._words, layout.first_checksum)
 
     def packing(self, store: BlobStore) -> BlobStore:
-        """The store with the blob, whose blocks of floats are packed: the table says how much of each it has."""
+        """Return a view of `store` that packs the blob's blocks of floats.
+
+        The table keeps how much of each block is stored.
+        """
         return PackedStore(store, self._words, self._layout.packable, self._layout.block_bytes)
 
     def extent_of(self, slot: int) -> int | None:
-        """What the slot holds."""
+        """Return the extent that the slot holds, or None."""
         number = self._words.load(SLOT_WORDS * slot)
         return number - 1 if number else None
 
@@ -38,12 +50,12 @@ class SpillTable:
         self._words.store(SLOT_WORDS * slot, 0 if extent is None else extent + 1)
 
     def is_ahead(self, slot: int) -> bool:
-        """Whether the blob lacks what the slot holds."""
+        """Return whether the blob lacks what the slot holds."""
         return self._words.load(SLOT_WORDS * slot + 1) == 1
 
     def set_ahead(self, slot: int, is_ahead: bool) -> None:
         self._words.store(SLOT_WORDS * slot + 1, int(is_ahead))
 
     def lacks(self, extents: Collection[int]) -> bool:
-        """Whether some slot is ahead of the blob with one of these."""
+        """Return whether the blob lacks what some slot holds of these extents."""
         return any(self.is_ahead(slot) and self.extent_of(slot) in extents for slot in range(self._layout.num_slots))

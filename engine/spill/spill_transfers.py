@@ -1,7 +1,7 @@
-"""SpillTransfers: extents between a blob on disk and memory, in blocks of which several are on their way at once.
+"""Transfers extents between a blob on disk and memory, several blocks at the same time.
 
-asyncio tasks of an event loop in a thread of its own. Every block has a checksum in shared memory, stored before the
-block is written: one that comes back as something else than what was written fails the run.
+The transfers are asyncio tasks on an event loop in a thread of its own. Every block has a checksum in shared memory,
+which is stored before the block is written. A block that is read back with other contents fails the run.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from megatrain_ray.io.words.atomic_words import Words
 Found = TypeVar("Found")
 Checksum = Callable[[Block], int]
 
-TRANSFERS = 8  # blocks on their way at once, those of all slots together
-CLOSE_S = 1.0  # for what a disk is at when nobody needs it any more: blocks of a few MiB
+TRANSFERS = 8  # blocks that are transferred at the same time, over all slots
+CLOSE_S = 1.0  # that `close` waits for blocks that the disk is working on: a few MiB each
 
 
 class Checksums(NamedTuple):
-    """Of the blocks of a blob, a word each. `first`: the word of block 0."""
+    """Keeps one word with a checksum for each block of a blob.
+
+    first: the word of block 0.
+    """
 
     words: Words
     first: int
 
     def of(self, extent: Extent, index: int) -> int:
-        """What block `index` of the extent was when it was written."""
+        """Return the checksum that block `index` of the extent had when it was written."""
         return self.words.load(self.first + extent.first_block + index)
 
     def store(self, extent: Extent, index: int, checksum: int) -> None:
@@ -48,7 +51,10 @@ class _Block(NamedTuple):
 
 
 class SpillTransfers:
-    """`submit`, `block`, `fail` and `close` are for any thread, coroutines for those that are submitted."""
+    """Runs the transfers of one blob.
+
+    Any thread may call `submit`, `block`, `fail` and `close`. The coroutines are only for work that was submitted.
+    """
 
     def __init__(
         self,
@@ -59,24 +65,29 @@ class SpillTransfers:
         failed: Callable[[], None],
         checksum: Checksum = host_checksum,
     ) -> None:
-        """`name`: of a blob in `store`. `timeout_s`: of `block`. `failed`: called when something went wrong, which is
-        `error` then. `checksum`: of a block, also where its memory is a device's."""
+        """Prepare the transfers; `open` starts them.
+
+        name: name of a blob in `store`.
+        timeout_s: limit of every wait in `block` and `wait_for`.
+        failed: called when something went wrong, which is then in `error`.
+        checksum: computes the checksum of a block, also if its memory is a device's.
+        """
         self._store = store
         self._name = name
         self._checksums = checksums
         self.timeout_s = timeout_s
         self._failed = failed
         self._checksum = checksum
-        self.error: Exception | None = None  # the first one
+        self.error: Exception | None = None  # the first error
         self._submitting = threading.Lock()
-        self._last = _Block(-1, 0, memoryview(b""))  # that `block` has read
+        self._last = _Block(-1, 0, memoryview(b""))  # the one that `block` read last
         self._blob: Blob
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"spill {name}", daemon=True)
 
     def open(self) -> None:
-        """Raises MegatrainError for a blob that is not there."""
+        """Start the event loop's thread and open the blob. Raises MegatrainError if the blob does not exist."""
         self._thread.start()
         self._started.wait()
         if self.error is not None:
@@ -84,24 +95,30 @@ class SpillTransfers:
             raise self.error
 
     def submit(self, work: Coroutine[Any, Any, None]) -> None:
-        """Something that reads and writes; what it raises is `error` then."""
+        """Run a coroutine that reads and writes on the event loop.
+
+        An exception that it raises becomes `error`.
+        """
         self._loop.call_soon_threadsafe(self._begin, work)
 
     async def read(self, extent: Extent, memory: Block) -> None:
-        """All of an extent. Raises MegatrainError for what cannot be read or is not what was written."""
+        """Read a whole extent. Raises MegatrainError if it cannot be read or is not what was written."""
         blocks = enumerate(extent.blocks)
         await asyncio.gather(*(self._read_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
 
     async def write(self, extent: Extent, memory: Block) -> None:
-        """All of an extent. Raises MegatrainError for what cannot be written."""
+        """Write a whole extent. Raises MegatrainError if it cannot be written."""
         blocks = enumerate(extent.blocks)
         await asyncio.gather(*(self._write_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
 
     def block(self, extent: Extent, index: int) -> memoryview:
-        """A block as the blob has it. Parts of a save follow each other, so two often want the same one. Raises as
-        `read`, and DeadlineError."""
+        """Return a block as the blob has it.
+
+        The block read last is kept, because consecutive parts of a save often need the same one. Raises what `read`
+        raises, and DeadlineError.
+        """
         number, checksum = extent.first_block + index, self._checksums.of(extent, index)
-        last = self._last  # that of an abandoned save may be replaced at any time
+        last = self._last  # read once: the thread of an abandoned save may replace it at any time
         if (last.number, last.checksum) != (number, checksum):
             block = extent.blocks[index]
             memory = aligned_block(block.size)
@@ -110,8 +127,13 @@ class SpillTransfers:
         return last.content
 
     def wait_for(self, changed: threading.Condition, condition: Callable[[], Found | None], what: str) -> Found:
-        """What the condition gives, once that is neither None nor False. With the lock of `changed` held, which
-        `failed` notifies. Raises what failed, DeadlineError."""
+        """Wait until `condition` returns something that is neither None nor False, and return that.
+
+        changed: `failed` notifies it. The caller holds its lock.
+        what: what is waited for, for the message.
+
+        Raises `error` if a transfer failed, and DeadlineError.
+        """
         deadline_s = time.monotonic() + self.timeout_s
         while not (found := condition()):
             if self.error is not None:
@@ -126,21 +148,23 @@ class SpillTransfers:
         return DeadlineError(f"waited {self.timeout_s:.0f} s for {what}: {where} does not get on")
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits hears of it; the first one counts."""
+        """Record an error and make every waiting thread raise it. Only the first error is kept."""
         with self._submitting:
             self.error = self.error or error
         self._failed()
 
     def close(self) -> None:
-        """Whoever waits fails, and what is on its way is given up. A block that a disk is at is waited for, but not for
-        long. Idempotent."""
+        """Cancel all transfers, and make every waiting thread raise. Idempotent.
+
+        It waits for blocks that the disk is working on, but only for CLOSE_S.
+        """
         self.fail(MegatrainError(f"{self._store.describe(self._name)} is not used any more"))
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CLOSE_S)
 
     def _finish(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Waits for it."""
+        """Run `work` on the event loop and wait until it is done."""
         with self._submitting:
             if self.error is not None:
                 work.close()
@@ -151,17 +175,17 @@ class SpillTransfers:
         except TimeoutError:
             raise self.late(what) from None
         except CancelledError:
-            assert self.error is not None  # which is why
+            assert self.error is not None  # `fail` sets it before tasks are cancelled
             raise self.error from None
 
-    # What follows runs on the event loop.
+    # The methods below run on the event loop's thread.
 
     def _run(self) -> None:
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(TRANSFERS))  # by itself it has fewer on few cores
+        self._loop.set_default_executor(ThreadPoolExecutor(TRANSFERS))  # asyncio's own has fewer threads on few cores
         self._closing, self._room = asyncio.Event(), asyncio.Semaphore(TRANSFERS)
         try:
             async with self._store.update(self._name) as self._blob:
@@ -205,8 +229,13 @@ async def read_block(
     memory: Block,
     checksum: Checksum = host_checksum,
 ) -> None:
-    """Block `index` of the extent. `where`: the blob is, for messages. Raises MegatrainError for what cannot be read or
-    is not what was written."""
+    """Read block `index` of the extent into `memory` and compare its checksum.
+
+    where: says where the blob is, for messages.
+    block: the block's bytes within the extent.
+
+    Raises MegatrainError if the block cannot be read or is not what was written.
+    """
     await blob.read_into(extent.start + block.start, memory)
     found, expected = await asyncio.to_thread(checksum, memory), checksums.of(extent, index)
     if found != expected:
@@ -218,7 +247,10 @@ async def read_block(
 
 
 async def _give_up(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Returns when nothing of them goes on; transfers that have begun are at their end then."""
+    """Cancel the tasks and return when none of them runs any more.
+
+    Transfers that had begun have ended by then.
+    """
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

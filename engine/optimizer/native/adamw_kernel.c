@@ -1,8 +1,9 @@
-/* AdamW and Muon in one pass over a layer: gradient (and Muon's directions) in; working copy, residual, m and v (FP32:
- * master, m and v; Muon: without v; m and v FP32 or bf16) read and written. The arithmetic is in update_elements.h.
+/* Updates a layer with AdamW and Muon in one pass. It reads the gradient, and Muon's directions. It reads and writes
+ * the working copy, residual, m and v. With FP32 masters there is no residual, and with Muon no v; m and v are FP32
+ * or bf16. The arithmetic is in update_elements.h.
  *
- * Every strip is copied into its thread's room of the journal before it is overwritten, and a unit marked when it is done
- * (undo_log.py says why a kill at any instruction can then be undone).
+ * Every strip is copied into its thread's room of the journal before it is overwritten, and a unit is marked when it
+ * is done (undo_log.py says why a kill at any instruction can then be undone).
  */
 
 #include <stdint.h>
@@ -14,18 +15,19 @@
 #include "thread_pool.h"
 #include "update_elements.h"
 
-/* The room of a unit stays in the first cache. With units of 2^12 to 2^14 elements, or saved in one piece, an update took
- * twice as long as without a journal on one core; so it takes 1.2 times as long, and less where memory is the limit:
- * 1.06 times on 16 cores of an H200's machine with strips of 2^7 elements, 1.11 with 2^8 or 2^9. (That of 2^7 was measured
- * with prefetching, which with 2^8 changed nothing.) */
+/* Units are this small so that a unit's room stays in the first-level cache. The journal's cost was measured as
+ * update time relative to no journal. On one core: 1.2 times; with units of 2^12 to 2^14 elements, or units saved in
+ * one piece, twice. It is less where memory is the limit. On 16 cores of an H200's machine: 1.06 times with strips
+ * of 2^7 elements, 1.11 with 2^8 or 2^9. (The 2^7 case was measured with prefetching, which changed nothing with
+ * 2^8.) */
 static const int64_t UNIT = 1 << 10, STRIP = 1 << 7;
-static const int64_t ITEM_UNITS = 32; /* what a thread takes at a time */
+static const int64_t ITEM_UNITS = 32; /* that a thread takes at a time */
 static const int64_t COPY_BYTES = 1 << 20, RECORD_WORDS = 8;
 
 /* Mirrored by ctypes structures of native_kernel.py, as are Part and Rates: 8-byte members only. */
 typedef struct {
     int64_t serial;
-    int64_t *records; /* of a thread: serial, first unit, number of units, saved elements; RECORD_WORDS apart */
+    int64_t *records; /* one a thread, RECORD_WORDS apart: serial, first unit, number of units, saved elements */
     int64_t *marks;
     char *rooms;
     int64_t room_bytes; /* from one thread's to the next */
@@ -39,7 +41,7 @@ typedef struct {
 
 /* ---- jobs ---- */
 
-/* What update_item does its items of. */
+/* The task of update_item. */
 typedef struct {
     Span *span;
     const Part *parts;
@@ -60,8 +62,9 @@ static int64_t part_of(const Update *update, int64_t unit) {
     return low;
 }
 
-/* Old contents of elements [from, from + n) of a block of `count` elements that begins at `start`. The room's layout,
- * that of undo_log.py: working, residual, m and v of the block, as far as there are such, one after the other. */
+/* Saves the old contents of elements [from, from + n) of a block of `count` elements that begins at `start`. The
+ * room is laid out as in undo_log.py: working, residual, m and v of the block one after another, leaving out those
+ * it lacks. */
 static void save(const Part *part, int64_t start, int64_t count, int64_t from, int64_t n, int64_t moment_size,
                  char *room) {
     const int64_t working_size = part->residual ? 2 : 4;
@@ -77,14 +80,15 @@ static void save(const Part *part, int64_t start, int64_t count, int64_t from, i
         memcpy(room + moment_size * from, (const char *)part->v + moment_size * (start + from), moment_size * n);
 }
 
-/* A strip is saved right before it is overwritten: it comes from memory once, and prefetching goes on. */
+/* Updates a unit strip by strip. A strip is saved right before it is overwritten, so that it is read from memory
+ * only once and prefetching goes on. */
 static void logged_unit(const Update *update, int64_t thread, int64_t unit, const Part *part, int64_t start,
                         int64_t count) {
     const Journal *journal = update->journal;
     int64_t *record = journal->records + RECORD_WORDS * thread;
     char *room = journal->rooms + journal->room_bytes * thread;
     __atomic_store_n(&record[0], 0, __ATOMIC_RELAXED);
-    __atomic_thread_fence(__ATOMIC_RELEASE); /* no later store before it; so below */
+    __atomic_thread_fence(__ATOMIC_RELEASE); /* no later store may come before it; likewise below */
     record[1] = unit;
     record[2] = 1;
     record[3] = 0;
@@ -124,7 +128,8 @@ static void update_item(const void *task, int64_t thread, int64_t item) {
     }
 }
 
-/* Past the caches: nobody reads the copy soon, and a store into a cache would read its line first. */
+/* Copies with stores that bypass the caches: nobody reads the copy soon, and a cached store would read its line
+ * first. */
 static void stream(char *to, const char *from, int64_t nbytes) {
     int64_t done = 0;
 #ifdef __x86_64__
@@ -160,7 +165,7 @@ static void copy_chunk(const void *task, int64_t thread, int64_t chunk) {
 extern "C" {
 #endif
 
-/* 2: AVX-512, 1: AVX2 with FMA, 0: neither. */
+/* Returns the fastest variant for this CPU: 2 is AVX-512, 1 is AVX2 with FMA, 0 is neither. */
 int64_t adamw_best_variant(void) {
 #ifdef __x86_64__
     __builtin_cpu_init();
@@ -175,7 +180,7 @@ int64_t adamw_best_variant(void) {
 #endif
 }
 
-/* Threads beside the caller's own. NULL where they cannot be had. */
+/* Starts `num_helpers` threads beside the caller's own. Returns NULL if they cannot be started. */
 Pool *adamw_open(int64_t num_helpers) {
     return pool_open(num_helpers);
 }
@@ -184,7 +189,8 @@ void adamw_close(Pool *pool) {
     pool_close(pool);
 }
 
-/* `journal` NULL: what is interrupted is lost. Parts in ascending order of units, `num_units` without a gap. */
+/* Updates the parts. Their units ascend without a gap, `num_units` in all. Without a journal (NULL) a kill tears
+ * what is being updated. */
 void adamw_update(Pool *pool, int64_t variant, const Part *parts, int64_t num_parts, int64_t num_units,
                   const Rates *rates, const Journal *journal) {
     const Update update = {VARIANTS[variant], parts, num_parts, num_units, rates, journal};

@@ -1,4 +1,4 @@
-"""The native update kernel: adamw_kernel.c, compiled on first use, with threads of its own."""
+"""Runs the native update kernel: adamw_kernel.c, compiled on first use, with threads of its own."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SOURCE = Path(__file__).with_name("adamw_kernel.c")
 INCLUDES = tuple(map(SOURCE.with_name, ("thread_pool.h", "update_elements.h", "stochastic_rounding.h")))
 # errno and traps would keep loops from being vectorised; neither changes a value.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-lm")
-COPY_BYTES = 1 << 20  # of a chunk, as in adamw_kernel.c
+COPY_BYTES = 1 << 20  # size of a chunk, as in adamw_kernel.c
 VARIANTS = ("native", "native AVX2", "native AVX-512")
 
 
 class _Structure(ctypes.Structure):
-    """Of 8-byte members only."""
+    """Mirrors a C structure. It has 8-byte members only."""
 
 
 class _Part(_Structure):
@@ -63,7 +63,7 @@ class _Copy(_Structure):
 
 
 class _Library:
-    """Its functions give the GIL up."""
+    """Loads the kernel's C functions. They release the GIL."""
 
     def __init__(self) -> None:
         library = load_compiled(SOURCE, FLAGS, ctypes.CDLL, INCLUDES)
@@ -79,13 +79,18 @@ _load_library = functools.cache(_Library)
 
 
 class NativeAdamW:
-    """UpdateKernel in C, of AdamW and Muon. `vector`: elements of torch's vectors on this machine; what a parameter has
-    beyond a multiple of them is rounded otherwise. Right or wrong for all else, so `check_kernel` decides which one it
-    is."""
+    """Runs AdamW and Muon in C, as an UpdateKernel."""
 
     def __init__(self, num_threads: int, hyper: Hyper, *, vector: int) -> None:
-        """`num_threads`: the caller's own is one of them. Raises OSError or CompileError where the file cannot be built
-        or loaded, MegatrainError where threads cannot be had."""
+        """Load the library and start the threads.
+
+        num_threads: the caller's own thread is one of them.
+        vector: number of elements in torch's vectors on this machine. torch rounds a parameter's elements beyond a
+            multiple of it differently. The right number is found by trial: `check_kernel` fails for a wrong one.
+
+        Raises OSError or CompileError if the file cannot be built or loaded, MegatrainError if the threads cannot be
+        started.
+        """
         self._hyper = hyper
         self._vector = vector
         self._library = _load_library()
@@ -94,7 +99,7 @@ class NativeAdamW:
         if not self._pool:
             raise MegatrainError(f"cannot start {num_threads} threads for AdamW: raise the limit (ulimit -u)")
         self._close = weakref.finalize(self, self._library.close, self._pool)
-        self._close.atexit = False  # a daemon may be inside an update
+        self._close.atexit = False  # not at exit: a daemon thread may be inside an update then
 
     @property
     def name(self) -> str:

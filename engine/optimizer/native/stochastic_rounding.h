@@ -1,4 +1,4 @@
-/* FP32 rounded to bf16, up or down by chance: the kernel's half of stochastic_rounding.py, which says what and why. */
+/* Rounds FP32 to bf16 stochastically, in the native kernel. stochastic_rounding.py does the same and says why. */
 
 #ifndef MEGATRAIN_STOCHASTIC_ROUNDING_H
 #define MEGATRAIN_STOCHASTIC_ROUNDING_H
@@ -14,8 +14,8 @@ ROUND_INLINE uint32_t random_bits(uint32_t h) {
     return h ^ (h >> 16);
 }
 
-/* `random`: 16 bits. The largest bf16, and infinities, are as far as it goes; a NaN becomes the canonical one. (Written
- * so that compilers make vectors of it.) */
+/* Returns the bits of a bf16. `random`: 16 random bits. No finite value is rounded beyond the largest bf16, and
+ * infinities stay. A NaN becomes the canonical one. (Written so that compilers vectorise it.) */
 ROUND_INLINE uint16_t rounded(float value, uint32_t bits, uint32_t random) {
     const uint32_t magnitude = bits & 0x7FFFFFFFu, sum = magnitude + random;
     const uint32_t most = magnitude > 0x7F7F0000u ? magnitude : 0x7F7F0000u;

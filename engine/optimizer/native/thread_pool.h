@@ -1,4 +1,4 @@
-/* A pool of threads that take the items of one job after the other, with their caller. */
+/* A pool of threads that work through the items of one job at a time, together with the caller's thread. */
 
 #ifndef MEGATRAIN_THREAD_POOL_H
 #define MEGATRAIN_THREAD_POOL_H
@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-/* `task`: what the job is about. `thread`: from 0, the caller. */
+/* Does one item. `task`: the job's data. `thread`: number of the thread; 0 is the caller. */
 typedef void Job(const void *task, int64_t thread, int64_t item);
 
 typedef struct {
@@ -16,7 +16,7 @@ typedef struct {
     pthread_cond_t changed, finished;
     pthread_t *helpers;
     int64_t num_helpers;
-    Job *job; /* NULL: none, or every item of it is taken */
+    Job *job; /* NULL: there is none, or all its items are taken */
     const void *task;
     int64_t num_items, next_item, number, working, stopping;
 } Pool;
@@ -57,7 +57,8 @@ static void *pool_help(void *argument) {
     return NULL;
 }
 
-/* Returns when all items are done. A helper that wakes up after the last one was taken is not waited for. */
+/* Runs a job and returns when all items are done. It does not wait for a helper that wakes up after the last item was
+ * taken. */
 static void pool_run(Pool *pool, Job *job, const void *task, int64_t num_items) {
     pthread_mutex_lock(&pool->mutex);
     pool->job = job;
@@ -101,7 +102,7 @@ static int pool_start_helper(Pool *pool) {
     return 1;
 }
 
-/* Threads beside the caller's own. NULL where they cannot be had. */
+/* Starts `num_helpers` threads beside the caller's own. Returns NULL if they cannot be started. */
 static Pool *pool_open(int64_t num_helpers) {
     sigset_t all, before;
     Pool *pool = (Pool *)calloc(1, sizeof(Pool));
@@ -111,7 +112,7 @@ static Pool *pool_open(int64_t num_helpers) {
     pthread_cond_init(&pool->changed, NULL);
     pthread_cond_init(&pool->finished, NULL);
     pool->helpers = (pthread_t *)calloc(num_helpers + 1, sizeof(pthread_t));
-    sigfillset(&all); /* signals are for the threads that Python knows */
+    sigfillset(&all); /* only threads that Python knows handle signals */
     pthread_sigmask(SIG_BLOCK, &all, &before);
     while (pool->helpers && pool->num_helpers < num_helpers && pool_start_helper(pool))
         ;

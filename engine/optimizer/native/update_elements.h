@@ -1,5 +1,5 @@
-/* What an update does to the elements of one parameter, in one pass: AdamW's arithmetic and Muon's. Moments in bf16 are
- * widened before and rounded behind it; what moves the parameter is not rounded.
+/* Updates the elements of one parameter in one pass, with AdamW's or Muon's arithmetic. Moments in bf16 are widened
+ * to FP32 before it and rounded after it. The parameter moves by the moments before they are rounded.
  *
  * Bit-equal to torch's fused AdamW and to torch.optim.Muon, with FMA: the order of operations below is the contract,
  * and nothing here may be contracted or reassociated by the compiler.
@@ -21,18 +21,18 @@ typedef struct {
     const void *gradient; /* bf16 or fp32 */
     void *working;        /* bf16, or the fp32 master where there is no residual */
     int16_t *residual;
-    void *m, *v;          /* bf16 or fp32; v: NULL of what Muon trains, whose m is fp32 */
-    const uint16_t *direction; /* bf16; NULL of what AdamW trains */
+    void *m, *v;          /* bf16 or fp32. If Muon trains the parameter, v is NULL and m is fp32 */
+    const uint16_t *direction; /* bf16; NULL if AdamW trains the parameter */
     int64_t length, first_unit;
-    int64_t counter; /* of the first element: what its random bits are made of, modulo 2^32 */
-    double decay, step_size; /* rounded to FP32 before use, as those below */
+    int64_t counter; /* of the first element's random bits, modulo 2^32 */
+    double decay, step_size; /* rounded to FP32 before use, as are those of Rates */
 } Part;
 
 typedef struct {
     double scale, m_weight, v_keep, v_weight, root, eps;
-    double muon_weight; /* of the gradient in Muon's momentum */
+    double muon_weight; /* weight of the gradient in Muon's momentum */
     int64_t bf16_gradient, bf16_moments;
-    int64_t vector; /* elements of torch's vectors: what a parameter has beyond a multiple of it is rounded otherwise */
+    int64_t vector; /* elements of torch's vectors: a parameter's rest beyond a multiple of it is rounded differently */
 } Rates;
 
 INLINE float as_float(uint32_t bits) {
@@ -47,7 +47,7 @@ INLINE uint32_t as_bits(float value) {
     return bits;
 }
 
-/* Of a gradient or a moment: bf16 or fp32. */
+/* Element i of a gradient or a moment, which is bf16 or fp32. */
 INLINE float value_at(const uint16_t *values16, const float *values32, int64_t i, int bf16) {
     return bf16 ? as_float((uint32_t)values16[i] << 16) : values32[i];
 }
@@ -74,8 +74,8 @@ INLINE void store_moment(float next, uint16_t *moment16, float *moment32, int64_
         moment32[i] = next;
 }
 
-/* torch's lerp takes the nearer end as its base; heavy: that is `to`. Where that weighs nothing, its tail makes zeros
- * of another sign. */
+/* torch's lerp starts from the nearer end; `heavy`: that is `to`. At weight 1 the form in torch's tails makes zeros of
+ * another sign. */
 INLINE float lerp(float from, float to, float weight, int tail, int heavy) {
     const float way = to - from;
     return !heavy ? __builtin_fmaf(weight, way, from)
@@ -83,8 +83,8 @@ INLINE float lerp(float from, float to, float weight, int tail, int heavy) {
                   : __builtin_fmaf(weight - 1.0f, way, to);
 }
 
-/* Elements [start, stop) of a part. `split`, `bf16`, `tail`, `heavy` and `narrow` are constants where this is inlined
- * for a body. */
+/* Updates elements [start, stop) of a part that AdamW trains. `split`, `bf16`, `tail`, `heavy` and `narrow` are
+ * constants where this is inlined for a body. */
 INLINE void elements(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16, int tail,
                      int heavy, int narrow) {
     const uint16_t *RESTRICT gradient16 = (const uint16_t *)part->gradient;
@@ -115,8 +115,8 @@ INLINE void elements(const Part *part, const Rates *rates, int64_t start, int64_
     }
 }
 
-/* The same of a part that Muon trains. torch rounds its tails as the rest, but for the sign of a zero in a heavy
- * momentum. */
+/* Updates elements [start, stop) of a part that Muon trains. torch rounds tails like the rest here, except for the
+ * sign of a zero in a heavy momentum. */
 INLINE void muon_elements(const Part *part, const Rates *rates, int64_t start, int64_t stop, int split, int bf16,
                           int heavy) {
     const uint16_t *RESTRICT gradient16 = (const uint16_t *)part->gradient;
@@ -148,7 +148,7 @@ INLINE void any_body(const Part *part, const Rates *rates, int64_t start, int64_
         elements(part, rates, start, stop, 0, 0, 0, heavy, narrow);
 }
 
-/* A tail is a few elements: what is constant in a body is not worth the compiler's time there. */
+/* A tail has a few elements only: constants as in a body would not be worth the compiler's time there. */
 INLINE void any_kind(const Part *part, const Rates *rates, int64_t start, int64_t stop, int heavy) {
     const int64_t body = part->length - part->length % rates->vector;
     const int64_t cut = stop < body ? stop : body > start ? body : start;
