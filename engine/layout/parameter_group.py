@@ -1,4 +1,4 @@
-"""How a parameter is trained, if it is."""
+"""Describes how a parameter is trained, if it is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Its learning rate is that of the step times `lr_scale`. `weight_decay`: None: the run's, where the parameter
-    decays at all. `muon`: None: as the run's optimizer says."""
+    """Describes how the parameters of a group are trained.
+
+    lr_scale: factor on the learning rate of the step.
+    weight_decay: None: the run's weight decay, if the parameter decays at all.
+    muon: whether Muon trains it; None: as the run's optimizer says.
+    """
 
     trained: bool = True
     lr_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""Number formats: of what is computed, of what streams, and of the state of an optimizer."""
+"""Defines number formats: of the compute, of the weights that stream, and of the optimizer state."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from functools import cached_property
 
 import torch
 
-SECOND_MOMENT_BYTES = 4  # of an element; what Muon trains has none, and where it trains anything moments are FP32
-# Told in a plan, at a run's start and at its end.
+# Bytes per element by which AdamW's state is larger than Muon's, which has no second moment. Always FP32: with Muon
+# moments are never bf16.
+SECOND_MOMENT_BYTES = 4
+# Printed in a plan, at a run's start and at its end.
 NARROW_MOMENTS = "in bf16, stochastically rounded: not what plain PyTorch computes"
 
 
 class Precision(Enum):
-    """Number formats: of the compute, and of AdamW's moments, FP32 where they are not named."""
+    """Names the number formats of the compute and of AdamW's moments. Moments are FP32 if they are not named."""
 
     BF16 = "bf16"
     FP32 = "fp32"
@@ -24,47 +26,49 @@ class Precision(Enum):
 
     @classmethod
     def of(cls, compute: str, moments: str) -> Precision:
-        """From train.precision and train.moments."""
+        """Return the precision for the values of train.precision and train.moments."""
         return cls(compute if moments == "fp32" else f"{compute} with {moments} moments")
 
     @cached_property
     def compute(self) -> str:
-        """As train.precision names it."""
+        """Return the compute format as train.precision names it."""
         return self.value.partition(" ")[0]
 
     @property
     def moments(self) -> str:
-        """As train.moments names it."""
+        """Return the format of the moments as train.moments names it."""
         return "bf16" if self.moment_dtype is torch.bfloat16 else "fp32"
 
     @cached_property
     def moment_dtype(self) -> torch.dtype:
-        """bf16 is rounded stochastically (optimizer/stochastic_rounding.py)."""
+        """Return the type of the moments. bf16 is rounded stochastically (optimizer/stochastic_rounding.py)."""
         return torch.float32 if self.value == self.compute else torch.bfloat16
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether a master is a working copy and a residual; else the working copy is the master."""
+        """Return whether a master is split into working copy and residual; else the working copy is the master."""
         return self.compute == "bf16"
 
     @cached_property
     def working_dtype(self) -> torch.dtype:
-        """Of the working copy: what streams."""
+        """Return the type of the working copy, which streams."""
         return torch.bfloat16 if self.is_split else torch.float32
 
     @cached_property
     def state_kinds(self) -> tuple[tuple[str, torch.dtype], ...]:
-        """Shard-owned state beside the working copy: 10 bytes per parameter for bf16, else 8; with narrow moments 6
-        and 4."""
+        """Return name and type of each kind of state that shards own besides the working copy.
+
+        Together they take 10 bytes per parameter for bf16, else 8; with bf16 moments 6 and 4.
+        """
         moments = (("m", self.moment_dtype), ("v", self.moment_dtype))
         return (("residual", torch.int16), *moments) if self.is_split else moments
 
     @cached_property
     def state_bytes(self) -> int:
-        """Of the state of one parameter."""
+        """Return the bytes of the state of one parameter."""
         return sum(dtype.itemsize for _, dtype in self.state_kinds)
 
     @cached_property
     def element_bytes(self) -> int:
-        """Of one parameter, working copy and state: 12; with narrow moments 8."""
+        """Return the bytes of working copy and state of one parameter: 12; with bf16 moments 8."""
         return self.working_dtype.itemsize + self.state_bytes

@@ -1,4 +1,4 @@
-"""ShardLayout: which part of a model's state one optimizer shard owns, and where it keeps it."""
+"""Says which part of a model's state one optimizer shard owns, and where it keeps it (ShardLayout)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What one shard of a host owns: a contiguous span of what the host has of every layer's trained part, stored
-    one after the other in its state arenas; and of every frozen part. `index`, `num_shards`: of this host's.
-    `layers`: those that are cut among these shards; of others they own nothing. `spilled`: of these the ones whose
-    state is on disk, and takes no part of the arenas (plan/spill_layout.py); `on_disk`: of those the ones whose working
-    copy is there, too."""
+    """Describes what one shard of a host owns.
+
+    It owns a contiguous span of the host's share of every layer's trained part, and one of every frozen part. The state
+    of the trained spans is stored one after the other in its state arenas.
+
+    index, num_shards: number of this shard, and of shards, among those of this host.
+    granularity: spans are cut at multiples of so many elements.
+    layers: layers that are divided among these shards, which own nothing of others.
+    spilled: layers among these whose state is on disk; it takes no room in the arenas (plan/spill_layout.py).
+    on_disk: layers among the spilled ones whose working copy is on disk, too.
+    """
 
     model: ModelLayout
     index: int
@@ -30,17 +36,17 @@ class ShardLayout:
 
     @property
     def number(self) -> int:
-        """Among the shards of all hosts."""
+        """Return the shard's number among the shards of all hosts."""
         return self.model.host * self.num_shards + self.index
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Per layer, of what is trained, in padded coordinates of that layer."""
+        """Return what the shard owns of each layer's trained part, in padded coordinates of that layer."""
         return tuple(self._cut(i, share.trained) for i, share in enumerate(self.model.shares))
 
     @cached_property
     def frozen_spans(self) -> tuple[Span, ...]:
-        """Per layer, of what is frozen: the shard loads and saves it, and has no state for it."""
+        """Return what the shard owns of each layer's frozen part. It loads and saves it, and has no state for it."""
         return tuple(self._cut(i, share.frozen) for i, share in enumerate(self.model.shares))
 
     def _cut(self, layer: int, part: Span) -> Span:
@@ -50,12 +56,12 @@ class ShardLayout:
 
     @cached_property
     def working_starts(self) -> tuple[int, ...]:
-        """First element of each layer in the working copies that these shards write in memory."""
+        """Return the first element of each layer in the arena of the working copies that these shards write."""
         return self.model.starts_among(self._working_layers)
 
     @property
     def working_size(self) -> int:
-        """Elements of those working copies."""
+        """Return the number of elements of those working copies."""
         return self.model.size_among(self._working_layers)
 
     @property
@@ -66,17 +72,20 @@ class ShardLayout:
 
     @cached_property
     def filled(self) -> frozenset[int]:
-        """The layers that have first values of their own: where memory is aliased, none whose place another one has."""
+        """Return the layers whose initial values are loaded.
+
+        If memory is aliased, these are the layers whose memory no earlier layer has.
+        """
         return self.model.first_among(self.layers)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First element of each layer's part in this shard's state, of those that do not spill."""
+        """Return the first element of each layer's part in this shard's state arenas. Spilled layers take no room."""
         return starts_of(self._in_memory(self.spans), self._aliased_size)
 
     @cached_property
     def v_spans(self) -> tuple[Span, ...]:
-        """Of `spans` what has a second moment."""
+        """Return the part of each of `spans` that has a second moment: what AdamW trains."""
         stops = [layer.adamw.stop for layer in self.model.layers]
         return tuple(
             Span(min(span.start, stop), min(span.stop, stop)) for span, stop in zip(self.spans, stops, strict=True)
@@ -84,28 +93,28 @@ class ShardLayout:
 
     @cached_property
     def v_starts(self) -> tuple[int, ...]:
-        """First element of each layer's part among the shard's second moments, of those that do not spill."""
+        """Return the first element of each layer's part in the arena of second moments. Spilled layers take no room."""
         return starts_of(self._in_memory(self.v_spans), self._aliased_size)
 
     def _in_memory(self, spans: Sequence[Span]) -> list[int]:
-        """Their sizes in the shard's state."""
+        """Return the elements that each layer's span takes in the state arenas; 0 if the layer spills."""
         return [0 if i in self.spilled else span.size for i, span in enumerate(spans)]
 
     def _held(self, spans: Sequence[Span]) -> int:
-        """What they take together."""
+        """Return the elements that these spans take together in a state arena."""
         size = sum(self._in_memory(spans))
         return size if self._aliased_size is None else min(size, self._aliased_size)
 
     @cached_property
     def _aliased_size(self) -> int | None:
-        """The shard's part of the layout's; at least the largest layer's."""
+        """Return the shard's share of the model's aliased size, but at least its largest span; None: not aliased."""
         if self.model.aliased_size is None:
             return None
         share = round_up(self.model.aliased_size // self.num_shards, CUT_ELEMENTS)
         return max(share, *(span.size for span in self.spans))
 
     def span_of(self, layer: int, kind: str) -> Span:
-        """What the shard has of a layer's state of one kind, in padded coordinates of the layer."""
+        """Return the span of a layer's state of one kind that the shard owns, in padded coordinates of the layer."""
         return (self.v_spans if kind == "v" else self.spans)[layer]
 
     @property
@@ -113,13 +122,13 @@ class ShardLayout:
         return self._held(self.spans)
 
     def size_of(self, kind: str) -> int:
-        """Padded elements of one kind of the shard's state."""
+        """Return the padded elements of one kind of the shard's state."""
         return self._held(self.v_spans) if kind == "v" else self.size
 
     def num_bytes(self, kinds: Iterable[tuple[str, torch.dtype]]) -> int:
-        """Of the shard's state of these kinds."""
+        """Return the bytes of the shard's state of these kinds (name, type)."""
         return sum(self.size_of(kind) * dtype.itemsize for kind, dtype in kinds)
 
     def slice(self, layer: int) -> slice:
-        """Where layer `layer`'s part lies in this shard's state (elements)."""
+        """Return where layer `layer`'s part lies in this shard's state arenas, in elements."""
         return slice(self.starts[layer], self.starts[layer] + self.spans[layer].size)

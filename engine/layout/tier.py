@@ -1,4 +1,4 @@
-"""Where bytes live."""
+"""Names the tiers of memory that bytes live in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Tier(Enum):
     HOST = "host"
     NVME = "nvme"
 
-    __hash__ = object.__hash__  # Enum's own is Python, and the search asks for it all the time
+    __hash__ = object.__hash__  # Enum.__hash__ is Python code, and the plan search hashes members all the time
 
 
-ELSEWHERE = (Tier.HOST, Tier.NVME)  # than on the device
+ELSEWHERE = (Tier.HOST, Tier.NVME)  # all tiers except the device's

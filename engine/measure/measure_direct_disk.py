@@ -1,4 +1,4 @@
-"""How fast a disk and memory of the device exchange blocks without memory of ours on the host between them."""
+"""Measures how fast blocks move between a disk and device memory without a host buffer of ours in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ MOVE = Op("measure", 0)
 
 
 def measure_direct(device: Device, folder: Path, num_bytes: int, io: DiskIo = DiskIo.KVIKIO) -> float:
-    """As `measure_mixed`, of memory of the device, once a page came back as it was written. Raises MegatrainError."""
+    """Return the rate of `measure_mixed` in bytes per second, with blocks in device memory.
+
+    First writes a page and checks that it is read back unchanged. Raises MegatrainError if it is not, or if the disk
+    cannot be written.
+    """
     asyncio.run(_try(device, folder, io))
     return measure_mixed(folder, num_bytes, DiskWay(io), lambda content: device.block(_on_device(device, content)))
 

@@ -1,4 +1,4 @@
-"""Measures a hardware profile through the device seam and with the kernel of the shards, in a few seconds."""
+"""Measures a hardware profile in a few seconds, with the engine's Device and the optimizer kernel of the shards."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ from megatrain_ray.engine.optimizer.undo_log import Journal, Part, Transaction
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.virtual_clock import Op, Stage
 
-CALLS = 3  # of what is measured, at least
-ROUNDS = 4  # in which a measurement's time is spent; within a round nobody waits
-SMALL_BYTES = 4096  # of a copy that costs what every copy does
-ATTENDED = 8192  # tokens of all sequences of one call
+CALLS = 3  # a measurement times at least so many rounds
+ROUNDS = 4  # a measurement's time is divided into about so many rounds; the host waits only at the end of a round
+SMALL_BYTES = 4096  # size of a copy that takes only the fixed cost of every copy
+ATTENDED = 8192  # tokens of all sequences in one call of attention together
 HEADS, HEAD_DIM = 16, 128
 COMPUTED = tuple(Precision(name) for name in ("bf16", "fp32", "tf32"))
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 _DIRECTIONS = (Stage.H2D,), (Stage.D2H,), (Stage.H2D, Stage.D2H)
-STATE = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)  # at last the gradient
+# Types of working copy, residual, both moments, and gradient.
+STATE = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
 
 MakeDevice = Callable[[Precision], Device]
-MakeExchange = Callable[[int], Callable[[int], None]]  # of so many bytes, each way between two GPUs, so many times
+# Takes bytes; returns a function that exchanges so many, each way between two GPUs, as often as its argument says.
+MakeExchange = Callable[[int], Callable[[int], None]]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. As it is, an H200 or a small CPU takes a few seconds."""
+    """Says how much is measured. With the defaults an H200 or a small CPU takes a few seconds."""
 
-    budget_s: float = 0.1  # of each measurement
-    slow_s: float = 0.05  # a product or an attention that takes longer is the largest one
-    elements: int = 1 << 25  # of the parameter that is updated: its state is larger than caches
-    copy_bytes: int = 64 << 20  # a layer's weights; copies have their full rate from 16 MiB on
+    budget_s: float = 0.1  # time of each measurement
+    slow_s: float = 0.05  # after a product or an attention that takes longer, no larger one is measured
+    elements: int = 1 << 25  # size of the parameter that is updated; its state is larger than caches
+    copy_bytes: int = 64 << 20  # size of a copy, about a layer's weights; the full rate is reached from 16 MiB on
     device_bytes: int = 256 << 20
     widths: tuple[int, ...] = (64, 256, 1024, 2048, 4096, 8192, 12288)
     lengths: tuple[int, ...] = (128, 1024, 4096, 16384, 32768)
@@ -55,12 +57,16 @@ class Effort:
 def measure(
     machine: MachineName, make_device: MakeDevice, num_threads: int, effort: Effort | None = None
 ) -> HardwareProfile:
-    """`make_device`: with the numerics of a precision, one at a time. `num_threads`: of the optimizer."""
+    """Measure the profile of this machine.
+
+    make_device: makes a device with the numerics of a precision; only one exists at a time.
+    num_threads: threads of the optimizer.
+    """
     return _Measurement(make_device, num_threads, effort or Effort()).profile(machine)
 
 
 def measure_link(make_exchange: MakeExchange, effort: Effort | None = None) -> float:
-    """Bytes per second each way."""
+    """Return the bytes per second that two GPUs exchange each way."""
     effort = effort or Effort()
     return effort.copy_bytes / _median_s(make_exchange(effort.copy_bytes), effort.budget_s)
 
@@ -89,7 +95,7 @@ class _Measurement:
             d2h_bytes_per_s=effort.copy_bytes / d2h_s,
             both_bytes_per_s=effort.copy_bytes / both_s,
             copy_s=copy_s,
-            triad_bytes_per_s=16 * effort.elements / triad_s,  # the cache line that is written is read before
+            triad_bytes_per_s=16 * effort.elements / triad_s,  # FP32: 2 reads, 1 write, and a read of the written line
             adamw_per_s=effort.elements / adamw_s,
             adamw_busy_per_s=effort.elements / busy_s,
             device_bytes_per_s=2 * effort.device_bytes / device_s,
@@ -103,7 +109,7 @@ class _Measurement:
 
     @contextmanager
     def _host_memory(self) -> Iterator[torch.Tensor]:
-        """Shared memory as the working copies and the state have it: 1-D uint8, with its pages."""
+        """Allocate shared memory as working copies and state use it, for the block: 1-D uint8, pages present."""
         num_bytes = self._effort.elements * sum(dtype.itemsize for dtype in STATE)
         with closing(ArenaHolder.create({"profile": num_bytes})) as holder:
             arena = holder.map("profile")
@@ -111,7 +117,7 @@ class _Measurement:
             yield torch.frombuffer(arena.buffer, dtype=torch.uint8)[:num_bytes]
 
     def _views(self, memory: torch.Tensor, dtypes: Sequence[torch.dtype]) -> Iterator[torch.Tensor]:
-        """As many elements of each type, one after the other, zeros."""
+        """Yield a view of `memory` for each type, one after the other, with `effort.elements` zeros each."""
         start = 0
         for dtype in dtypes:
             stop = start + self._effort.elements * dtype.itemsize
@@ -122,7 +128,10 @@ class _Measurement:
         return self._median_s(lambda count: copies.run(stages, count))
 
     def _updates_s(self, memory: torch.Tensor, copies: _Copies, both_s: float) -> tuple[float, float]:
-        """Of one update: alone, and while both copies run."""
+        """Return the seconds of one update by itself, and of one while copies run in both directions.
+
+        both_s: seconds of one copy while both directions run.
+        """
         *state, gradient = self._views(memory, STATE)
         layer = FlatLayout.build("profile", [ParameterSpec("w", "w", (self._effort.elements,))])
         shard = ShardLayout(ModelLayout((layer,), ("w",)), 0, 1)
@@ -138,7 +147,7 @@ class _Measurement:
                     kernel.update(parts, gradient, rates, Transaction(journal, next(serials)))
 
             alone_s = self._median_s(update)
-            with copies.running(2 + int(2 * alone_s / both_s)):  # more than last as long
+            with copies.running(2 + int(2 * alone_s / both_s)):  # enough copies to outlast the update
                 busy_s = _seconds(partial(update, 1))
         return alone_s, max(alone_s, busy_s)
 
@@ -147,20 +156,20 @@ class _Measurement:
         return self._median_s(_repeated(partial(torch.add, b, c, alpha=3.0, out=a)))
 
     def _device_s(self, device: Device) -> float:
-        """Of a copy inside of the device's memory."""
+        """Return the seconds of a copy within device memory."""
         source, target = (device.allocate(self._effort.device_bytes).zero_() for _ in range(2))
         return self._median_s(_repeated(partial(target.copy_, source), device))
 
     def _launch_s(self, device: Device) -> float:
-        """Of each of many small operators in a row."""
+        """Return the seconds per operator in a row of many small ones."""
         value = torch.zeros(16, device=device.torch_device)
         return self._median_s(_repeated(partial(value.add_, 1.0), device))
 
     def _matmul(self, precision: Precision) -> Iterator[RatePoint]:
-        """Of products of square matrices, until one is slow."""
+        """Yield the rates of products of square matrices of growing width, until one is slow."""
         with closing(self._make_device(precision)) as device, device.activate():
             for width in self._effort.widths:
-                # Not zeros: a GPU multiplies those at a clock that it does not keep with numbers.
+                # Not zeros: a GPU multiplies those at a higher clock than other numbers.
                 a = torch.randn(width, width, dtype=precision.working_dtype, device=device.torch_device)
                 seconds = self._median_s(_repeated(partial(torch.mm, a, a), device))
                 yield RatePoint(2.0 * width**3, 2.0 * width**3 / seconds)
@@ -168,7 +177,7 @@ class _Measurement:
                     return
 
     def _attention(self, device: Device) -> Iterator[RatePoint]:
-        """Forward and backward of causal attention in bf16, until one is slow."""
+        """Yield the rates of causal attention in bf16, forward and backward, of growing length, until one is slow."""
         for length in self._effort.lengths:
             batch = max(1, ATTENDED // length)
             shape = batch, HEADS, length, HEAD_DIM
@@ -180,7 +189,7 @@ class _Measurement:
 
 
 class _Copies:
-    """Between device memory and both ends of host memory."""
+    """Copies between device memory and host memory: h2d from the beginning of `memory`, d2h to its end."""
 
     def __init__(self, device: Device, memory: torch.Tensor, num_bytes: int) -> None:
         self._device = device
@@ -198,7 +207,7 @@ class _Copies:
 
     @contextmanager
     def running(self, count: int) -> Iterator[None]:
-        """So many copies each way, begun before the block; waits for them after it."""
+        """Submit `count` copies each way before the block, and wait for them after it."""
         events = [self._submit(stage) for _ in range(count) for stage in (Stage.H2D, Stage.D2H)]
         yield
         for event in events:
@@ -206,8 +215,13 @@ class _Copies:
 
 
 def _median_s(work: Callable[[int], object], budget_s: float) -> float:
-    """Seconds of some work. `work`: does it so many times and then waits for all of it. The first call takes memory and
-    is not counted; the second says how many times a round may have, so that waiting costs little."""
+    """Return the median seconds of some work.
+
+    The first call allocates memory, and does not count. The second one determines how often a round repeats the work,
+    so that waiting at its end costs little.
+
+    work: does the work as often as its argument says, then waits for all of it.
+    """
     for count in (1, 1):
         once_s = _seconds(partial(work, count))
     count = max(1, int(budget_s / ROUNDS / once_s))
@@ -225,7 +239,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _repeated(work: Callable[[], object], device: Device | None = None) -> Callable[[int], None]:
-    """Does it so many times, then waits for the device."""
+    """Return a function that does the work as often as its argument says, then waits for the device, if any."""
 
     def run(count: int) -> None:
         for _ in range(count):

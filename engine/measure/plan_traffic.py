@@ -1,4 +1,4 @@
-"""What of a plan a benchmark reports: where the state lies, and what a step moves."""
+"""Derives from a plan what a benchmark reports: where the state lies, and what a step moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain_ray.virtual_clock import Stage
 
 
 def state_share(plan: Plan) -> dict[str, float]:
-    """Of working copies, residuals and moments, by tier."""
+    """Return each tier's share of the bytes of working copies, residuals and moments. The shares add up to 1."""
     num_bytes = dict.fromkeys(Tier, 0)
     for layer in plan.layers:
         num_bytes[layer.weights] += layer.num_parameters * plan.precision.working_dtype.itemsize
@@ -24,12 +24,14 @@ def state_share(plan: Plan) -> dict[str, float]:
 
 
 def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
-    """Bytes that a step copies in each direction between host and device, of each GPU, and between all hosts and their
-    disks both ways."""
+    """Return the bytes that a step moves, by stage.
+
+    h2d and d2h are what each GPU copies in that direction. disk is what all hosts read from and write to their disks.
+    """
     layout = structure.layout(plan.num_fragments)
     of_muon = _muon_bytes(plan, layout)
     leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
-    divided = leaving * plan.wire_dtype.itemsize + sum(layout.direction_bytes)  # each GPU has its part of these
+    divided = leaving * plan.wire_dtype.itemsize + sum(layout.direction_bytes)  # each GPU copies its part of these
     sums = _suspensions(plan) * updated * plan.accumulation_dtype.itemsize
     spilled = plan.precision.state_bytes * sum(layout.layers[i].trained.size for i in plan.spilled_layers)
     weights = plan.precision.working_dtype.itemsize * sum(layout.layers[i].size for i in plan.weights_on_disk)
@@ -44,7 +46,7 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
 
 
 def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> int:
-    """Of working copies."""
+    """Return the bytes of working copies that each GPU uploads in a step."""
     of_step = plan.visits(layout.lowest_trained)
     loads = residency_of(of_step, structure, layout, plan).loads
     elements = sum(layout.layers[load.fragment.layer].fragments[load.fragment.index].size for load in loads)
@@ -53,13 +55,18 @@ def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) 
 
 
 def _suspensions(plan: Plan) -> int:
-    """How often a sum over micro-batches goes to wait on the host, and comes back: between any two, where it does."""
+    """Return how often an unfinished gradient sum is offloaded to the host and reloaded in a step.
+
+    That is once between any two micro-batches, if sums wait on the host.
+    """
     return plan.num_micro_batches - 1 if plan.sums is Tier.HOST else 0
 
 
 def _muon_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """Of what comes to all GPUs together for Muon, whose matrices are divided among them: momenta, and with clipping
-    gradients that have waited for the scale."""
+    """Return the bytes that all GPUs together load from the host for Muon. They divide its matrices among themselves.
+
+    These are the momenta and, with clipping, the gradients that waited for the scale.
+    """
     momenta = torch.float32.itemsize
     each = momenta if plan.update_order is UpdateOrder.BACKWARD else momenta + plan.wire_dtype.itemsize
     return each * sum(layout.layers[layer].trained.size for layer in layout.with_muon)

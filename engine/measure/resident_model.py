@@ -1,7 +1,7 @@
-"""A model whose weights all stay on the device: what streaming is measured against.
+"""Runs steps of a model whose weights all stay on the device, as a baseline for streaming.
 
-Its steps are those of StepRunner, so the same layers, head and loss run. Nothing moves between host and device, there
-is no optimizer, and gradients are thrown away layer by layer.
+StepRunner runs its steps, so layers, head and loss are the same. Nothing moves between host and device, there is no
+optimizer, and gradients are dropped layer by layer.
 """
 
 from __future__ import annotations
@@ -33,14 +33,22 @@ from megatrain_ray.engine.step.warm_up import Coming, Rehearsal
 from megatrain_ray.engine.weights_stream.bound_modules import BoundModules
 from megatrain_ray.engine.weights_stream.bound_weights import Residents
 
-WEIGHT_STD = 0.02  # of the matrices: zeros would need less power, and so run faster, than values do
+# Standard deviation of the matrices. With zeros a GPU needs less power, and so runs faster, than with other values.
+WEIGHT_STD = 0.02
 
 
 class ResidentModel:
-    """Weights are random numbers, losses mean nothing. Make and use it on one thread, with the device active."""
+    """Holds a model on the device and runs its steps. Weights are random numbers, so losses mean nothing.
+
+    Create and use it on one thread, with the device active.
+    """
 
     def __init__(self, factory: ModelFactory, structure: ModelStructure, plan: Plan, device: Device) -> None:
-        """`plan`: of a training. Raises torch.OutOfMemoryError where the weights do not fit the device."""
+        """Allocate the weights and build the model.
+
+        plan: plan of a training run.
+        Raises torch.OutOfMemoryError if the weights do not fit the device.
+        """
         layout = structure.layout(plan.num_fragments)
         dtype = plan.precision.working_dtype
         memory = device.allocate(layout.size * dtype.itemsize)
@@ -61,12 +69,15 @@ class ResidentModel:
         self._layers = ResidentLayers(layout, dtype, memory, self._visits)
 
     def with_micro_batch(self, size: int, objective: Objective) -> StepRunner:
-        """For steps of one micro-batch of `size` sequences; what they need compiled is compiled."""
+        """Return a runner for steps of one micro-batch of `size` sequences. What they need compiled is compiled first.
+
+        objective: what the steps minimise.
+        """
         plan, store = _resident_plan(self._plan, size), NoGradients(self.device)
         of_model = self._skeleton, self._modules, self._chunk_sums
         step_loss = StepLoss(plan, self._structure, self.device, *of_model, store)
         parts = self._structure, self._layout, self._memory, self._skeleton, self._residents, self._modules
-        Rehearsal(plan, *parts, step_loss).run(Coming(objective))  # with weights of zeros
+        Rehearsal(plan, *parts, step_loss).run(Coming(objective))  # compiles; runs on weights of zeros
         _fill(self._memory.view(plan.precision.working_dtype), self._layout)
         return StepRunner(
             plan=plan,
@@ -88,15 +99,21 @@ class ResidentModel:
         )
 
     def run(self, runner: StepRunner, step: StepInput) -> StepOutput:
-        """One forward and backward, whose end the host waits for. `runner`: of `with_micro_batch`."""
+        """Run one forward and backward, and wait until the device has finished.
+
+        runner: from `with_micro_batch`.
+        """
         return runner.run(step, self._visits, None)
 
 
 class ResidentLayers:
-    """Every layer where it always is."""
+    """Provides the weights of each visit's layer. They are always on the device, at a fixed place."""
 
     def __init__(self, layout: ModelLayout, dtype: torch.dtype, memory: torch.Tensor, visits: Sequence[Visit]) -> None:
-        """`memory`: 1-D uint8, every layer's working copy at `layout.starts`."""
+        """Find the region of every fragment.
+
+        memory: 1-D uint8, with every layer's working copy at `layout.starts` (in elements of `dtype`).
+        """
         self._needed = [needed_fragments(layout, visit.layer) for visit in visits]
         self._regions = {
             FragmentId(i, f): memory[(start + span.start) * dtype.itemsize : (start + span.stop) * dtype.itemsize]
@@ -110,7 +127,7 @@ class ResidentLayers:
 
 
 class NoGradients:
-    """Keeps no gradient and takes no norm."""
+    """Replaces the GradientStore of a step: it drops all gradients and measures no norm."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -147,7 +164,10 @@ class NoGradients:
 
 
 def _fill(weights: torch.Tensor, layout: ModelLayout) -> None:
-    """Vectors, most of which are scales of norms, get ones."""
+    """Fill matrices with random numbers and vectors, most of which are scales of norms, with ones.
+
+    weights: 1-D, every layer's flat at `layout.starts`.
+    """
     weights.normal_(0.0, WEIGHT_STD)
     for start, layer in zip(layout.starts, layout.layers, strict=True):
         for segment in layer.owned:
@@ -156,8 +176,11 @@ def _fill(weights: torch.Tensor, layout: ModelLayout) -> None:
 
 
 def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:
-    """What a step of one micro-batch asks of a plan: everything is kept for the backward, and a row is one document;
-    all weights lie where a plan has its slots."""
+    """Return the plan changed for resident steps of one micro-batch.
+
+    All activations are kept on the device for the backward, and each row is one document. Layers count as streaming
+    (tier host), because all weights lie where a plan has its slots.
+    """
     return replace(
         plan,
         layers=tuple(

@@ -1,4 +1,4 @@
-"""What a save costs a running training, predicted before it begins."""
+"""Predicts, before a save begins, what it costs a running training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from megatrain_ray.engine.shards.spare_memory import SpareMemory
 
 
 def predict_stall_s(plan: Plan, step_s: float, write_bytes_per_s: float, copy_bytes_per_s: float) -> float:
-    """How long a save will hold updates up, in seconds. Rates: of all hosts.
+    """Return how many seconds a save will delay updates.
 
-    From a layer's update to its next one a step passes. What the disk has not taken by then is copied into spare RAM;
-    updates wait for the disk only with what does not fit there.
+    One step passes between two updates of a layer. What is not written to disk by then is copied into spare RAM.
+    Updates wait for the disk only for what does not fit there.
+
+    write_bytes_per_s, copy_bytes_per_s: rates of all hosts together.
     """
     late = max(0.0, plan.updated_bytes - write_bytes_per_s * step_s)
     copied = min(late, plan.num_hosts * plan.save_copy_bytes)
@@ -24,8 +26,11 @@ def predict_stall_s(plan: Plan, step_s: float, write_bytes_per_s: float, copy_by
 
 
 def measure_copy(shard: AdamShard, spare: SpareMemory) -> float:
-    """Bytes per second at which a shard copies aside the largest layer there is room for, as a save does: with its
-    threads, from its arenas into pages that are there. Infinity where there is no room, and so nothing is copied."""
+    """Return the bytes per second at which a shard copies the largest layer that fits into spare RAM.
+
+    It copies as a save does: with the shard's threads, from its arenas into pages that are already allocated. Returns
+    infinity if no layer fits, because then nothing is copied.
+    """
     for layer in sorted(range(len(shard.layout.spans)), key=shard.copy_bytes, reverse=True):
         room = spare.take(shard.copy_bytes(layer))
         if room is not None:
@@ -34,7 +39,7 @@ def measure_copy(shard: AdamShard, spare: SpareMemory) -> float:
 
 
 def _time_copy(shard: AdamShard, layer: int, room: Tensor, spare: SpareMemory) -> float:
-    shard.copy_layer(layer, room)  # takes its pages
+    shard.copy_layer(layer, room)  # not timed: the first write allocates the pages
     start_s = time.perf_counter()
     shard.copy_layer(layer, room)
     elapsed_s = time.perf_counter() - start_s

@@ -1,8 +1,8 @@
-"""How layers attend, and what that costs in masks.
+"""Selects how layers attend, and computes what the masks cost.
 
 A Transformers model builds its masks before the first layer, for the attention implementation that its configuration
-names. SDPA gets whole masks, [B, 1, T, T], unless plain causal attention over whole rows is all there is; flex
-attention gets block masks, which hold four numbers for 128 × 128 positions.
+names. SDPA gets whole masks, [B, 1, T, T], unless plain causal attention over whole rows is enough. Flex attention gets
+block masks, which hold four numbers for 128 × 128 positions.
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from typing import Any
 import torch
 from torch import nn
 
-FLEX = "flex_attention"  # Transformers' name for it
-PACKED: ContextVar[bool | None] = ContextVar("packed", default=None)  # of one forward; None: it must be looked up
-MIN_HEAD_DIM = 16  # the smallest that flex attention's kernels multiply
+FLEX = "flex_attention"  # Transformers' name of flex attention
+# Whether rows of the current forward hold several documents; None: unknown, the positions tell.
+PACKED: ContextVar[bool | None] = ContextVar("packed", default=None)
+MIN_HEAD_DIM = 16  # smallest head_dim that flex attention's kernels support
 
 
 class Attention(Enum):
-    """SDPA: what Transformers takes by itself, which is eager attention where a model knows no SDPA."""
+    """Names the implementations of attention.
+
+    SDPA: Transformers' default choice, which is eager attention for a model that does not support SDPA.
+    FLEX: flex attention.
+    """
 
     SDPA = "sdpa"
     FLEX = "flex"
 
 
 def flex_problem(model: nn.Module) -> str | None:
-    """Why a Transformers model cannot use flex attention; None: it can."""
+    """Return why a Transformers model cannot use flex attention; None: it can."""
     name = type(model).__name__
     supported: Any = getattr(model, "_supports_flex_attn", False)
     if not supported or not model._can_set_attn_implementation():  # type: ignore[operator]
@@ -46,8 +51,10 @@ def flex_problem(model: nn.Module) -> str | None:
 
 
 class AttentionSwitch:
-    """Sets a model to flex attention, or back to what it was built with. Between forwards only: every layer of a
-    forward reads it off the configuration that they share."""
+    """Switches a model to flex attention, or back to the implementation that it was built with.
+
+    Switch only between forwards: every layer reads the setting from the configuration that all of them share.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -58,9 +65,11 @@ class AttentionSwitch:
 
 
 def packed_arguments(model: nn.Module, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """What tells a model of several documents in a row: `positions`, [B, T], that begin again; None: nothing to tell.
+    """Return the forward arguments that tell a model that a row holds several documents.
 
-    Models with positions along three axes, of which images have more than one, take those of the text before them.
+    Models with positions along three axes, as images need them, get the text's positions in front of those: [4, B, T].
+
+    positions: [B, T], beginning again in every document; None: no arguments are needed.
     """
     if positions is None:
         return {}
@@ -71,12 +80,15 @@ def packed_arguments(model: nn.Module, positions: torch.Tensor | None) -> dict[s
 
 @contextmanager
 def as_uncaptured() -> Iterator[None]:
-    """In the block Transformers does not see that a stream is captured: it would make masks of what needs none, because
-    another replay might need one. Rows of one document never do."""
+    """Hide from Transformers, within the block, that a stream is being captured.
+
+    During a capture Transformers makes masks even where none is needed, because another replay might need one. Rows of
+    one document never do.
+    """
     from transformers.utils import import_utils
 
     before = getattr(import_utils, "is_cuda_stream_capturing", None)
-    if before is None:  # an older one, which does not look
+    if before is None:  # an older version of Transformers, which does not check for a capture
         yield
         return
     import_utils.is_cuda_stream_capturing = lambda: False
@@ -87,8 +99,11 @@ def as_uncaptured() -> Iterator[None]:
 
 
 def answer_packed() -> None:
-    """From now on Transformers does not look a forward's positions up where PACKED says whether a row holds several
-    documents: they are on the device, so the host would wait for all that was submitted before. Idempotent."""
+    """Make Transformers read from PACKED whether a row holds several documents, instead of from the positions.
+
+    The positions are on the device, so reading them makes the host wait for all work submitted before. They are still
+    read where PACKED is None. Idempotent.
+    """
     from transformers import masking_utils
 
     if not isinstance(masking_utils.find_packed_sequence_indices, partial):
@@ -97,7 +112,10 @@ def answer_packed() -> None:
 
 
 def _document_numbers(look_up: Any, positions: torch.Tensor) -> torch.Tensor | None:
-    """Of each token within its row, [B, T]; None: every row is one document. As `look_up` does."""
+    """Return the number of each token's document within its row, [B, T]; None: every row is one document.
+
+    look_up: Transformers' function that finds the same from the positions.
+    """
     packed = PACKED.get()
     if packed is None:
         found: torch.Tensor | None = look_up(positions)
@@ -107,10 +125,12 @@ def _document_numbers(look_up: Any, positions: torch.Tensor) -> torch.Tensor | N
 
 @contextmanager
 def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> Iterator[None]:
-    """Within it the model's forward on fake tensors is given the masks that real ones would give it, whose values tell
-    whether a row holds several documents. `packed`: it does.
+    """Give the model's forward on fake tensors, within the block, the masks that real tensors would give it.
 
-    For flex attention there are none, and what it keeps for backward is what SDPA keeps without a mask.
+    Only the values of real tensors tell whether a row holds several documents. For flex attention there are no masks,
+    and what it keeps for the backward is what SDPA keeps without a mask.
+
+    packed: whether a row holds several documents.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -120,11 +140,14 @@ def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> I
     built = masks["sdpa"]
 
     def whole_rows(*args: Any, **kwargs: Any) -> Any:
-        """No mask where a plain causal one would do; a pattern of the model's own (use_vmap) stays."""
+        """Make no mask where a plain causal one would do. A pattern of the model's own (use_vmap) keeps its mask."""
         return built(*args, **kwargs | {"allow_is_causal_skip": not kwargs.get("use_vmap")})
 
     def without_cap(*args: Any, **kwargs: Any) -> Any:
-        """Capped scores are flex attention's business; SDPA keeps as much without, and refuses some with a cap."""
+        """Run SDPA without the cap on scores that flex attention applies.
+
+        SDPA keeps as much for the backward without a cap, and refuses some models with one.
+        """
         return sdpa_attention_forward(*args, **kwargs | {"softcap": None})
 
     switch = AttentionSwitch(model)
@@ -142,17 +165,22 @@ def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> I
 
 
 def mask_bytes(attention: Attention, inputs: list[torch.Tensor], batch_size: int, seq_len: int) -> int:
-    """Of one micro-batch: of the masks among its layers' `inputs`, or of the block masks in their place."""
+    """Return the bytes of one micro-batch's masks: those among its layers' `inputs`, or of flex attention's blocks."""
     if attention is Attention.FLEX:
         blocks = -(-seq_len // 128)
-        return 4 * 4 * batch_size * blocks * blocks  # four tables of int32: blocks by row and by column, part and full
+        return 4 * 4 * batch_size * blocks * blocks  # four int32 tables: by row and by column, partial and full blocks
     found = [t for t in inputs if t.shape[-2:] == (seq_len, seq_len) and not t.requires_grad]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
 
 
 def attention_width(func: Any, args: tuple[Any, ...], seq_len: int) -> float:
-    """Of an operation on [.., T, ..]: the numbers that are multiplied for each pair of tokens, in both of attention's
-    products together, halved: B × heads × head_dim where keys and values are equally wide. 0: it is neither product."""
+    """Return the width of attention in an operation: half the numbers multiplied per pair of tokens in both products.
+
+    With keys and values of equal width that is B × heads × head_dim for a whole attention. One product by itself gives
+    half of the numbers that it multiplies. 0: the operation is not a product of attention.
+
+    func, args: an operation on [.., T, ..] and its arguments.
+    """
     if func._opname.startswith("_scaled_dot_product"):
         query, _, value = args[:3]
         return float(query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3]) / 2)

@@ -1,5 +1,7 @@
-"""Chunked cross-entropy: head and loss over some tokens at a time, with the gradient of each chunk taken at once, so
-that logits never exist whole."""
+"""Computes head and loss over one chunk of tokens at a time.
+
+The gradient of each chunk is computed at once, so the logits of all tokens never exist at the same time.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ from megatrain_ray.io.batching.batch_stream import IGNORED
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised, for each supervised token: cross-entropy, with targets smoothed as torch.nn.CrossEntropyLoss
-    does (C. Szegedy et al., "Rethinking the inception architecture for computer vision", 2016), and `z_loss` times
-    logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5)."""
+    """Defines what is minimised for each supervised token: cross-entropy, and optional terms.
+
+    z_loss: weight of logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5).
+    label_smoothing: targets are smoothed as by torch.nn.CrossEntropyLoss (C. Szegedy et al., "Rethinking the inception
+        architecture for computer vision", 2016).
+    """
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -27,8 +32,13 @@ class Objective:
         return not self.z_loss and not self.label_smoothing
 
     def sums(self, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The objective and the plain cross-entropy (without a graph), over the supervised tokens. scores: FP32
-        [1, t, V]. targets: [t]."""
+        """Return the sums over the supervised tokens of the objective and of the plain cross-entropy.
+
+        The plain cross-entropy has no autograd graph.
+
+        scores: FP32 [1, t, V].
+        targets: [t].
+        """
         total = _cross_entropy(scores, targets, self.label_smoothing)
         plain = _cross_entropy(scores.detach(), targets) if self.label_smoothing else total.detach()
         if self.z_loss:
@@ -38,7 +48,10 @@ class Objective:
 
 
 class OpenSum(NamedTuple):
-    """A parameter's FP32 sum over the step. `empty`: it begins here, and what is there now means nothing."""
+    """A parameter's FP32 gradient sum over the step, to accumulate into.
+
+    empty: the sum begins here; its current values are meaningless.
+    """
 
     total: torch.Tensor
     empty: bool
@@ -46,9 +59,13 @@ class OpenSum(NamedTuple):
 
 @dataclass(frozen=True)
 class LossResult:
-    """Loss of each chunk and plain cross-entropy of each (their shares of the step's), gradient of the hidden state,
-    gradients of the head's parameters; None where nothing flowed, for what needs none, and where there was a sum to
-    add them to."""
+    """Holds the losses and gradients of one micro-batch.
+
+    losses, cross_entropies: for each chunk, its share of the step's loss and of the step's plain cross-entropy.
+    hidden: gradient of the hidden state; None if it needs none.
+    parameters: gradients of the head's parameters. None for one that needs no gradient, that got none, or whose
+        gradient was added to a sum.
+    """
 
     losses: list[torch.Tensor]
     cross_entropies: list[torch.Tensor]
@@ -56,15 +73,21 @@ class LossResult:
     parameters: list[torch.Tensor | None]
 
 
-Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # Device.add
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # as Device.add: total, value, out
 ChunkSums = Callable[[Objective, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def chunk_sums(
     logits: Callable[[torch.Tensor], torch.Tensor], objective: Objective, hidden: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the objective and of the plain cross-entropy over a chunk: [1, t, D], [t] → two FP32 scalars. `logits`:
-    [1, t, D] → [1, t, V]. Compiled, its FP32 logits exist nowhere: what makes them sums over them at once."""
+    """Return the sums of the objective and of the plain cross-entropy over a chunk: two FP32 scalars.
+
+    When this is compiled, the FP32 logits are never stored: the kernel that computes them sums over them at once.
+
+    logits: [1, t, D] → [1, t, V].
+    hidden: [1, t, D].
+    targets: [t].
+    """
     return objective.sums(logits(hidden).float(), targets)
 
 
@@ -79,12 +102,17 @@ def chunked_loss(
     add: Add | None = None,
     into: Sequence[OpenSum | None] = (),
 ) -> LossResult:
-    """Sum of the objective over supervised tokens ÷ `num_supervised` (of the whole step), and its gradients.
+    """Return the sum of the objective over supervised tokens ÷ `num_supervised`, and its gradients.
 
-    hidden: [B, T, D]. targets: [B, T], `IGNORED` where unsupervised. `sums_of_chunk`: `chunk_sums` with
-    `parameters` bound. With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and
-    rounded once; with one they are as autograd made them. Those that have a sum in `into`, which is as long as
-    `parameters` or empty, are added to that as they come. `add`: Device.add, else torch's.
+    With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and rounded once. With
+    one chunk they are as autograd made them.
+
+    sums_of_chunk: `chunk_sums` with `logits` and `objective` bound; it computes with `parameters`.
+    hidden: [B, T, D].
+    targets: [B, T], `IGNORED` where unsupervised.
+    num_supervised: number of supervised tokens of the whole step.
+    add: Device.add; None: torch.add.
+    into: for each of `parameters` a sum that its gradients are added to as they come, or None. It may be empty.
     """
     tokens = hidden.detach().reshape(1, -1, hidden.shape[-1])
     flat_targets = targets.reshape(-1)
@@ -101,7 +129,7 @@ def chunked_loss(
         if hidden_gradient is not None:
             hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
         sums.add(of_parameters)
-        del of_parameters  # or it would be there beside the next chunk's, the head's size twice
+        del of_parameters  # else it would exist together with the next chunk's: twice the head's size
         losses.append(loss.detach())
         cross_entropies.append(plain / num_supervised)
     of_hidden = None if hidden_gradient is None else hidden_gradient.view(hidden.shape)
@@ -117,7 +145,11 @@ def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torc
 def cross_entropy_sums(
     logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, *, chunk_tokens: int
 ) -> list[torch.Tensor]:
-    """Cross-entropy of each chunk, summed over its supervised tokens; no gradients. Arguments as for chunked_loss."""
+    """Return the cross-entropy of each chunk, summed over its supervised tokens, without gradients.
+
+    logits: [1, t, D] → [1, t, V].
+    hidden, targets, chunk_tokens: as for chunked_loss.
+    """
     tokens = hidden.reshape(1, -1, hidden.shape[-1])
     chunks = zip(torch.split(tokens, chunk_tokens, 1), torch.split(targets.reshape(-1), chunk_tokens), strict=True)
     with torch.no_grad():
@@ -125,7 +157,7 @@ def cross_entropy_sums(
 
 
 def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Summed over the supervised tokens. scores: [1, t, V]. targets: [t]."""
+    """Return the cross-entropy summed over the supervised tokens. scores: [1, t, V]. targets: [t]."""
     flat = scores.view(-1, scores.shape[-1])
     return F.cross_entropy(flat, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
 
@@ -135,10 +167,14 @@ def _add(total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
 
 
 class GradientSums:
-    """Gradients of weights over chunks of tokens."""
+    """Accumulates the gradients of weights over chunks of tokens."""
 
     def __init__(self, into: Sequence[OpenSum | None], add: Add = _add, *, several: bool) -> None:
-        """`into`: sums that theirs go into. `several`: there is more than one chunk."""
+        """Create empty sums.
+
+        into: for each weight the sum that its gradients are added to; None: a sum of its own.
+        several: whether there is more than one chunk. Then sums of their own are FP32.
+        """
         self._into = into
         self._sums: list[torch.Tensor | None] = [None if to is None or to.empty else to.total for to in into]
         self._dtypes: list[torch.dtype | None] = [None] * len(into)
@@ -162,7 +198,10 @@ class GradientSums:
         return gradient.float() if self._several else gradient
 
     def rounded(self) -> list[torch.Tensor | None]:
-        """Of those that have no sum to go into; where one was to begin and nothing came it is zeros."""
+        """Return the gradient of each weight, rounded to its type; None if it went into a sum or there is none.
+
+        Zeros the sums of `into` that were to begin here and got no gradient.
+        """
         for into, total in zip(self._into, self._sums, strict=True):
             if into is not None and total is None:
                 into.total.zero_()

@@ -1,4 +1,4 @@
-"""The seed of every random number that dropout draws: a pure function, so that any order of work draws the same."""
+"""Computes the seeds of dropout's random numbers. A pure function, so that any order of work draws the same numbers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int, layer: int, call: int) -> int:
-    """A 63-bit seed: the splitmix64 chain of the arguments, without its last bit.
+    """Return a 63-bit seed: the splitmix64 chain of the arguments, without its last bit.
 
-    `step` counts from 1 and `micro_batch` from 0 over all ranks. `layer` is 0 for the embedding, 1..N for the decoder
-    layers and N + 1 for the final norm and the head; `call` is 0 before that layer runs and 1 after it.
+    step: counts from 1.
+    micro_batch: counts from 0 over all ranks.
+    layer: 0 for the embedding, 1..N for the decoder layers, N + 1 for the final norm and the head.
+    call: 0 before that layer runs and 1 after it.
     """
     return splitmix64_chain(seed, step, micro_batch, layer, call) >> 1

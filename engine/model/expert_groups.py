@@ -1,14 +1,16 @@
-"""Fused experts in groups, each a module that is called once, so that parts of a block end between them
+"""Divides the fused experts of a block into groups.
+
+Each group is a module that is called once, so that a part of a block can end between two of them
 (discovery/block_parts.py).
 
-Transformers holds the experts of a block as one module with a stack of matrices each. Here it is several of the same
-class with a part of the stack each; everything from the trial forward on sees a model like any other. What differs is
-where values come from: of the parameter MODULE.gate_up_proj experts 4 to 7 are MODULE.[4:8].gate_up_proj, and
-everything that goes by a checkpoint's names asks `place_in_whole`.
+Transformers holds the experts of a block as one module, with the matrices of all experts stacked in each parameter.
+Here it becomes several modules of the same class with a part of the stack each. Everything from the trial forward on
+sees a model like any other. The difference is where values come from: experts 4 to 7 of the parameter
+MODULE.gate_up_proj are MODULE.[4:8].gate_up_proj. All code that uses a checkpoint's names calls `place_in_whole`.
 
-Numbers are those of the whole module (transformers.integrations.moe.grouped_mm_experts_forward), bit for bit: each pair
-of a token and an expert is a row, in the order of the whole module's, so that a sum over groups has one addend that is
-not zero, and a sum over a token's experts is taken as ever.
+Results equal those of the whole module (transformers.integrations.moe.grouped_mm_experts_forward) bit for bit. Each
+pair of a token and an expert is a row, in the same order as in the whole module. So a sum over groups has only one
+addend that is not zero, and the sum over a token's experts is computed as in the whole module.
 """
 
 from __future__ import annotations
@@ -24,20 +26,24 @@ from torch import Tensor, nn
 from megatrain_ray.engine.layout.expert_names import name_of_range
 from megatrain_ray.engine.model.structure import ModelFactory
 
-WHOLE_VECTORS = 64  # elements: torch's AdamW rounds only what is left of a parameter behind them otherwise
+# Elements. Where a parameter's size is not a multiple of this, torch's AdamW rounds the rest at its end differently.
+WHOLE_VECTORS = 64
 
 
 @dataclass(frozen=True)
 class GroupedFactory:
-    """A ModelFactory: that of a base, with the experts of a block in at most `most` groups; those that cannot be are as
-    they were."""
+    """Builds a model with `base` and divides the experts of each block into at most `most` groups. A ModelFactory.
+
+    Experts that cannot be divided stay as they were.
+    """
 
     base: ModelFactory
     most: int
 
     def __call__(self, dtype: torch.dtype) -> nn.Module:
         model = self.base(dtype)
-        kinds: dict[type[nn.Module], type[nn.Module]] = {}  # one class a class: equal layers must stay equal
+        # One class of groups for each class, so that equal layers stay equal.
+        kinds: dict[type[nn.Module], type[nn.Module]] = {}
         for path, module in list(model.named_modules()):
             number, kind = _num_groups(module, self.most), type(module)
             if number > 1:
@@ -47,7 +53,11 @@ class GroupedFactory:
 
 
 def _num_groups(module: nn.Module, most: int) -> int:
-    """The most groups that are equal, and cut parameters where an update of the whole rounds as one of the parts."""
+    """Return the largest number of equal groups, at most `most`, that leaves an update's rounding unchanged.
+
+    1 for a module that cannot be divided. Rounding is unchanged if the elements of each parameter of a group are a
+    multiple of WHOLE_VECTORS.
+    """
     if not _is_stack(module):
         return 1
     number: int = module.num_experts  # type: ignore[assignment]
@@ -57,8 +67,11 @@ def _num_groups(module: nn.Module, most: int) -> int:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether it is a stack of experts that can leave rows to others, by the implementation that is summed here."""
-    # Of older Transformers they have neither of the two that are false here.
+    """Return whether the module is a stack of experts that can be divided into groups.
+
+    It must use the implementation (grouped_mm) whose results `_Groups` reproduces.
+    """
+    # Experts of older versions of Transformers lack these two attributes.
     if not hasattr(module, "is_transposed") or getattr(module, "_is_expert_parallel", False):
         return False
     from transformers.integrations import moe
@@ -72,7 +85,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 class _Groups(nn.Module):
-    """In the place of a stack of experts. T tokens, K experts each: T × K rows, sorted by expert, D wide."""
+    """Replaces a stack of experts. T tokens with K experts each are T × K rows, sorted by expert, D wide."""
 
     def __init__(self, experts: nn.Module, kind: type[nn.Module], number: int) -> None:
         super().__init__()
@@ -82,11 +95,16 @@ class _Groups(nn.Module):
             self.add_module(name_of_range(first, self.size), _group(experts, kind, self.size))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, D], [T, K], [T, K] → [T, D]."""
+        """Return the experts' output [T, D].
+
+        hidden_states: [T, D].
+        top_k_index, top_k_weights: [T, K], the experts of each token and their weights.
+        """
         experts, order = torch.sort(top_k_index.reshape(-1))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        # All of them before the first call: what the glue reads behind it would have to wait there.
+        # Compute the arguments of all groups before the first call. Else the code between the calls would read tensors
+        # after that call, which would then have to be kept until there.
         first, *groups, last = [(group, experts - i * self.size) for i, group in enumerate(self.children())]
         rows, total = first[0](hidden_states, first[1], order // top_k_index.shape[1])
         for group, own in groups:
@@ -96,7 +114,7 @@ class _Groups(nn.Module):
 
 
 class _Group(nn.Module):
-    """Some of the experts; comes before their class."""
+    """Computes some of the experts. It precedes their class in the base classes."""
 
     num_experts: int
     has_gate: bool
@@ -112,12 +130,17 @@ class _Group(nn.Module):
         picked: Tensor | None = None,
         ending: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What the experts make of the rows [T × K, D], zero in others'. `experts` [T × K], ascending: which of the
-        group's each row is for; below 0 or beyond the last, another group's.
+        """Return the experts' outputs for their rows [T × K, D], and zeros for rows of other groups.
 
-        The first group is given tokens [T, D] and of each row which it is, `picked` [T × K], and returns the rows, too:
-        so the rows' gradients are added up in a call, when those of a whole stack are. The last one is given `ending`,
-        the sum of all others, where each token's rows lie [T × K] and weights [T, K], and returns [T, D].
+        The first group gets `picked` and also returns the rows. So the rows' gradients are added up within a call, at
+        the same point as those of a whole stack. The last group gets `ending` and returns [T, D].
+
+        rows: [T × K, D]; for the first group the tokens [T, D].
+        experts: [T × K], ascending: which of the group's experts each row is for. A value below 0, or beyond the last
+            expert, means another group.
+        picked: [T × K], the token of each row; only for the first group.
+        ending: only for the last group: the sum of all other groups' outputs, where each token's rows lie [T × K], and
+            the weights [T, K].
         """
         given = rows if picked is None else rows[picked]
         result = self._own(given, experts)
@@ -130,9 +153,12 @@ class _Group(nn.Module):
         return weighted.view(*weights.shape, -1).sum(dim=1).to(rows.dtype)
 
     def _own(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """As grouped_mm_experts_forward has it between its two permutations. Rows stay where they are, since torch's
-        vectors round the last elements of a tensor otherwise, but for products: these want the group's own first, and
-        leave those behind them undefined, forward and backward."""
+        """Compute what grouped_mm_experts_forward computes between its two permutations.
+
+        Rows keep their positions, because torch's vectorised code rounds the last elements of a tensor differently. For
+        the matrix products they are moved: these need the group's own rows first. They leave the rows after those
+        undefined, in the forward and in the backward.
+        """
         from transformers.integrations.moe import _grouped_linear
 
         ends = (experts[:, None] == torch.arange(self.num_experts, device=experts.device)).sum(0).cumsum(0)
@@ -153,7 +179,10 @@ class _Group(nn.Module):
 
 
 def _group(experts: nn.Module, kind: type[nn.Module], size: int) -> nn.Module:
-    """A copy with the parameters of so many experts, without values: the model is on meta or fake tensors."""
+    """Return a copy of the experts with parameters for `size` of them.
+
+    The parameters have no values: the model is on meta or fake tensors.
+    """
     group = kind.__new__(kind)
     own = {key: copy(value) if isinstance(value, dict) else value for key, value in experts.__dict__.items()}
     empty = {key: _first(p, size) for key, p in experts._parameters.items()}

@@ -1,4 +1,4 @@
-"""What a layer computes: its matrices and its attention. Of a trial forward, for model FLOPs and for predictions."""
+"""Counts what each layer computes with its matrices and in its attention, for model FLOPs and for predictions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, ModelStructure
 
-# One expert's place in a list of experts.
+# Path of one expert in a list of experts.
 _MEMBER = re.compile(r".*\.experts\.\d+(?=\.)")
 
 
 class Product(NamedTuple):
-    """A matrix and how many of its elements one token is multiplied with: of experts, those that it goes to. `of_mlp`:
-    of the part of a block that can be computed in chunks."""
+    """Describes the products of one matrix with tokens.
+
+    elements: elements that one token is multiplied with; of experts, only those that it is routed to.
+    trained: whether the matrix is trained.
+    of_mlp: whether it belongs to the part of a block that can be computed in chunks of tokens.
+    """
 
     elements: float
     trained: bool
@@ -27,22 +31,34 @@ class Product(NamedTuple):
 
 
 class BlockAttention(NamedTuple):
-    """`width`: heads × head_dim. `window`: how many tokens back a token attends to; None: all of its document.
-    `passes`: a forward, and two for a backward."""
+    """Describes the attention of one layer.
+
+    width: heads × head_dim.
+    window: how many tokens back a token attends to; None: all of its document.
+    passes: 1 for a forward, and 2 more for a backward.
+    """
 
     width: float
     window: int | None
     passes: int = 3
 
     def flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
-        """Of one pass; causal attention counted once."""
+        """Return the FLOPs of one pass. Causal attention counts half of all pairs of tokens.
+
+        num_tokens: tokens of all documents.
+        sum_squared_lengths: sum over all documents of their squared lengths in tokens.
+        """
         most = 2 * self.window * num_tokens if self.window else math.inf
         return 2.0 * self.width * min(sum_squared_lengths, most)
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """`attention`: None where the layer does not attend. `has_backward`: whether a gradient reaches the layer."""
+    """Describes what one layer computes.
+
+    attention: None if the layer does not attend.
+    has_backward: whether a gradient reaches the layer.
+    """
 
     products: tuple[Product, ...]
     attention: BlockAttention | None
@@ -50,11 +66,11 @@ class LayerWork:
 
     @property
     def flops_of_token(self) -> float:
-        """Of all products, forward and backward: what is frozen has no gradient of its own."""
+        """Return the FLOPs per token of all products, forward and backward. Frozen matrices get no gradient."""
         return sum(2 * p.elements * (1 + self.has_backward + p.trained) for p in self.products)
 
     def flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
-        """Model FLOPs of a step; recomputation is not counted."""
+        """Return the model FLOPs of a step; recomputation is not counted. Arguments as for BlockAttention.flops."""
         attention = self.attention
         of_attention = attention.passes * attention.flops(num_tokens, sum_squared_lengths) if attention else 0.0
         return self.flops_of_token * num_tokens + of_attention
@@ -63,9 +79,12 @@ class LayerWork:
 def work_of(
     structure: ModelStructure, active_experts: int | None = None, windows: Sequence[int | None] = ()
 ) -> tuple[LayerWork, ...]:
-    """Of each layer. A tied head works as an untied one does; rows of an embedding are looked up, not multiplied.
+    """Return what each layer computes.
 
-    `active_experts`: how many a token goes to; None: all. `windows`: of each block; empty: none has one.
+    A tied head computes as much as an untied one. Rows of an embedding are looked up, not multiplied.
+
+    active_experts: how many experts a token is routed to; None: all.
+    windows: attention window of each block in tokens; empty: none has one.
     """
     lowest, attention = structure.lowest_trained, dict[int, BlockAttention]()
     every_window = windows or [None] * len(structure.blocks)
@@ -80,11 +99,14 @@ def work_of(
 
 
 def _stacks(structure: ModelStructure) -> Mapping[str, int]:
-    """Experts of each parameter that holds several, by the name of the whole, whatever layers they are in."""
+    """Return the number of experts in each stack of experts, by the name of the whole stack.
+
+    Ranges of a stack are added up, whatever layers they are in.
+    """
     several = [p for layer in structure.layers for p in layer.parameters if len(p.shape) == 3]
     found: Counter[str] = Counter()
     for p in several:
-        # With 1 matrix row each it is a convolution, channel by channel.
+        # A stack of matrices with one row each is the weight of a depthwise convolution.
         found[whole_name(p.name)] += p.shape[0] if p.shape[1] > 1 else 1
     return found
 
@@ -105,9 +127,10 @@ def _products(
 
 
 def _num_experts(parameter: ParameterSpec, num_siblings: Mapping[str, int], stacks: Mapping[str, int]) -> int:
-    """Among which the parameter's are some; 1: it belongs to none.
+    """Return how many experts the parameter's list or stack of experts has; 1: it belongs to no expert.
 
-    `num_siblings`: experts by where their list is, where each has parameters of its own. `stacks`: of `_stacks`.
+    num_siblings: number of experts by the path of their list, where each expert has parameters of its own.
+    stacks: from `_stacks`.
     """
     if match := _MEMBER.search(parameter.name):
         return num_siblings[match[0][: match[0].rindex(".experts.")]]

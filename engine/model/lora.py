@@ -1,10 +1,11 @@
-"""LoRA: a trained pair of thin matrices beside each of some frozen ones (E. Hu et al., "LoRA: Low-rank adaptation of
-large language models", 2021).
+"""Adds LoRA to a model: a trained pair of thin matrices for each of some frozen matrices.
+
+The formula is that of E. Hu et al., "LoRA: Low-rank adaptation of large language models", 2021:
 
     y = W x + alpha ÷ rank · B A dropout(x)        W [out, in]   A [rank, in]   B [out, rank]
 
-The matrix keeps its name, so that a checkpoint's names stay the model's; the pair of MODULE is MODULE.lora_A.weight and
-MODULE.lora_B.weight, as in peft's files.
+The frozen matrix keeps its name, so that a checkpoint's names stay valid. The pair of MODULE is MODULE.lora_A.weight
+and MODULE.lora_B.weight, as in peft's files.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ ADAPTERS = r"\.lora_[AB]\.weight$"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name belongs to a pair."""
+    """Return whether a parameter of that name belongs to a LoRA pair."""
     return name.endswith((A_END, B_END))
 
 
 def module_of(name: str) -> str:
-    """Path of the module whose pair the adapter belongs to."""
+    """Return the path of the module whose pair this adapter parameter belongs to."""
     return name.removesuffix(A_END).removesuffix(B_END)
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which matrices have a pair, and what it is like. `match`: patterns (`re.search`) over the paths of modules."""
+    """Says which matrices get a LoRA pair, and with which settings.
+
+    match: patterns (`re.search`) for the paths of modules.
+    """
 
     match: tuple[str, ...]
     rank: int
@@ -51,11 +55,14 @@ class Lora:
         return self.alpha / self.rank
 
     def attach(self, model: nn.Module) -> None:
-        """Gives every linear module that matches its pair, without values: the model is on meta or fake tensors.
+        """Add a pair to every linear module that matches.
+
+        The pairs get no values, because the model is on meta or fake tensors.
 
         Raises ConfigError for a pattern that matches no linear module, and for a matrix that cannot have a pair.
         """
-        kinds: dict[type[nn.Module], type[nn.Module]] = {}  # one class a class: equal layers must stay equal
+        # One adapted class for each class, so that equal layers stay equal.
+        kinds: dict[type[nn.Module], type[nn.Module]] = {}
         for path in self._targets(model):
             module = model.get_submodule(path)
             num_in, num_out = _sides(module)
@@ -69,7 +76,7 @@ class Lora:
 
     def _targets(self, model: nn.Module) -> list[str]:
         matched = [(p, m) for p, m in model.named_modules() if any(re.search(pattern, p) for pattern in self.match)]
-        # By storage: on the meta device a shared parameter may be several objects.
+        # Counted by storage, because on the meta device a shared parameter may be several objects.
         uses = Counter(p.untyped_storage()._cdata for _, p in model.named_parameters(remove_duplicate=False))
         for path, module in matched:
             if problem := self._problem(module, uses):
@@ -84,7 +91,12 @@ class Lora:
         return [path for path, module in matched if _is_linear(module)]
 
     def _problem(self, module: nn.Module, uses: Counter[int]) -> str | None:
-        """Why a module that matches can have no pair; None also where it holds no matrix, as a norm, and is passed."""
+        """Return why a matching module cannot have a pair; None if it can.
+
+        A module that holds no matrix, such as a norm, is skipped: None, too.
+
+        uses: how many parameters of the model have each storage, by the storage's identity.
+        """
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
         if own and not _is_linear(module):
             return f"is of class {type(module).__name__}: a pair stands beside the matrix of a linear module only"
@@ -99,7 +111,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class AdaptedFactory:
-    """A ModelFactory: that of a base, with pairs."""
+    """Builds a model with `base` and adds the LoRA pairs to it. It is a ModelFactory."""
 
     base: ModelFactory
     lora: Lora
@@ -112,11 +124,14 @@ class AdaptedFactory:
 
 @dataclass(frozen=True)
 class LoraRules(ParameterRules):
-    """What is trained are the pairs, and beside them what `trainable` matches."""
+    """Trains the LoRA pairs, and besides them only the parameters that `trainable` matches."""
 
     def assign(self, model: nn.Module) -> dict[str, ParameterGroup]:
-        """As ParameterRules.assign. Raises ConfigError for a pair that is frozen, and for a trained parameter of a
-        module that has one, or holds one that has: an adapter's file could not hold both."""
+        """Return the group of each parameter, as ParameterRules.assign does.
+
+        Raises ConfigError for a pair that is frozen. Also raises it for a trained parameter of a module that has a
+        pair, or that contains a module with one: an adapter's file could not hold both.
+        """
         groups = ParameterRules((ADAPTERS, *self.trainable), self.freeze, self.groups).assign(model)
         adapters = [name for name in groups if is_adapter(name)]
         holders = {path for name in adapters for path in _and_around(module_of(name))}
@@ -134,7 +149,7 @@ class LoraRules(ParameterRules):
 
 
 class _Adapted(nn.Module):
-    """The forward of a linear module with a pair; comes before its class."""
+    """Adds a pair to the forward of a linear module. It precedes the module's class in the base classes."""
 
     scale: float
     lora_dropout: nn.Module
@@ -142,7 +157,7 @@ class _Adapted(nn.Module):
     lora_B: nn.Module  # noqa: N815
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = super().forward(x)  # of the linear module
+        result: torch.Tensor = super().forward(x)  # the linear module's own forward
         product: torch.Tensor = self.lora_B(self.lora_A(self.lora_dropout(x)))
         return result + product * self.scale
 
@@ -152,20 +167,20 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is Transformers' Conv1D: a linear module whose matrix is [in, out]."""
-    from transformers.pytorch_utils import Conv1D  # seconds of imports; errors come first
+    """Return whether the module is Transformers' Conv1D: a linear module whose matrix is [in, out]."""
+    from transformers.pytorch_utils import Conv1D  # takes seconds to import; imported late so that errors come first
 
     return isinstance(module, Conv1D)
 
 
 def _sides(module: nn.Module) -> tuple[int, int]:
-    """Numbers of inputs and outputs."""
+    """Return the numbers of inputs and of outputs of a linear module."""
     rows, columns = module.get_parameter("weight").shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
 def _and_around(path: str) -> Iterator[str]:
-    """The module and those that hold it."""
+    """Yield the path of the module, then those of the modules that contain it."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What one forward and one backward of the whole model are made of."""
+"""Defines the micro-batch, the input of one forward and backward of the whole model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from megatrain_ray.io.batching.segments import positions_of
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """input_ids and targets: int64 [B, T] in host memory; a target of -100 is not supervised. positions: int64 [B, T]
-    that begin at 0 in every document of a row; None: a row is one document."""
+    """Holds the tokens of one micro-batch, in host memory.
+
+    input_ids: int64 [B, T].
+    targets: int64 [B, T]; a target of -100 is not supervised.
+    positions: int64 [B, T], beginning at 0 in every document of a row; None: each row is one document.
+    """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
@@ -22,13 +26,13 @@ class MicroBatch:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds several documents."""
+        """Return whether a row holds several documents."""
         positions = self.positions
         return positions is not None and bool((positions[:, 1:] != positions[:, :-1] + 1).any())
 
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
-    """The sequences of an update, `size` at a time. All of them have positions or none has."""
+    """Return the sequences of an update as micro-batches of `size`. All of them have positions or none has."""
     ids, targets = torch.split(batch.input_ids, size), torch.split(batch.targets, size)
     positions: Sequence[torch.Tensor | None] = [None] * len(ids)
     if batch.segments is not None:

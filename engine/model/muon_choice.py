@@ -1,4 +1,4 @@
-"""Which parameters Muon trains: the matrices of a model's layers, unless a group says otherwise."""
+"""Chooses the parameters that Muon trains: the matrices of a model's blocks, unless a group says otherwise."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.errors import ConfigError
 
-DIMENSIONS = (2, 3)  # a matrix; a stack of them, one an expert
+DIMENSIONS = (2, 3)  # of a matrix; of a stack of matrices, one per expert
 
 
 def with_muon(structure: ModelStructure, model: nn.Module) -> ModelStructure:
-    """The same structure, its parameters marked. A convolution's weight is no matrix, nor is a stack of biases, nor a
-    table whose rows are looked up.
+    """Return the structure with those parameters marked that Muon trains.
 
-    Raises ConfigError for a group that gives Muon what is no matrix, and when there is nothing for it to train.
+    A convolution's weight does not count as a matrix, nor does a stack of biases, nor a table whose rows are looked up.
+
+    Raises ConfigError if a group gives Muon a parameter of other than 2 or 3 dimensions, or if Muon has nothing to
+    train.
     """
     layers = tuple(
         replace(

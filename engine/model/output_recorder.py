@@ -1,8 +1,9 @@
-"""Side outputs that Transformers takes from inside layers: the logits of routers, which an auxiliary loss needs.
+"""Records side outputs of modules inside layers, such as the logits of routers, which an auxiliary loss needs.
 
-A Transformers model says in `_can_record_outputs` which inner modules' outputs it returns beside the hidden state, and
-its configuration (`output_router_logits`) whether it does. It collects them with hooks while its forward runs. Here
-layers run elsewhere, so the engine collects them and hands them on as outputs of the layer.
+A Transformers model says in `_can_record_outputs` which inner modules' outputs it returns besides the hidden state. Its
+configuration (`output_router_logits`) says whether it does. It collects them with hooks while its forward runs. In this
+engine layers do not run inside that forward, so the engine collects the outputs and returns them as outputs of the
+layer.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-UNNEEDED = frozenset({"hidden_states", "attentions", "cross_attentions"})  # no objective is made of these
+UNNEEDED = frozenset({"hidden_states", "attentions", "cross_attentions"})  # no objective is computed from these
 
 
 class Wanted(NamedTuple):
-    """The output number `output` of every module of a class, or whose class or path has a name."""
+    """Selects output number `output` of every module of `target_class`, or whose path ends with `class_name`.
+
+    key: name under which the outputs are recorded.
+    layer_name: name that must also be part of the module's path; None: any path.
+    """
 
     key: str
     target_class: type[nn.Module] | None
@@ -30,7 +35,11 @@ class Recorder:
     """Collects the wanted outputs of inner modules while a layer runs."""
 
     def __init__(self, model: nn.Module, base: str, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """`base`: path of the module whose output the recordings become part of. `modules`: the layers', by path."""
+        """Register hooks on the modules whose outputs are wanted.
+
+        base: path of the module whose output the recorded outputs become part of.
+        modules: the layers' modules, with their paths.
+        """
         self._recorded: dict[str, list[torch.Tensor]] = {}
         hooks = {want: self._hook(want) for want in _wanted(model, base)}
         hooked: set[tuple[int, str]] = set()
@@ -42,7 +51,7 @@ class Recorder:
                         inner.register_forward_hook(hook)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-        """What the function returns, and what inner modules did meanwhile, by key."""
+        """Run the function. Return its result, and the outputs that inner modules returned meanwhile, by key."""
         self._recorded = {}
         result = function(*args, **kwargs)
         return result, self._recorded
@@ -57,7 +66,7 @@ class Recorder:
 
 
 def is_recorded(model: nn.Module, base: str, path: str) -> bool:
-    """Whether an output of the module at this path, or of one inside of it, is wanted."""
+    """Return whether an output of the module at this path, or of a module inside it, is wanted."""
     inner = list(model.get_submodule(path).named_modules(prefix=path))
     return any(_matches(want, module, name) for want in _wanted(model, base) for name, module in inner)
 
@@ -73,7 +82,10 @@ def _wanted(model: nn.Module, base: str) -> Iterator[Wanted]:
 
 
 def _normalized(key: str, spec: Any) -> Wanted:
-    """A class, the end of a class's name, or an OutputRecorder of Transformers, which has all the fields."""
+    """Return the Wanted of a model's entry in `_can_record_outputs`.
+
+    spec: a class, the end of a module's path, or an OutputRecorder of Transformers, which has all the fields.
+    """
     if isinstance(spec, str):
         return Wanted(key, None, spec, 1, None)
     if isinstance(spec, type):

@@ -1,7 +1,7 @@
-"""Which parameters are trained, and how: patterns over the model's parameter names.
+"""Selects by patterns over parameter names which parameters are trained, and how.
 
-A pattern is a regular expression that may match anywhere in a name (`re.search`). A parameter that is shared has
-several names; one that matches is enough. A range of experts goes by the name of all of them.
+A pattern is a regular expression that may match anywhere in a name (`re.search`). A shared parameter has several names;
+one that matches is enough. A range of experts is matched by the name of the whole stack.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.layout.parameter_group import COMMON, FROZEN, ParameterGroup
 from megatrain_ray.errors import ConfigError
 
-NEAR = 0.4  # of difflib's ratio: a pattern is no name, so that even the right one is not very like it
+NEAR = 0.4  # cutoff of difflib's ratio; low, since even the intended name is not very similar to a pattern
 
 
 @dataclass(frozen=True)
 class GroupRule:
-    """What the parameters that one of the patterns matches have of their own."""
+    """Assigns a group to the parameters that one of the patterns matches."""
 
     match: tuple[str, ...]
     group: ParameterGroup
@@ -30,9 +30,13 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class ParameterRules:
-    """The patterns of a run. `trainable`: what none of these matches is frozen; empty: everything may be trained.
-    `freeze`: what one of these matches is frozen. `groups`: of those that match a parameter the first one counts.
-    `muon`: Muon trains the matrices of blocks, unless a group says otherwise."""
+    """Holds the patterns of a run.
+
+    trainable: parameters that match none of these are frozen; empty: all may be trained.
+    freeze: parameters that match one of these are frozen.
+    groups: the first rule that matches a parameter applies.
+    muon: whether Muon trains the matrices of blocks, unless a group says otherwise.
+    """
 
     trainable: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
@@ -40,11 +44,12 @@ class ParameterRules:
     muon: bool = False
 
     def assign(self, model: nn.Module) -> dict[str, ParameterGroup]:
-        """The group of each parameter of the model, by all of its names. What the model itself has frozen
-        (`requires_grad` false) stays so.
+        """Return the group of each parameter of the model, by each of the parameter's names.
 
-        Raises ConfigError for a pattern that matches nothing, a group that no trained parameter gets, and when nothing
-        is left to train.
+        Parameters that the model itself has frozen (`requires_grad` false) stay frozen.
+
+        Raises ConfigError for a pattern that matches nothing, for a group that no trained parameter gets, and if
+        nothing is left to train.
         """
         aliases = _aliases(model)
         for key, pattern in self._patterns():
@@ -64,7 +69,7 @@ class ParameterRules:
         return {alias: groups.get(name, FROZEN) for name, names in aliases.items() for alias in names}
 
     def _patterns(self) -> Iterator[tuple[str, str]]:
-        """Each with the key it stands under."""
+        """Yield each pattern with the configuration key that holds it, key first."""
         yield from (("train.trainable", pattern) for pattern in self.trainable)
         yield from (("train.freeze", pattern) for pattern in self.freeze)
         for number, rule in enumerate(self.groups):
@@ -87,7 +92,7 @@ ALL_ALIKE = ParameterRules()
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter by its first one, in the order of `model.parameters()`."""
+    """Return all names of each parameter, by its first name, in the order of `model.parameters()`."""
     first: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -100,13 +105,13 @@ def _matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
 
 
 def near(pattern: str, names: Sequence[str]) -> str:
-    """What a pattern that matches none of `names` may have meant."""
+    """Return a hint at what a pattern that matches none of `names` may have meant, for an error message."""
     close = get_close_matches(re.sub(r"\\|\W+$|^\W+", "", pattern), _wholes_and_parts(names), n=3, cutoff=NEAR)
     return f"near it are {', '.join(close)}" if close else f"the first are {', '.join(names[:3])}"
 
 
 def _wholes_and_parts(names: Sequence[str]) -> Mapping[str, None]:
-    """Names, their beginnings (a layer) and their ends (the same matrix of every layer), each once."""
+    """Return all names, their beginnings (a layer) and their ends (the same matrix of every layer), each once."""
     found: dict[str, None] = {}
     for name in names:
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""What the engine knows of a model: its layers in the order of a forward, and what each is made of."""
+"""Describes a model for the engine: its layers in the order of a forward, and what each consists of."""
 
 from __future__ import annotations
 
@@ -28,32 +28,46 @@ class LayerKind(Enum):
 
 
 class Mlp(NamedTuple):
-    """A part of a block in which no token looks at another. `path`: from the block. `width`: elements that its largest
-    tensor has for each token."""
+    """Describes the MLP of a block: a module that computes each token independently of the others.
+
+    path: path within the block.
+    width: elements per token of its largest tensor.
+    """
 
     path: str
     width: int
 
 
 class Entered(NamedTuple):
-    """A tensor that entered the call of a module: its place among the arguments, containers flattened."""
+    """Identifies an input tensor of a module's call.
+
+    path: path of the module.
+    position: index among the arguments, with containers flattened.
+    """
 
     path: str
     position: int
 
 
 class Returned(NamedTuple):
-    """A tensor that the call of a module returned: its place among the floating-point ones."""
+    """Identifies an output tensor of a module's call.
+
+    path: path of the module.
+    number: index among the floating-point tensors that the call returned.
+    """
 
     path: str
     number: int
 
 
 class Part(NamedTuple):
-    """What makes a layer one part of a block (discovery/block_parts.py). `block`: its path. `leaving`: what entered
-    calls of the block, and nothing of its forward reads behind this part. `spent`: what calls of the block returned,
-    and nothing at all reads behind this part. `later`: what the block saves behind this part is read by a backward that
-    begins so many parts later."""
+    """Describes a layer that is one part of a block (discovery/block_parts.py).
+
+    block: path of the block.
+    later: what the block's own forward saves after this part is read by the backward of the part this many further on.
+    leaving: inputs of calls in the block that the block's forward does not read after this part.
+    spent: outputs of calls in the block that nothing reads after this part, not even the backward.
+    """
 
     block: str
     is_last: bool
@@ -64,8 +78,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer of the schedule: the modules it is made of, by path, and their parameters in model order. `mlp`: what of
-    a block can be computed for some tokens at a time. `part`: where it is not a whole block."""
+    """Describes a layer of the schedule.
+
+    modules: paths of the modules that it consists of.
+    parameters: their parameters in model order.
+    mlp: the module of a block that can be computed for some tokens at a time; None: there is none.
+    part: describes a layer that is one part of a block; None for all other layers.
+    """
 
     name: str
     kind: LayerKind
@@ -77,22 +96,24 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Layers in the order of a forward: embedding, blocks, head. Parameters that a text never reaches, a vision tower's
-    for instance, belong to none: they stay as they are."""
+    """Describes the layers in the order of a forward: embedding, blocks, head.
+
+    Parameters that a text never reaches, for instance those of a vision tower, belong to no layer and never change.
+    """
 
     layers: tuple[LayerSpec, ...]
-    parameter_order: tuple[str, ...]  # of those that are trained
+    parameter_order: tuple[str, ...]  # names of the trained parameters in model order
     base: str  # path of the module that holds the layers and returns the final hidden state
-    loss_modules: frozenset[str]  # of the head: called on the final hidden state, token chunk by token chunk
+    loss_modules: frozenset[str]  # modules of the head that are called on one chunk of tokens of the hidden state each
     vocab_size: int
-    # Of each layer that is a block, or a part of one: heads × head_dim; 0: it does not attend to every token.
+    # For each layer that is a block, or a part of one: heads × head_dim; 0: it does not attend to every token.
     attention_widths: tuple[float, ...] = ()
     looked_up: frozenset[str] = frozenset()  # parameters whose rows are picked by index: embeddings
-    norms: frozenset[str] = frozenset()  # of the head: modules in which no token looks at another
-    aliased_size: int | None = None  # of layouts
+    norms: frozenset[str] = frozenset()  # modules of the head that compute each token independently of the others
+    aliased_size: int | None = None  # as ModelLayout.aliased_size
 
     def layout(self, num_fragments: int = 1) -> ModelLayout:
-        """Blocks are cut into fragments; embedding and head stay whole."""
+        """Return the layout of all layers. Blocks are cut into fragments; embedding and head stay whole."""
         return ModelLayout(
             tuple(
                 FlatLayout.build(s.name, s.parameters, num_fragments if s.kind is LayerKind.BLOCK else 1)
@@ -104,7 +125,7 @@ class ModelStructure:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each block: one, or its parts."""
+        """Return the layers of each block: one, or one for each of its parts."""
         found: dict[object, list[int]] = {}
         for i, layer in enumerate(self.layers):
             if layer.kind is LayerKind.BLOCK:
@@ -113,7 +134,7 @@ class ModelStructure:
 
     @property
     def undivided_names(self) -> tuple[str, ...]:
-        """Of each layer what it is called, or its block where it is a part of one."""
+        """Return a name for each layer: that of its block (`layers.` and the block's number), else the layer's own."""
         names = [layer.name for layer in self.layers]
         for number, block in enumerate(self.blocks):
             for i in block:
@@ -122,23 +143,23 @@ class ModelStructure:
 
     @property
     def is_divided(self) -> bool:
-        """Whether a block is more than one layer."""
+        """Return whether blocks are divided into parts, each a layer of its own."""
         return any(layer.part for layer in self.layers)
 
     @cached_property
     def expert_groups(self) -> int:
-        """Ranges that the experts of a block are in, at most; 1: none has them apart."""
+        """Return the largest number of ranges into which the experts of a block are divided; 1: none are divided."""
         ranges = Counter(whole_name(p.name) for layer in self.layers for p in layer.parameters)
         return max(ranges.values(), default=1)
 
     @property
     def has_frozen(self) -> bool:
-        """Whether a parameter of a layer is not trained."""
+        """Return whether some parameter of a layer is not trained."""
         return any(not p.group.trained for layer in self.layers for p in layer.parameters)
 
     @property
     def loss_parameters(self) -> frozenset[str]:
-        """The head's own trained ones that the loss itself reads."""
+        """Return the names of the trained parameters that the head owns and that the modules of the loss read."""
         own = (p.name for p in self.layers[-1].parameters if p.group.trained and p.tied_to is None)
         return frozenset(name for name in own if any(name.startswith(f"{path}.") for path in self.loss_modules))
 
@@ -155,13 +176,13 @@ class ModelStructure:
 
 
 def kept_in_fp32(model: nn.Module, name: str) -> bool:
-    """Whether a transformers model wants this parameter or buffer in FP32 when the others are BF16."""
+    """Return whether a Transformers model keeps this parameter or buffer in FP32 when the others are BF16."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(re.search(rf"(^|\.){re.escape(pattern)}($|\.)", name) for pattern in patterns)
 
 
 def build_empty(factory: ModelFactory, dtype: torch.dtype) -> nn.Module:
-    """The model with parameters on the meta device and buffers (rotary frequencies) computed."""
+    """Return the model with its parameters on the meta device and its buffers (rotary frequencies) computed."""
     with init_empty_weights(include_buffers=False):
         model = factory(dtype)
     model.train()

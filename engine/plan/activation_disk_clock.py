@@ -1,4 +1,4 @@
-"""When activations are on disk and back, on the clocks of a step: what ActivationFile does."""
+"""Simulates on the clocks of a step when activations are on disk and back, as ActivationFile moves them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from megatrain_ray.virtual_clock import Op, Stage
 
-Run = Callable[..., float]  # Clocks.run: when an operation of a stage ends that begins after some times
+# As Clocks.run: takes a stage, an operation, and times after which it begins; returns the time at which it ends.
+Run = Callable[..., float]
 
 
 @dataclass
 class _Coming:
-    """Something on disk: how much of it has been read, and until when."""
+    """An activation that comes back from disk: how many of its bytes have been read, and when that was done."""
 
     op: Op
     num_bytes: int = 0
@@ -21,22 +22,31 @@ class _Coming:
 
 
 class SimulatedFile:
-    """Windows between device and disk, which does one thing after the other. What leaves comes back in the order that
-    `expect` is told."""
+    """Simulates the disk and the windows between it and the device.
+
+    The disk does one transfer at a time. Activations come back in the order that is given to `expect`.
+    """
 
     def __init__(self, room: int, run: Run) -> None:
-        """`room`: bytes of all windows."""
+        """Create a simulation.
+
+        room: bytes of all windows together.
+        run: charges an operation to a stage's clock.
+        """
         self._room = room
         self._run = run
         self.begin()
 
     def begin(self) -> None:
-        """A step."""
-        self._stored_s = 0.0  # when the last that left is on disk
+        """Start a new step, in which nothing is on disk yet."""
+        self._stored_s = 0.0  # when the last activation that left is on disk
         self._coming: deque[_Coming] = deque()
 
     def leave(self, op: Op, after_s: float) -> float:
-        """When all of it has left the device: what windows have no room for is on disk by then."""
+        """Return when all bytes of `op` have left the device. What windows have no room for is on disk by then.
+
+        after_s: time before which nothing leaves.
+        """
         left_s = max(self._run(Stage.D2H, op, after_s), self._stored_s)
         if op.num_bytes > self._room:
             left_s = self._move(op, op.num_bytes - self._room, left_s)
@@ -44,13 +54,20 @@ class SimulatedFile:
         return left_s
 
     def expect(self, ops: Iterable[Op], after_s: float) -> None:
-        """All that left has left, and comes back in this order: as much is read as windows have room for."""
+        """Announce the order in which activations come back, and read as much as windows have room for.
+
+        Call it when all of them have left the device.
+
+        after_s: time before which nothing is read.
+        """
         self._coming.extend(map(_Coming, ops))
         self._read_ahead(max(after_s, self._stored_s))
 
     def fetch(self, op: Op, after_s: float) -> float:
-        """When what comes next is on the device, where it has memory after `after_s`. What comes behind it takes its
-        place in the windows."""
+        """Return when the next activation, `op`, is back on the device. Later ones are read into the freed windows.
+
+        after_s: time from which the activation has memory on the device.
+        """
         found = self._coming.popleft()
         if found.num_bytes < op.num_bytes:
             found.there_s = self._move(op, op.num_bytes - found.num_bytes, max(after_s, found.there_s))

@@ -1,5 +1,7 @@
-"""What of a layer's activations waits elsewhere than on the device, and when it comes back: for the engine, which moves
-them, and for the simulation of it."""
+"""Says which activations of a layer are offloaded from the device, and when they are reloaded.
+
+The engine, which moves them, and the simulation of it share this.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,20 @@ RETURNING = (Phase.REPLAY, Phase.BACKWARD)
 
 
 class Activations(Enum):
-    """BOUNDARY: what enters a layer. KEPT: what its forward keeps for its backward beyond that and the weights."""
+    """Kinds of activations of a layer.
+
+    BOUNDARY: the layer's input.
+    KEPT: what its forward keeps for its backward besides the input and the weights.
+    """
 
     BOUNDARY = "boundary"
     KEPT = "kept"
 
-    __hash__ = object.__hash__  # Enum's own is Python, and simulations ask for it all the time
+    __hash__ = object.__hash__  # Enum.__hash__ is Python code, and simulations hash members all the time
 
 
 class Stop(NamedTuple):
-    """A micro-batch in a visit of the backward sweep."""
+    """One micro-batch in one visit of the backward sweep."""
 
     phase: Phase
     layer: int
@@ -32,7 +38,7 @@ class Stop(NamedTuple):
 
 
 def away(layer: LayerPlan) -> tuple[Activations, ...]:
-    """Of one micro-batch, what leaves the device behind the layer's forward, in this order."""
+    """Return the activations of a micro-batch that leave the device after the layer's forward, in this order."""
     boundary = (Activations.BOUNDARY,) if layer.boundary in ELSEWHERE else ()
     return (*boundary, Activations.KEPT) if layer.kept in ELSEWHERE else boundary
 
@@ -42,19 +48,21 @@ def is_on_disk(layer: LayerPlan, kind: Activations) -> bool:
 
 
 def num_bytes(layer: LayerPlan, kind: Activations) -> int:
-    """Of one micro-batch."""
+    """Return the bytes of a layer's activations of one kind, for one micro-batch."""
     return layer.boundary_bytes if kind is Activations.BOUNDARY else layer.kept_bytes
 
 
 def stops(visits: Sequence[Visit]) -> list[Stop]:
-    """Of a step, in order: what is away comes back for one of them."""
+    """Return the stops of a step in order. Each offloaded activation is reloaded for one of them."""
     backward = (visit for visit in visits if visit.phase in RETURNING)
     return [Stop(visit.phase, visit.layer, j) for visit in backward for j in visit.micro_batches]
 
 
 def needed(plan: Plan, phase: Phase, layer: int) -> tuple[tuple[Activations, int], ...]:
-    """What comes back for such a visit, and of which layer. What enters a layer that runs forward once more is there
-    from then on."""
+    """Return the offloaded activations that are reloaded for a visit, each with the layer that they belong to.
+
+    The input of a layer that is replayed is reloaded for the replay, and stays on the device until the backward.
+    """
     if phase not in RETURNING:
         return ()
     own = away(plan.layers[layer])

@@ -1,4 +1,7 @@
-"""Where activations lie on disk, and the windows that they pass through. Pure."""
+"""Places activations on disk, and sizes the windows that they pass through. Pure.
+
+A window is a staging buffer in host or device memory.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,21 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, aligned
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 
-# 256 MiB, three times what is on its way to the disk or from it: the others are filled, or wait for their copy.
+# 32 windows of at most 8 MiB are 256 MiB. The disk transfers a quarter of them at once. The others, three times as
+# many, are being filled, or wait for their copy.
 NUM_WINDOWS = 32
-KIND = "activations"  # of their extents
-AT_ONCE = 3  # activations of a layer, where these are small: one is copied, one is written or read, one waits
+KIND = "activations"  # the only kind in an extent of activations (Extent.kinds)
+# Where activations are small, there are windows for three of them: one is copied, one is written or read, one waits.
+AT_ONCE = 3
 
 
 class Part(NamedTuple):
-    """Bytes `span` of storage number `storage`, in their block from `start` on."""
+    """A range of one storage's bytes, and its place in a block.
+
+    storage: index among the storages that are offloaded together.
+    span: bytes of that storage.
+    start: first byte in the block.
+    """
 
     storage: int
     span: Span
@@ -31,40 +41,50 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What is written at once, and read at once, and has one checksum. `extent`: itself, as large as whole pages."""
+    """The unit of disk transfer: it is written at once, read at once, and has one checksum.
+
+    extent: its place in the file, rounded up to whole pages.
+    parts: the storages' bytes that it holds.
+    """
 
     extent: Extent
     parts: tuple[Part, ...]
 
 
 class Windows(NamedTuple):
-    """In memory of the host or of the device."""
+    """Number and size of the windows, which are in host memory or in device memory."""
 
     number: int
-    num_bytes: int  # of each
+    num_bytes: int  # of each window
 
     @staticmethod
     def of(activations: Sequence[int]) -> Windows:
-        """As many as these need: bytes of each, at least one."""
+        """Return the windows that some activations need.
+
+        activations: bytes of each; at least one.
+        """
         largest = max(activations)
         num_bytes = min(BLOCK_BYTES, aligned(largest))
         return Windows(min(NUM_WINDOWS, AT_ONCE * -(-largest // num_bytes)), num_bytes)
 
     def num_blocks(self, activations: Sequence[int]) -> int:
-        """On disk."""
+        """Return the number of blocks that activations of these sizes (bytes) take on disk."""
         return sum(-(-num_bytes // self.num_bytes) for num_bytes in activations)
 
     def host_bytes(self, activations: Sequence[int]) -> int:
-        """Of windows in host memory, and of a checksum of each block."""
+        """Return the bytes of host memory for windows that are there, and for a checksum of each block.
+
+        activations: bytes of each activation on disk.
+        """
         return self.number * self.num_bytes + self.beside_device_bytes(activations)
 
     def beside_device_bytes(self, activations: Sequence[int]) -> int:
-        """In host memory where windows are on the device: of checksums."""
+        """Return the bytes of host memory for the blocks' checksums only, as needed if windows are on the device."""
         return WORD_BYTES * self.num_blocks(activations)
 
     @property
     def device_bytes(self) -> int:
-        """Of windows there, which begin at a page."""
+        """Return the bytes of device memory for windows that are there, with room to begin at a page."""
         return self.number * self.num_bytes + ALIGN_BYTES
 
 
@@ -73,7 +93,10 @@ def windows_of(plan: Plan) -> Windows:
 
 
 def with_windows(plan: Plan, tier: Tier) -> Plan:
-    """For the activations that are on disk. `tier`: where windows are."""
+    """Return the plan with windows for the activations that it has on disk, if any.
+
+    tier: memory of the windows.
+    """
     if not plan.disk_activations:
         return plan
     windows = Windows.of(plan.disk_activations)
@@ -81,14 +104,16 @@ def with_windows(plan: Plan, tier: Tier) -> Plan:
 
 
 def most_windows_bytes(layers: Sequence[LayerPlan]) -> int:
-    """Of the device, for windows there, at most: with all on disk that may be. `layers`: of a plan with nothing
-    there."""
+    """Return an upper bound on the device bytes for windows, as if all offloaded activations went to disk.
+
+    layers: those of a plan with nothing on disk.
+    """
     moving = [bytes_of(layer, kind) for layer in layers for kind in away(layer)]
     return Windows.of(moving).device_bytes if moving else 0
 
 
 class Places:
-    """Places on disk, from its start on until all of it is free again."""
+    """Allocates places in the file of activations, from its start on, until `clear` frees all of them."""
 
     def __init__(self, plan: Plan) -> None:
         self._file_bytes = plan.activation_file_bytes
@@ -99,7 +124,11 @@ class Places:
         self._end_byte = self._end_block = 0
 
     def take(self, layer: int, storage_bytes: Sequence[int]) -> tuple[Block, ...]:
-        """For storages of a layer, one behind the other. Raises MegatrainError beyond what the plan has."""
+        """Allocate blocks for storages of a layer, which lie one after the other.
+
+        storage_bytes: bytes of each storage.
+        Raises MegatrainError if the file of the plan is too small.
+        """
         blocks = []
         for parts in _cut(storage_bytes, self._block_bytes):
             span = Span(0, parts[-1].start + parts[-1].span.size)
@@ -116,7 +145,7 @@ class Places:
 
 
 def _cut(storage_bytes: Sequence[int], block_bytes: int) -> Iterator[tuple[Part, ...]]:
-    """Storages one behind the other, in blocks."""
+    """Yield the parts of each block, for storages that lie one after the other."""
     parts: list[Part] = []
     room = block_bytes
     for storage, num_bytes in enumerate(storage_bytes):

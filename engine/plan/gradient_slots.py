@@ -1,4 +1,7 @@
-"""Which layer's gradient takes which region. Pure; the engine and the simulation of its schedule share it."""
+"""Assigns layers' gradients to regions of device memory. Pure.
+
+The engine and the simulation of its schedule share this.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from collections.abc import Sequence
 
 
 def regions_of(layers: Sequence[int], needed_bytes: Sequence[int], region_bytes: Sequence[int]) -> dict[int, int]:
-    """Layer → index of a region: layers take the smallest that hold them in turn, in the order given. `needed_bytes`:
-    of each of these layers.
+    """Return the region of each layer, as an index into `region_bytes`.
 
-    So the embedding's and the head's gradient, where they are larger than a block's, have a region to themselves.
-    Raises ValueError for a layer that fits none.
+    A layer takes the smallest size that holds its gradient. Layers share the regions of that size in turn, in the order
+    given. So the embedding's and the head's gradient have a region to themselves where they are larger than a block's.
+
+    needed_bytes: bytes of the gradient of each of `layers`.
+    Raises ValueError for a layer whose gradient fits no region.
     """
     found: dict[int, int] = {}
     turns: dict[int, int] = defaultdict(int)

@@ -1,6 +1,7 @@
-"""The plan: which tier everything lives on, how a step runs, and how many bytes that takes. The engine obeys it.
+"""Defines the plan: which tier everything lives on, how a step runs, and how many bytes that takes.
 
-The schema is versioned and stands in docs/plan_format.md; `plan.json` in a run directory is `Plan.to_json()`.
+The engine obeys the plan and decides no placement itself. The schema is versioned and described in
+docs/plan_format.md. `plan.json` in a run directory is `Plan.to_json()`.
 """
 
 from __future__ import annotations
@@ -27,25 +28,35 @@ from megatrain_ray.io.storage.disk_io import DiskIo
 
 
 class ActivationPolicy(Enum):
-    """What of a layer's forward waits for its backward: KEEP all that autograd saves, of a compiled layer what its
-    `activation_budget` allows; or its inputs only."""
+    """Says which activations of a layer are saved from its forward for its backward.
+
+    KEEP: all that autograd saves; of a compiled layer, what its `activation_budget` allows.
+    RECOMPUTE: the layer's inputs only.
+    """
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
 
-    __hash__ = object.__hash__  # Enum's own is Python, and the search asks for it all the time
+    __hash__ = object.__hash__  # Enum.__hash__ is Python code, and the plan search hashes members all the time
 
 
 class Recovery(Enum):
-    """What the death of an optimizer shard costs. IN_PLACE: a moment, its updates are logged in host memory.
-    FROM_SAVE: the steps since the last save, as every other death does."""
+    """Says what the death of an optimizer shard costs.
+
+    IN_PLACE: a moment, because its updates are logged in host memory.
+    FROM_SAVE: the steps since the last save, as every other death does.
+    """
 
     IN_PLACE = "in place"
     FROM_SAVE = "from save"
 
 
 class UpdateOrder(Enum):
-    """FORWARD: layer 0 first, once the clip scale is known. BACKWARD: as gradients land."""
+    """Says in which order and when the optimizer updates layers.
+
+    FORWARD: layer 0 first, once the clip scale is known.
+    BACKWARD: the last layer first, each as soon as its gradient arrives.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -53,41 +64,42 @@ class UpdateOrder(Enum):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Where a layer's tensors live and what happens to its activations."""
+    """Says where a layer's tensors live and what happens to its activations."""
 
     name: str
     num_parameters: int
-    num_trained: int  # of these; the others have neither state nor gradient
-    num_muon: int  # of the trained ones: those without a second moment
+    num_trained: int  # trained parameters among these; the others have neither optimizer state nor gradient
+    num_muon: int  # trained parameters that Muon trains: they have no second moment
     num_fragments: int
     weights: Tier
     state: Tier
     gradients: Tier  # where a complete gradient waits for its update
-    boundary: Tier | None  # where what enters waits from the forward to the backward; None: it is computed again
-    boundary_bytes: int  # of it, of one micro-batch
+    boundary: Tier | None  # where the layer's input waits from the forward to the backward; None: it is recomputed
+    boundary_bytes: int  # size of that input for one micro-batch
     activations: ActivationPolicy
     compiled: bool  # its modules run through torch.compile
-    # Of a compiled layer: 1.0 keeps what a backward wants, 0.0 the inputs only; the backward computes the rest again.
+    # Share of a compiled layer's activations that is kept. 1.0: all that the backward needs; 0.0: the inputs only. The
+    # backward recomputes the rest.
     activation_budget: float
-    updated_by: str  # cpu, gpu, or nobody where nothing is trained
-    kept: Tier = Tier.HBM  # where what the forward keeps for the backward waits
-    kept_bytes: int = 0  # of it, of one micro-batch, at most; 0 on the device
-    kept_later: int = 0  # it comes back with the backward of the layer so many behind (Part.later)
+    updated_by: str  # cpu (the shards), gpu (the device), or nobody if nothing is trained
+    kept: Tier = Tier.HBM  # where the activations that the forward keeps for the backward wait
+    kept_bytes: int = 0  # upper bound on their bytes for one micro-batch; 0 if they stay on the device
+    kept_later: int = 0  # they are reloaded for the backward of the layer this many further on (Part.later)
 
     @property
     def disk_activations(self) -> tuple[int, ...]:
-        """Bytes, of one micro-batch, of what enters and of what is kept, where that waits on disk."""
+        """Return the bytes of each activation of one micro-batch that waits on disk: the input, then what is kept."""
         entering = (self.boundary_bytes,) if self.boundary is Tier.NVME else ()
         return (*entering, self.kept_bytes) if self.kept is Tier.NVME else entering
 
 
-# Rows of device memory that torch's allocator knows nothing of.
+# Names of the rows of device memory that torch's allocator does not manage.
 CONTEXT, EXCHANGE = "context", "exchange"
 
 
 @dataclass(frozen=True)
 class ByteCount:
-    """One row of the arithmetic."""
+    """Holds one row of the memory arithmetic: what some item takes in a tier, and how that was computed."""
 
     tier: Tier
     name: str
@@ -97,7 +109,7 @@ class ByteCount:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides placement and order. Sizes in bytes, counts in `num_`."""
+    """Holds all decisions on placement and order. Sizes are in bytes; names of counts begin with `num_`."""
 
     version: Literal[1]
     device: str
@@ -106,25 +118,28 @@ class Plan:
     micro_batch_size: int
     num_micro_batches: int
     seq_len: int
-    attention: Attention  # of steps in which every row is one document
-    packed_attention: Attention  # of the others
+    attention: Attention  # for steps in which every row is one document
+    packed_attention: Attention  # for steps in which a row holds several documents
     layers: tuple[LayerPlan, ...]
     slots: tuple[SlotSpec, ...]
-    # Of layers with something to train: one each in the order of a backward where sums stay on the device, else a ring.
+    # Device regions for gradient sums of layers with something to train. If the unfinished sums of all layers stay on
+    # the device: one region per layer, in backward order. Else: a ring that layers use in turn.
     gradient_slot_bytes: tuple[int, ...]
-    leaving_slot_bytes: tuple[int, ...]  # where rounded sums leave from; empty when nothing is rounded
-    # Where momenta arrive for Muon's directions, and where these leave from; empty where it trains nothing.
+    leaving_slot_bytes: tuple[int, ...]  # device regions that rounded sums leave from; empty if nothing is rounded
+    # Device regions where momenta arrive for Muon, and regions that the orthogonalized momenta (directions) leave from.
+    # Empty if Muon trains nothing.
     momentum_slot_bytes: tuple[int, ...]
     direction_slot_bytes: tuple[int, ...]
-    gradient_dtype: str  # of what leaves the device: bfloat16 or float32
-    sum_dtype: str  # of the gradient slots
-    sums: Tier  # where sums over micro-batches wait for the next one
+    gradient_dtype: str  # type of gradients that leave the device: bfloat16 or float32
+    sum_dtype: str  # type of the sums in the gradient slots: bfloat16 or float32
+    sums: Tier  # where unfinished sums over micro-batches wait for the next micro-batch
     slab_bytes: int
-    direction_slab_bytes: int  # where Muon's directions wait for their update, behind the gradients' slab
+    direction_slab_bytes: int  # where Muon's directions wait for their update; lies after the gradients' slab
     update_order: UpdateOrder
     loss_chunk_tokens: int
-    compiled_loss: bool  # a chunk runs through torch.compile
-    # The head's gradient of each chunk of the loss goes into the sum over micro-batches; else into a sum of its own.
+    compiled_loss: bool  # whether a chunk of the loss runs through torch.compile
+    # Whether the head's gradient of each chunk of the loss is added to the sum over micro-batches. Else the chunks have
+    # a sum of their own.
     chunks_add_to_sums: bool
     num_shards: int
     shard_cut_elements: int
@@ -132,32 +147,32 @@ class Plan:
     num_shard_threads: int
     recovery: Recovery
     uploads_per_step: int
-    saves_frozen: bool  # false: a save leaves out what is frozen
+    saves_frozen: bool  # whether a save includes frozen parameters
     save_copy_bytes: int  # spare RAM into which a save copies layers that are updated before they are written
-    device_copy_bytes: int  # of these, for layers that live on the device
-    extent_elements: int  # state that spills is read and written in parts of layers of at most so many
-    state_slots: int  # of each shard: such parts, or gradients of parts, that are in host memory at the same time
+    device_copy_bytes: int  # the part of save_copy_bytes for layers that live on the device
+    extent_elements: int  # spilled state is read and written in parts of layers of at most this many elements
+    state_slots: int  # per shard: how many such parts, or gradients of parts, are in host memory at the same time
     hbm_limit_bytes: int | None
     ram_limit_bytes: int
     spill_limit_bytes: int | None  # None: nothing may spill
     rows: tuple[ByteCount, ...]
-    captured: bool = False  # forward and backward of a step are one graph that the device has; it launches all at once
-    prediction: Prediction | None = None  # of what a step takes
-    mlp_chunk_tokens: int = 0  # of a micro-batch that an MLP computes at a time; 0: all of them
-    block_parts: int = 1  # into which blocks are divided at most, each a layer of its own (discovery/block_parts.py)
-    expert_groups: int = 1  # modules that the experts of a block are at most (model/expert_groups.py)
-    disk_io: DiskIo = DiskIo.POSIX  # by whom what is on disk is read and written
-    weight_windows: int = 0  # host memory of a layer's working copy each, which those on disk pass through
-    weight_read_bytes: int = 0  # of working copies on disk, read for the uploads of a step
-    disk_packed: bool = False  # blocks of floats take fewer bytes there than they have (storage/packed_store.py)
-    num_windows: int = 0  # through which activations go to the disk and come back
-    window_bytes: int = 0  # of each
-    windows: Tier = Tier.HOST  # where these are; hbm: what reads and writes the file moves memory of the device
-    shard_homes: tuple[Home, ...] = ()  # CPUs and memory of each shard; empty: one node, nothing is put on any
-    gpu_homes: tuple[GpuHome, ...] = ()  # of a worker, by the GPU that it gets; empty: one node, or no GPU's is known
-    num_gpus: int = 1  # each computes so many micro-batches of a step, and has what is said of the device to itself
-    num_hosts: int = 1  # among which these are divided; each has a share of every layer, and such shards of its own
-    gathers_slots: bool = False  # each GPU uploads its part of a layer alone, and has the rest from the others
+    captured: bool = False  # whether forward and backward of a step are one graph, which the device launches at once
+    prediction: Prediction | None = None  # expected cost of a step
+    mlp_chunk_tokens: int = 0  # tokens of a micro-batch that an MLP computes at a time; 0: all of them
+    block_parts: int = 1  # largest number of layers that a block is divided into (discovery/block_parts.py)
+    expert_groups: int = 1  # largest number of modules that hold the experts of a block (model/expert_groups.py)
+    disk_io: DiskIo = DiskIo.POSIX  # how files on disk are read and written: by POSIX calls or kvikio
+    weight_windows: int = 0  # host buffers, each for one layer's working copy, that working copies on disk pass through
+    weight_read_bytes: int = 0  # bytes of working copies on disk that are read for the uploads of a step
+    disk_packed: bool = False  # whether blocks of floats are compressed on disk (storage/packed_store.py)
+    num_windows: int = 0  # staging buffers that activations on disk pass through, on their way there and back
+    window_bytes: int = 0  # size of each of these
+    windows: Tier = Tier.HOST  # memory of these buffers; hbm: the file is read and written from device memory directly
+    shard_homes: tuple[Home, ...] = ()  # CPUs and memory of each shard; empty: one NUMA node, nothing is bound to one
+    gpu_homes: tuple[GpuHome, ...] = ()  # home of a worker, by its GPU; empty: one NUMA node, or no GPU's is known
+    num_gpus: int = 1  # each computes num_micro_batches of a step; device sizes in the plan are those of each GPU
+    num_hosts: int = 1  # hosts that the GPUs are divided among; each has a share of every layer and num_shards shards
+    gathers_slots: bool = False  # whether each GPU uploads only its part of a layer and gets the rest from the others
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -169,17 +184,17 @@ class Plan:
 
     @property
     def host_gpus(self) -> int:
-        """GPUs of each host."""
+        """Return the number of GPUs of each host."""
         return self.num_gpus // self.num_hosts
 
     @property
     def num_parts(self) -> int:
-        """Of a save: one of each shard of each host, and one of the layers on the device."""
+        """Return the number of parts of a save: one per shard of each host, and one for the layers on the device."""
         return self.num_hosts * self.num_shards + 1
 
     @property
     def slab_itemsize(self) -> int:
-        """Bytes of an element of the largest thing that waits in the slab."""
+        """Return the bytes of an element of the widest type in the slab: sums if they wait there, else gradients."""
         return (self.accumulation_dtype if self.sums is Tier.HOST else self.wire_dtype).itemsize
 
     @property
@@ -188,186 +203,207 @@ class Plan:
 
     @cached_property
     def layer_order(self) -> tuple[int, ...]:
-        """The order in which an update by the shards visits layers: those on the host of which something is trained."""
+        """Return the layers that the shards update, in that order: layers on the host with something to train."""
         updated = [i for i, layer in enumerate(self.layers) if layer.updated_by == "cpu"]
         return tuple(updated if self.update_order is UpdateOrder.FORWARD else reversed(updated))
 
     @property
     def updated_layers(self) -> tuple[frozenset[int], ...]:
-        """By each of those who signal what they have updated: the shards, and the device where layers live there."""
+        """Return the layers that each updater signals as updated: one set per shard, then one if layers are in HBM."""
         by = {who: frozenset(i for i, x in enumerate(self.layers) if x.updated_by == who) for who in ("cpu", "gpu")}
         return (*[by["cpu"]] * self.num_shards, *([by["gpu"]] if self.hbm_layers else []))
 
     @cached_property
     def hbm_layers(self) -> frozenset[int]:
-        """Those that live on the device: working copy, state and gradient."""
+        """Return the layers that live on the device with working copy, state and gradient."""
         return frozenset(i for i, layer in enumerate(self.layers) if layer.weights is Tier.HBM)
 
     @cached_property
     def host_layers(self) -> frozenset[int]:
-        """The others, which stream."""
+        """Return the layers that stream: all except those that live on the device."""
         return frozenset(range(len(self.layers))) - self.hbm_layers
 
     def sums_whole(self, layer: int) -> bool:
-        """Whether all ranks get a layer's whole sum: each updates it itself, or keeps whole matrices, whose parts do
-        not lie in the order of ranks, as those of a reduce-scatter must."""
+        """Return whether every rank gets a layer's whole gradient sum, instead of its part by a reduce-scatter.
+
+        This holds for layers in HBM, which each rank updates itself. It also holds for layers with Muon: each rank
+        keeps whole matrices, and these parts do not lie in the order of ranks, as a reduce-scatter requires.
+        """
         return layer in self.hbm_layers or self.layers[layer].num_muon > 0
 
     @cached_property
     def spilled_layers(self) -> frozenset[int]:
-        """Those whose state is on disk."""
+        """Return the layers whose optimizer state is on disk."""
         return frozenset(i for i, layer in enumerate(self.layers) if layer.state is Tier.NVME)
 
     @cached_property
     def weights_on_disk(self) -> frozenset[int]:
-        """Those whose working copy is on disk, where their state is."""
+        """Return the layers whose working copy is on disk. Their state is there, too."""
         return frozenset(i for i, layer in enumerate(self.layers) if layer.weights is Tier.NVME)
 
     @cached_property
     def weights_on_host(self) -> frozenset[int]:
-        """Those whose working copy stays in host memory."""
+        """Return the layers whose working copy stays in host memory."""
         return self.host_layers - self.weights_on_disk
 
     @property
     def activations_io(self) -> DiskIo:
-        """By whom activations on disk are read and written. Memory of a GPU is in kvikio's reach alone; that of the CPU
-        device in everybody's."""
+        """Return how activations on disk are read and written.
+
+        Only kvikio can access a GPU's memory. The memory of the CPU device is accessible to all.
+        """
         is_direct = self.windows is Tier.HBM and self.device == "cuda"
         return DiskIo.KVIKIO if is_direct else self.disk_io
 
     @property
     def uses_disk(self) -> bool:
-        """Whether state or gradients of some layer are on disk. Working copies are there with state alone."""
+        """Return whether state or gradients of some layer are on disk. Working copies are there only with state."""
         return bool(self.spilled_layers or self.stored_layers)
 
     @cached_property
     def waiting_layers(self) -> frozenset[int]:
-        """Those with something to train whose complete gradient waits on the device."""
+        """Return the layers with something to train whose complete gradient waits on the device."""
         waits = (i for i, layer in enumerate(self.layers) if layer.num_trained and layer.gradients is Tier.HBM)
         return frozenset(waits)
 
     @cached_property
     def departing_layers(self) -> tuple[int, ...]:
-        """Of these the ones that the shards update, in the order in which their gradients leave: after the backward."""
+        """Return those of `waiting_layers` that the shards update.
+
+        They are in the order in which their gradients leave the device, which is after the backward.
+        """
         waiting = self.waiting_layers
         return tuple(i for i in self.layer_order if i in waiting)
 
     @cached_property
     def stored_layers(self) -> tuple[int, ...]:
-        """Those whose complete gradient waits on disk, in the order of a backward."""
+        """Return the layers whose complete gradient waits on disk, in the order of a backward."""
         return tuple(i for i in reversed(self.layer_order) if self.layers[i].gradients is Tier.NVME)
 
     @cached_property
     def passing_layers(self) -> frozenset[int]:
-        """Those whose complete gradient does not stay in the slab until all are there."""
+        """Return the layers whose complete gradient does not stay in the slab until all gradients are complete."""
         if self.update_order is UpdateOrder.BACKWARD:
             return self.host_layers
         return frozenset((*self.departing_layers, *self.stored_layers))
 
     @property
     def repeats_steps(self) -> bool:
-        """Whether another GPU worker may make a step once more: all state is with the shards, and of a step that is not
-        committed nobody has read anything."""
+        """Return whether a replacement GPU worker can repeat a step that was interrupted.
+
+        It can if the shards hold all state, and nothing has read results of a step that is not committed.
+        """
         on_host = not self.hbm_layers and not self.stored_layers and not self.weights_on_disk
         return on_host and self.update_order is UpdateOrder.FORWARD
 
     @property
     def gradients_are_brief(self) -> bool:
-        """Whether a gradient that waits on the device comes up in the last visit to its layer; else it has a place
-        there for good."""
+        """Return whether a gradient that waits on the device is allocated only in the last visit to its layer.
+
+        Otherwise its memory is allocated once and kept.
+        """
         one_visit = self.num_micro_batches == 1 or self.order is LoopOrder.LAYERS_OUTER
-        # What a captured step writes stays where it was when that was captured.
+        # A captured step writes to the addresses that it was captured with, so they must stay allocated.
         return (one_visit or self.sums is Tier.HOST) and not self.captured
 
     @cached_property
     def paired_layers(self) -> range:
-        """Blocks of which a micro-batch's gradient waits for that of the next one, where that comes next: added to the
-        sum together they read and write it half as often."""
+        """Return the blocks whose gradients of two micro-batches are added to the sum together.
+
+        This reads and writes the sum half as often. The second micro-batch must come directly after the first, so there
+        are none unless layers are outermost and there are several micro-batches.
+        """
         several = self.num_micro_batches > 1 and self.order is LoopOrder.LAYERS_OUTER
         return range(1, len(self.layers) - 1) if several else range(0)
 
     @property
     def never_in_slab(self) -> frozenset[int]:
-        """Layers of which nothing ever waits on the host."""
+        """Return the layers that never need memory of the slab."""
         return frozenset() if self.sums is Tier.HOST else self.hbm_layers
 
     @property
     def num_live_micro_batches(self) -> int:
-        """Whose activations exist at the same time."""
+        """Return the number of micro-batches whose activations exist at the same time."""
         return self.num_micro_batches if self.order is LoopOrder.LAYERS_OUTER else 1
 
     @property
     def batch_size(self) -> int:
-        """Sequences of an update, over all GPUs."""
+        """Return the number of sequences of an update, over all GPUs."""
         return self.micro_batch_size * self.num_micro_batches * self.num_gpus
 
     @property
     def num_mlp_chunks(self) -> int:
-        """Of a micro-batch."""
+        """Return the number of chunks in which an MLP computes a micro-batch."""
         return -(-self.micro_batch_size * self.seq_len // self.mlp_chunk_tokens) if self.mlp_chunk_tokens else 1
 
     @property
     def boundary_bytes(self) -> int:
-        """Host memory for what enters layers."""
+        """Return the bytes of host memory for the inputs of layers."""
         on_host = (layer.boundary_bytes for layer in self.layers if layer.boundary is Tier.HOST)
         return self.num_live_micro_batches * sum(on_host)
 
     @property
     def kept_bytes(self) -> int:
-        """Host memory for what layers keep for their backward."""
+        """Return the bytes of host memory for the activations that layers keep for their backward."""
         on_host = (layer.kept_bytes for layer in self.layers if layer.kept is Tier.HOST)
         return self.num_live_micro_batches * sum(on_host)
 
     @property
     def host_activation_bytes(self) -> int:
-        """Host memory for activations."""
+        """Return the bytes of host memory for all activations."""
         return self.boundary_bytes + self.kept_bytes
 
     @cached_property
     def disk_activations(self) -> tuple[int, ...]:
-        """Bytes of all activations of a GPU that are on disk at the same time, each of one layer and micro-batch."""
+        """Return the bytes of each activation of a GPU that is on disk, of all that are there at the same time.
+
+        There is one entry per kind of activation, layer and live micro-batch.
+        """
         return self.num_live_micro_batches * tuple(b for layer in self.layers for b in layer.disk_activations)
 
     @property
     def activation_file_bytes(self) -> int:
-        """Of one GPU, on disk: whole pages."""
+        """Return the bytes of one GPU's file of activations: each activation takes whole pages."""
         return sum(map(aligned, self.disk_activations))
 
     @property
     def activation_files_bytes(self) -> int:
-        """Of all GPUs of a host, each of which has a file of its own."""
+        """Return the bytes of the activation files of all GPUs of a host. Each GPU has its own file."""
         return self.host_gpus * self.activation_file_bytes
 
     @property
     def num_sweeps(self) -> int:
-        """Forwards through all layers in a step, each with as many micro-batches as are live."""
+        """Return the number of forwards through all layers in a step, each with all live micro-batches."""
         return self.num_micro_batches // self.num_live_micro_batches
 
     @property
     def written_bytes(self) -> int:
-        """To the disk of a host in a step, and read from it as much."""
+        """Return the bytes written to a host's disk in a step. As many are read, besides `weight_read_bytes`."""
         return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * self.activation_files_bytes
 
     @property
     def moves_activations(self) -> bool:
-        """Whether what enters some layer, or what it keeps, does not wait on the device."""
+        """Return whether some layer's input, or what it keeps, does not wait on the device."""
         return any(layer.boundary is not Tier.HBM or layer.kept is not Tier.HBM for layer in self.layers)
 
     @cached_property
     def replayed_layers(self) -> frozenset[int]:
-        """Whose output is computed again for the backward of the layer behind."""
+        """Return the layers whose forward runs again before the backward of the next layer, to recompute its input."""
         return frozenset(i - 1 for i, layer in enumerate(self.layers) if layer.boundary is None)
 
     @cached_property
     def kept_until(self) -> tuple[tuple[int, ...], ...]:
-        """Of each layer those with what is kept for its backward: itself, but for parts of blocks."""
+        """Return, for each layer, the layers whose kept activations its backward needs.
+
+        That is the layer itself, except for parts of blocks.
+        """
         found: list[list[int]] = [[] for _ in self.layers]
         for i, layer in reversed(list(enumerate(self.layers))):
             found[i + layer.kept_later].append(i)
         return tuple(map(tuple, found))
 
     def visits(self, lowest_trained: int) -> tuple[Visit, ...]:
-        """Of a step."""
+        """Return the visits of a step. Its backward ends at layer `lowest_trained`."""
         return visits(len(self.layers), self.num_micro_batches, self.order, lowest_trained, self.replayed_layers)
 
     @property
@@ -384,30 +420,33 @@ class Plan:
 
     @property
     def save_bytes(self) -> int:
-        """Of one save, without its manifest: 12 bytes per trained parameter (8 with narrow moments), 8 where Muon
-        trains it, the working copy of the others."""
+        """Return the bytes of one save without its manifest.
+
+        A trained parameter takes 12 bytes (8 with narrow moments), or 8 if Muon trains it. A frozen one takes the bytes
+        of its working copy, if saves include it.
+        """
         return self.updated_bytes + (self.frozen_bytes if self.saves_frozen else 0)
 
     @property
     def frozen_bytes(self) -> int:
-        """Of the working copy of what is frozen."""
+        """Return the bytes of the working copy of all frozen parameters."""
         return self.precision.working_dtype.itemsize * (self.num_parameters - self.num_trained)
 
     @property
     def updated_bytes(self) -> int:
-        """What an update changes."""
+        """Return the bytes that an update changes: working copy and state of all trained parameters."""
         return self.precision.element_bytes * self.num_trained - SECOND_MOMENT_BYTES * self.num_muon
 
     @property
     def update_deadline_s(self) -> float:
-        """How long an update may take at most: a save may hold it up for as long as the disk needs."""
+        """Return the seconds after which an update has failed. A save may delay it for as long as the disk needs."""
         return transfer_deadline_s(self.save_bytes)
 
     def total_bytes(self, tier: Tier) -> int:
         return sum(row.num_bytes for row in self.rows if row.tier is tier)
 
     def row_bytes(self, tier: Tier, *names: str) -> int:
-        """Of the rows with these names; 0 where there are none."""
+        """Return the bytes of the tier's rows with these names; 0 if there are none."""
         return sum(row.num_bytes for row in self.rows if row.tier is tier and row.name in names)
 
     def to_json(self) -> str:
@@ -415,14 +454,14 @@ class Plan:
 
     @cached_property
     def sha256(self) -> str:
-        """Of its file: of all that it decides and predicts, and of the rates that it was made with."""
+        """Return the hash of the plan's file, which holds its decisions, its prediction and the rates it used."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Raises pydantic.ValidationError for text that is no plan of this version."""
+        """Parse a plan. Raises pydantic.ValidationError for text that is no plan of this version."""
         plan = TypeAdapter(Plan).validate_json(text)
-        # Those of several hosts always did, before the plan said so.
+        # Plans of several hosts always gathered slots, also before the plan had this key.
         return replace(plan, gathers_slots=True) if plan.num_hosts > 1 and not plan.gathers_slots else plan
 
 

@@ -1,4 +1,4 @@
-"""What each shard of a plan owns, and what it has on disk. Pure."""
+"""Derives from a plan what each optimizer shard owns, and what it has on disk. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatrain_ray.engine.plan.spill_layout import SpillLayout
 
 
 def shard_layout(plan: Plan, layout: ModelLayout, index: int) -> ShardLayout:
-    """Of a shard of the CPU: of the layers on the host."""
+    """Return the layout of shard `index` of a host: its part of the layers on the host, which the CPU updates."""
     return ShardLayout(
         layout,
         index,
@@ -25,7 +25,7 @@ def shard_layout(plan: Plan, layout: ModelLayout, index: int) -> ShardLayout:
 
 
 def spill_layout(plan: Plan, part: ShardLayout) -> SpillLayout:
-    """Of what the shard has on disk."""
+    """Return the layout of what a shard has on disk."""
     return SpillLayout.of(
         part,
         plan.precision,
@@ -38,7 +38,10 @@ def spill_layout(plan: Plan, part: ShardLayout) -> SpillLayout:
 
 
 def read_bytes(plan: Plan, layout: ModelLayout, fragments: Iterable[FragmentId]) -> int:
-    """Of the disk, for uploads of these fragments, by DiskWeights: whole pages of every shard's part."""
+    """Return the bytes that DiskWeights reads from disk for uploads of these fragments.
+
+    It reads whole pages of every shard's part.
+    """
     if not plan.weights_on_disk:
         return 0
     parts = [spill_layout(plan, shard_layout(plan, layout, k)) for k in range(plan.num_shards)]

@@ -1,4 +1,4 @@
-"""What a plan is expected to cost: the seconds of a step, where they go, and the bytes it moves."""
+"""Holds what a plan is expected to cost: the seconds of a step, where they go, and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from dataclasses import dataclass
 
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 
-# Of the disk, that reads of working copies are predicted to have: as if updates and gradients, which are there then,
-# too, always had the rest.
+# Share of the disk's rate that reads of working copies are predicted to have. Updates and gradients, which use the disk
+# at the same time, are taken to always have the rest.
 WEIGHTS_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step in the steady state, the second of two. `rates`: of which machine; `is_measured`: on this one.
+    """Predicts a step in the steady state: the second of two simulated steps.
 
-    `compute_s` by operation (forward, recompute, loss, backward, update, orthogonalize), `exposed_s` by cause as in
-    metrics.jsonl: together `step_s`. `busy_s`: of each stage, whatever hides it; the bottleneck is the busiest one.
-    `profile`: the rates that all of it was made of; of a plan of an earlier version None.
+    rates: name of the machine whose rates were used.
+    is_measured: whether they were measured on this machine.
+    compute_s: seconds by operation (forward, recompute, loss, backward, update, orthogonalize).
+    exposed_s: seconds that the compute stream waits, by cause as in metrics.jsonl. With `compute_s` they add up to
+        `step_s`.
+    busy_s: seconds that each stage works, including what overlaps with other stages. The bottleneck is the busiest one.
+    profile: the rates that the prediction was made with; None in plans of earlier versions.
     """
 
     rates: str
@@ -35,5 +39,5 @@ class Prediction:
 
     @property
     def disk_s(self) -> float:
-        """Of the disk at work for all that is moved there, at its whole rate."""
+        """Return the seconds that the disk takes for all its transfers at its full rate."""
         return self.busy_s.get("disk", 0.0) + WEIGHTS_SHARE * self.busy_s.get("weights", 0.0)

@@ -1,8 +1,9 @@
-"""Which fragment is in which slot during a step: known before the step begins, because the access order is.
+"""Decides which fragment is in which slot during a step. This is known beforehand, because the access order is.
 
-Belady's rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966): where a slot
-must be reused, drop the fragment whose next use is farthest. For L layers and S slots this gives L uploads in a forward
-and L - S in the backward that follows: 2L - S for a step of one micro-batch, at most that for each further one.
+It follows Belady's rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966): where
+a slot must be reused, evict the fragment whose next use is farthest. For L layers and S slots this gives L uploads in a
+forward and L - S in the backward that follows. That is 2L - S for a step of one micro-batch, and at most that for each
+further one.
 """
 
 from __future__ import annotations
@@ -25,20 +26,24 @@ class FragmentId:
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """A slot takes fragments of its group that are no larger than it."""
+    """Describes a slot. It takes fragments of its group that are no larger than `num_bytes`."""
 
     group: str
     num_bytes: int
 
 
 def group_of(kind: LayerKind, fragment: int) -> str:
-    """Of slots that a layer's fragments take."""
+    """Return the group of the slots that a fragment takes: one per fragment index of blocks, one for other layers."""
     return f"block/{fragment}" if kind is LayerKind.BLOCK else "edge"
 
 
 @dataclass(frozen=True)
 class Load:
-    """Copy a fragment into a slot for visit `visit`, once visit `after_visit` (-1: none) has let go of the slot."""
+    """Upload of a fragment into a slot.
+
+    visit: index of the visit that needs the fragment.
+    after_visit: index of the visit that must have released the slot before; -1: none.
+    """
 
     fragment: FragmentId
     slot: int
@@ -48,8 +53,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Residency:
-    """`loads` in the order they are issued; `slots[v]`: fragment → slot during visit v; `frees[v]`: slots that hold
-    nothing of use after visit v."""
+    """Which fragment is in which slot during the visits of a step.
+
+    loads: uploads in the order in which they are issued.
+    slots: slots[v] gives the slot of each fragment that visit v needs.
+    frees: frees[v] are the slots whose content is not needed after visit v.
+    """
 
     loads: tuple[Load, ...]
     slots: tuple[Mapping[FragmentId, int], ...]
@@ -67,7 +76,7 @@ class _Simulation:
     specs: Sequence[SlotSpec]
     uses: Mapping[FragmentId, list[int]]
     held: dict[int, _Occupant] = field(default_factory=dict)
-    where: dict[FragmentId, int] = field(default_factory=dict)  # the slot of each fragment that is held
+    where: dict[FragmentId, int] = field(default_factory=dict)  # slot of each fragment that is in one
 
     def next_use(self, fragment: FragmentId, after: int) -> int:
         uses = self.uses[fragment]
@@ -82,7 +91,11 @@ class _Simulation:
         self.where[fragment] = slot
 
     def choose(self, group: str, num_bytes: int, visit: int, needed: frozenset[FragmentId]) -> int | None:
-        """A free slot, the smallest that fits; else the one whose fragment is used again last."""
+        """Return the smallest free slot that fits, else the fitting one whose fragment is used again last.
+
+        needed: fragments of this visit, which must not be evicted.
+        Returns None if there is no such slot.
+        """
         fits = [i for i, s in enumerate(self.specs) if s.group == group and s.num_bytes >= num_bytes]
         free = [i for i in fits if i not in self.held]
         if free:
@@ -101,7 +114,12 @@ def plan_residency(
     fragment_group: Mapping[FragmentId, str],
     slots: Sequence[SlotSpec],
 ) -> Residency:
-    """Simulates one step. Pure. Raises CapacityError when a visit's fragments do not fit the slots together."""
+    """Simulate the visits of one step, and return the loads and what is in which slot. Pure.
+
+    visits: the fragments that each visit needs.
+    fragment_bytes, fragment_group: size and slot group of each fragment.
+    Raises CapacityError if the fragments of a visit do not fit the slots together.
+    """
     uses: dict[FragmentId, list[int]] = {}
     for v, fragments in enumerate(visits):
         for fragment in fragments:
@@ -128,7 +146,10 @@ def plan_residency(
 
 
 def _frees(loads: Sequence[Load], during: Sequence[Mapping[FragmentId, int]]) -> tuple[frozenset[int], ...]:
-    """A slot is freed after the last visit that uses its fragment before it is filled again or the step ends."""
+    """Return the slots that are freed after each visit.
+
+    A slot is freed after the last visit that uses its fragment before the slot is refilled or the step ends.
+    """
     frees: list[set[int]] = [set() for _ in during]
     refilled = {(load.slot, load.after_visit) for load in loads}
     last_use: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The order in which a step visits layers: the two loop orders, as data."""
+"""Describes as data the order in which a step visits layers, for both loop orders."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from enum import Enum
 
 
 class LoopOrder(Enum):
-    """MICRO_BATCHES_OUTER: a whole forward and backward for each micro-batch; weights stream for each of them.
-    LAYERS_OUTER: each layer works on all micro-batches while it is on the device; weights stream once a step."""
+    """Says which of a step's two loops, over layers and over micro-batches, is the outer one.
+
+    MICRO_BATCHES_OUTER: each micro-batch has a whole forward and backward; weights stream once per micro-batch.
+    LAYERS_OUTER: each layer processes all micro-batches while it is on the device; weights stream once per step.
+    """
 
     MICRO_BATCHES_OUTER = "micro_batches_outer"
     LAYERS_OUTER = "layers_outer"
 
-    __hash__ = object.__hash__  # Enum's own is Python, and the search asks for it all the time
+    __hash__ = object.__hash__  # Enum.__hash__ is Python code, and the plan search hashes members all the time
 
 
 class Phase(Enum):
     FORWARD = "forward"
-    HEAD = "head"  # the last layer: its forward and the loss, and in a step its backward
-    REPLAY = "replay"  # the forward once more, for what enters the layer behind it
+    HEAD = "head"  # the last layer: its forward and the loss, and in a training step also its backward
+    REPLAY = "replay"  # the forward once more, to recompute the input of the next layer
     BACKWARD = "backward"
 
 
@@ -29,7 +32,11 @@ WITH_GRADIENT = (Phase.HEAD, Phase.BACKWARD)
 
 @dataclass(frozen=True)
 class Visit:
-    """One stay of a layer on the device. `last`: its gradient, if it has one, is complete afterwards."""
+    """One stay of a layer on the device, for one phase of some micro-batches.
+
+    index: position of the visit in the step.
+    last: the layer's gradient, if it has one, is complete after this visit.
+    """
 
     index: int
     phase: Phase
@@ -45,8 +52,11 @@ def visits(
     lowest_trained: int = 0,
     replayed: Set[int] = frozenset(),
 ) -> tuple[Visit, ...]:
-    """All visits of a step. Layer 0 is the embedding, `num_layers - 1` the head. Backward ends at `lowest_trained`.
-    `replayed`: layers that run forward once more before the backward of the layer behind, whose input is not kept."""
+    """Return all visits of a step in order. Layer 0 is the embedding, `num_layers - 1` the head.
+
+    lowest_trained: the layer at which the backward ends.
+    replayed: layers that run forward once more before the backward of the next layer, whose input is not kept.
+    """
     everything = tuple(range(num_micro_batches))
     rounds = [everything] if order is LoopOrder.LAYERS_OUTER else [(j,) for j in everything]
     steps = (
@@ -58,7 +68,7 @@ def visits(
 
 
 def forward_visits(num_layers: int, num_micro_batches: int, order: LoopOrder) -> tuple[Visit, ...]:
-    """All visits of an evaluation: a step's without its backward."""
+    """Return all visits of an evaluation: those of a step without its backward."""
     forward = [visit for visit in visits(num_layers, num_micro_batches, order) if visit.phase is not Phase.BACKWARD]
     return tuple(replace(visit, index=i, last=False) for i, visit in enumerate(forward))
 
@@ -69,7 +79,7 @@ def _sweep(num_layers: int, lowest_trained: int, replayed: Set[int]) -> Iterator
     yield Phase.HEAD, head
     last = head - 1
     while last >= lowest_trained:
-        first = last  # of a segment: what enters it was kept
+        first = last  # becomes the first layer of the segment: the nearest one whose input was kept
         while first - 1 in replayed:
             first -= 1
         yield from ((Phase.REPLAY, layer) for layer in range(first, last))

@@ -1,13 +1,16 @@
-"""SpillLayout: where a shard keeps what host memory has no room for: optimizer state, gradients in waiting. Pure.
+"""Lays out what a shard spills to disk: optimizer state, and gradients that wait for their update. Pure.
 
-The shard's blob is made of extents: of a part of a layer each, small enough that host memory has room for some of them
-whatever the size of a layer. Updates see them through slots in host memory, as large as the largest extent:
+The shard's blob consists of extents. Each holds a part of one layer, and is small enough that host memory has room for
+several of them whatever the size of a layer. Updates access extents through slots in host memory. A slot is as large as
+the largest extent.
 
-    extent: residual | m | v, each from a multiple of ALIGN_BYTES on, and before them the working copy where that is
-        here, too; or gradient, of as many elements as take no more
-    blob: of each part of a layer the gradient, then the state, in the order of updates
-    memory: slot after slot | the table: what each slot holds, of every block of the blob its checksum, and how much of
-        it is stored where it is packed (storage/packed_store.py)
+    state extent: working copy (if it spills, too) | residual | m | v, each starting at a multiple of ALIGN_BYTES
+    gradient extent: gradient of as many elements as take no more bytes than a state extent
+    blob: for each part of a layer its gradient, then its state; parts in the order of updates
+    memory: slot after slot | the table
+
+The table says what each slot holds. For each block of the blob it has the checksum, and the number of bytes that are
+stored if the block is packed (storage/packed_store.py).
 """
 
 from __future__ import annotations
@@ -26,21 +29,25 @@ from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.io.storage.packed_store import Packable
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 
-BLOCK_BYTES = 8 << 20  # one transfer, under one checksum; disks have their full rate from some MiB on
-SLOT_WORDS = 2  # of the table: the extent that a slot holds, and whether the blob lacks what it holds
-BLOCK_WORDS = 2  # of the table: a block's checksum, and how many bytes of it are stored
-# By how much an extent may be smaller than it may be, but for the last of a layer: it ends where a unit of the journal
-# begins, not in what aligns parameters and fills the layer up.
+BLOCK_BYTES = 8 << 20  # one transfer, with one checksum; disks reach their full rate at a few MiB
+SLOT_WORDS = 2  # table words per slot: the extent that it holds, and whether that must still be written to the blob
+BLOCK_WORDS = 2  # table words per block: its checksum, and how many bytes of it are stored
+# Extents, except the last of a layer, may be smaller than the maximum by up to this many elements. An extent ends where
+# a unit of the journal begins, and not in the padding after a parameter or at the end of the layer.
 SLACK_ELEMENTS = UNIT_ELEMENTS + CUT_ELEMENTS
-GRADIENT = "gradient"  # the kind of an extent that holds one
-WORKING = "working"  # the first kind of an extent that holds a working copy
+GRADIENT = "gradient"  # the only kind in an extent that holds a gradient
+WORKING = "working"  # the first kind in an extent that holds a working copy
 
 
 @dataclass(frozen=True)
 class Extent:
-    """State or gradient of a part of a layer in the blob: bytes [start, start + nbytes), both multiples of ALIGN_BYTES.
-    `span`: its elements, in padded coordinates of the layer. `kinds`: where each kind lies in it, without what fills it
-    up. `first_block`: the number of its first block among all of the blob."""
+    """Describes the state or the gradient of a part of a layer in the blob.
+
+    span: its elements, in padded coordinates of the layer.
+    start, nbytes: it takes bytes [start, start + nbytes) of the blob; both are multiples of ALIGN_BYTES.
+    kinds: bytes of each kind within the extent, without alignment padding.
+    first_block: number of its first block among all blocks of the blob.
+    """
 
     layer: int
     span: Span
@@ -55,35 +62,39 @@ class Extent:
 
     @cached_property
     def blocks(self) -> list[Span]:
-        """The bytes of each block, in the extent."""
+        """Return the byte range of each block within the extent."""
         return [block for _, block in self.kinds_and_blocks]
 
     @property
     def kinds_and_blocks(self) -> list[tuple[str, Span]]:
-        """The blocks, of one kind each, with what fills it up."""
+        """Return each block with its kind. A block holds one kind only, with the alignment padding after it."""
         filled = ((kind, Span(span.start, aligned(span.stop))) for kind, span in self.kinds.items())
         return [(kind, block) for kind, span in filled for block in _blocks(span)]
 
     @property
     def working_blocks(self) -> list[Span]:
-        """Of these the ones with the working copy, which are the first: it is read alone, too."""
+        """Return the blocks of the working copy. They come first, because the working copy is also read by itself."""
         return [block for kind, block in self.kinds_and_blocks if kind == WORKING]
 
     @property
     def working_bytes(self) -> int:
-        """Of these blocks."""
+        """Return the bytes of these blocks. Only for an extent that holds a working copy."""
         return aligned(self.kinds[WORKING].size)
 
     def itemsize(self, kind: str) -> int:
-        """Bytes of an element."""
+        """Return the bytes of an element of one kind."""
         return self.kinds[kind].size // self.span.size
 
 
 @dataclass(frozen=True)
 class SpillLayout:
-    """`extents`: in the order in which updates visit them, those of a layer from its first element on, the gradient of
-    a part before its state; layers of which the shard owns nothing have none. `num_slots`: how many of them host memory
-    has room for. `wire_dtype`: of gradients."""
+    """Describes one shard's blob and the host memory that its extents pass through.
+
+    extents: in the order in which updates visit them. Those of a layer begin with its first element, and the gradient
+        of a part comes before its state. Layers of which the shard owns nothing have none.
+    num_slots: how many extents host memory has room for.
+    wire_dtype: type of the gradients.
+    """
 
     extents: Sequence[Extent]
     num_slots: int
@@ -99,8 +110,13 @@ class SpillLayout:
         stored: Set[int] = frozenset(),
         wire_dtype: torch.dtype = torch.float32,
     ) -> SpillLayout:
-        """`order`: in which updates visit layers, those that do not spill among them. `extent_elements`: of state in an
-        extent at most; more than SLACK_ELEMENTS. `stored`: layers whose gradients wait here, as `wire_dtype`."""
+        """Lay out the blob of one shard.
+
+        order: layers in the order in which updates visit them, including those that do not spill.
+        num_slots: upper bound on the number of slots.
+        extent_elements: most elements of state in an extent; must exceed SLACK_ELEMENTS.
+        stored: layers whose gradients wait on disk, as `wire_dtype`.
+        """
         extents: list[Extent] = []
         for layer in order:
             for span, kinds in _parts(part, precision, layer, extent_elements, stored, wire_dtype):
@@ -111,16 +127,21 @@ class SpillLayout:
         return SpillLayout(tuple(extents), min(num_slots, len(extents)), wire_dtype)
 
     def state_of(self, layer: int) -> Sequence[int]:
-        """Numbers among `extents` of those with the layer's state; none of a layer whose state does not spill."""
+        """Return the indices in `extents` of the layer's state. Empty for a layer whose state does not spill."""
         return self._numbers[False].get(layer, ())
 
     def gradients_of(self, layer: int) -> Sequence[int]:
-        """The same of its gradient."""
+        """Return the indices in `extents` of the layer's gradient. Empty if it does not wait on disk."""
         return self._numbers[True].get(layer, ())
 
     def working_of(self, layer: int, span: Span) -> Iterator[tuple[int, Span]]:
-        """Of a layer whose working copy is here, the extents with some of these elements, and which of them each has:
-        what is read for them, each extent's working copy as a whole."""
+        """Yield the extents that must be read for some elements of a layer whose working copy is on disk.
+
+        Each comes as its index in `extents`, with the elements of `span` that it holds. An extent's working copy is
+        read as a whole.
+
+        span: elements, in padded coordinates of the layer.
+        """
         for number in self.state_of(layer):
             of_extent = self.extents[number].span
             inside = Span(max(span.start, of_extent.start), min(span.stop, of_extent.stop))
@@ -129,7 +150,7 @@ class SpillLayout:
 
     @cached_property
     def _numbers(self) -> Mapping[bool, Mapping[int, Sequence[int]]]:
-        """By whether it is a gradient's, and by layer."""
+        """Return indices of extents by whether they hold a gradient (True) or state (False), then by layer."""
         found: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
         for number, extent in enumerate(self.extents):
             found[extent.is_gradient].setdefault(extent.layer, []).append(number)
@@ -137,7 +158,7 @@ class SpillLayout:
 
     @property
     def layers(self) -> Sequence[int]:
-        """Those whose state spills, in the order in which updates visit them."""
+        """Return the layers whose state spills, in the order in which updates visit them."""
         return tuple(self._numbers[False])
 
     @property
@@ -154,27 +175,30 @@ class SpillLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block at most."""
+        """Return an upper bound on the bytes of a block."""
         return min(BLOCK_BYTES, self.slot_bytes)
 
     @property
     def num_words(self) -> int:
-        """Of the table."""
+        """Return the number of words of the table."""
         return self.first_checksum + BLOCK_WORDS * self.num_blocks
 
     @property
     def num_blocks(self) -> int:
-        """Of the blob."""
+        """Return the number of blocks of the blob."""
         return sum(len(extent.blocks) for extent in self.extents)
 
     @property
     def first_checksum(self) -> int:
-        """The table's word that block 0 has its checksum in."""
+        """Return the index of the table's word that holds the checksum of block 0."""
         return SLOT_WORDS * self.num_slots
 
     @property
     def packable(self) -> Mapping[int, Packable]:
-        """Blocks of floats, by where they begin in the blob; a residual's bytes are all like chance."""
+        """Return the blocks that can be packed, by their first byte in the blob.
+
+        These are the blocks of floats. A residual's bytes look random, so packing would save nothing.
+        """
         first = self.first_checksum + self.num_blocks
         return {
             extent.start + block.start: Packable(first + extent.first_block + index, extent.itemsize(kind))
@@ -185,7 +209,7 @@ class SpillLayout:
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory that is taken: slots and table."""
+        """Return the bytes of host memory for slots and table."""
         return self.num_slots * self.slot_bytes + aligned(WORD_BYTES * self.num_words)
 
 
@@ -195,8 +219,10 @@ def _blocks(span: Span) -> list[Span]:
 
 
 def _cut(layer: FlatLayout, span: Span, most: int) -> Iterator[Span]:
-    """The span in parts of at most so many elements, cut where units of the journal begin: an update of one part knows
-    nothing of the others."""
+    """Yield parts of the span of at most `most` elements.
+
+    Cuts are where units of the journal begin, so that a part can be updated independently of the others.
+    """
     start, runs = span.start, list(layer.runs(span))
     while span.stop - start > most:
         run = next(run for run in reversed(runs) if run.padded <= start + most)
@@ -218,7 +244,7 @@ def _parts(
     stored: Set[int],
     wire_dtype: torch.dtype,
 ) -> Iterator[tuple[Span, Kinds]]:
-    """The extents of a layer, in the order of an update: elements, and what they hold."""
+    """Yield the elements and the kinds of each extent of a layer, in the order of an update."""
     if not part.spans[layer].size or layer not in part.spilled | stored:
         return
     spans = [*_cut(part.model.layers[layer], part.spans[layer], extent_elements)]
@@ -233,17 +259,20 @@ def _parts(
 
 
 def kinds_on_disk(precision: Precision, *, with_weights: bool) -> Kinds:
-    """Of a layer whose state is on disk, and its working copy where that is."""
+    """Return the kinds in a state extent of a layer, with their types.
+
+    with_weights: whether the layer's working copy is on disk, too.
+    """
     return ((WORKING, precision.working_dtype), *precision.state_kinds) if with_weights else precision.state_kinds
 
 
 def parts_per_gradient(precision: Precision, wire_dtype: torch.dtype) -> int:
-    """Parts of a layer whose gradient takes no more than the state of one."""
+    """Return how many parts of a layer share a gradient extent: as many as take no more bytes than one part's state."""
     return max(1, precision.state_bytes // wire_dtype.itemsize)
 
 
 def _placed(kinds: Kinds, size: int) -> tuple[dict[str, Span], int]:
-    """Where each kind of so many elements lies in their extent, and the extent's size."""
+    """Return the bytes of each kind within an extent of `size` elements, and the size of the extent in bytes."""
     placed: dict[str, Span] = {}
     start = 0
     for kind, dtype in kinds:

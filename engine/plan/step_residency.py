@@ -1,4 +1,4 @@
-"""What is in a plan's slots during a step. Pure."""
+"""Determines which fragments are in a plan's slots during a step. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from megatrain_ray.engine.plan.schedule import Visit
 
 
 def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: ModelLayout, plan: Plan) -> Residency:
-    """What is in the plan's slots during these visits."""
+    """Return which fragments are in the plan's slots during these visits, and the loads that this takes.
+
+    Layers that live on the device take no slots.
+    """
     item = plan.precision.working_dtype.itemsize
     num_bytes: dict[FragmentId, int] = {}
     groups: dict[FragmentId, str] = {}
@@ -27,10 +30,10 @@ def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: Mod
 
 
 def needed_fragments(layout: ModelLayout, layer: int) -> tuple[FragmentId, ...]:
-    """Of the layer itself and of the owners of its tied parameters."""
+    """Return the fragments that a visit to a layer needs: its own and those of the owners of its tied parameters."""
     return tuple(FragmentId(i, f) for i in layout.sources[layer] for f in range(len(layout.layers[i].fragments)))
 
 
 def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[FragmentId, ...]:
-    """Those that do not live on the device."""
+    """Return the fragments whose layers stream: those that do not live on the device."""
     return tuple(fragment for fragment in fragments if fragment.layer not in hbm_layers)
