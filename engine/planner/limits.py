@@ -1,4 +1,4 @@
-"""Whether a plan fits its limits, and by how much it does not."""
+"""Checks whether a plan fits its limits, and counts the bytes by which it does not."""
 
 from __future__ import annotations
 
@@ -11,33 +11,36 @@ def fits(plan: Plan) -> bool:
 
 
 def missing_bytes(plan: Plan) -> int:
-    """Beyond all limits together; 0 where the plan fits."""
+    """Return the bytes by which a plan exceeds all its limits together; 0 if it fits."""
     return beyond_device(plan) + max(0, -spare_ram(plan)) + beyond_disk(plan)
 
 
 def shortfall(plan: Plan) -> int:
-    """How far a plan is from fitting, to compare with others: bytes beyond each limit, by how hard these are to raise.
-    A guess: RAM costs some ten times what a disk does, and memory of the device comes with another device alone."""
+    """Return a weighted sum of the bytes by which a plan exceeds each limit, to compare plans that do not fit.
+
+    The weight says how hard a limit is to raise: 64 for device memory, 8 for host memory, 1 for disk. The weights are a
+    guess: RAM costs about ten times what a disk does, and more device memory takes another device.
+    """
     return 64 * beyond_device(plan) + 8 * max(0, -spare_ram(plan)) + beyond_disk(plan)
 
 
 def beyond_device(plan: Plan) -> int:
-    """Bytes beyond what may be in device memory."""
+    """Return the bytes by which a plan exceeds the limit of device memory; 0 if there is no limit."""
     limit = plan.hbm_limit_bytes
     return 0 if limit is None else max(0, plan.total_bytes(Tier.HBM) - limit)
 
 
 def host_bytes(plan: Plan) -> int:
-    """All that is in host memory: on a CPU what the device has, too."""
+    """Return all bytes of host memory that a plan takes; with the CPU device these include its device memory."""
     return plan.total_bytes(Tier.HOST) + (plan.total_bytes(Tier.HBM) if plan.device == "cpu" else 0)
 
 
 def spare_ram(plan: Plan) -> int:
-    """Bytes of the host's limit that the plan leaves; negative where it does not fit."""
+    """Return the bytes of the host's limit that the plan leaves unused; negative if it does not fit."""
     return plan.ram_limit_bytes - host_bytes(plan)
 
 
 def beyond_disk(plan: Plan) -> int:
-    """Bytes beyond what may be on disk."""
+    """Return the bytes by which a plan exceeds what it may put on disk: all of them if nothing may spill."""
     limit = plan.spill_limit_bytes
     return max(0, plan.total_bytes(Tier.NVME) - (0 if limit is None else limit))

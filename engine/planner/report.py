@@ -1,4 +1,4 @@
-"""A plan in words: the table of `megatrain plan`, and the message when nothing fits."""
+"""Describes a plan in words: the table of `megatrain plan`, and the message when nothing fits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatrain_ray.engine.planner.request import ANY_ROOM
 from megatrain_ray.io.storage.disk_io import DIRECT, PLAIN, DiskWay
 from megatrain_ray.units import format_bytes, format_count, format_ranges, format_seconds
 
-NUM_NAMED = 4  # layers
+NUM_NAMED = 4  # a list of more layers than this is shortened
 
 
 def describe(plan: Plan) -> str:
-    """Bytes per tier, then how a step runs."""
+    """Return a text that describes a plan: its bytes per tier, then how a step runs."""
     lines = [
         f"{format_count(plan.num_parameters)} parameters in {len(plan.layers)} layers, {plan.precision.value}, "
         f"{plan.device}",
@@ -67,7 +67,7 @@ def _gathered(plan: Plan) -> str:
 
 
 def _home_lines(plan: Plan) -> list[str]:
-    """Nothing where there is one NUMA node."""
+    """Return the lines about NUMA nodes; none if the machine has one node."""
     if not plan.shard_homes:
         return []
     line = f"shards    {plan.num_shards}: {', '.join(map(str, plan.shard_homes))}"
@@ -89,7 +89,10 @@ def _where_weights_are(plan: Plan) -> str:
 
 
 def _keeping(plan: Plan) -> str:
-    """Of a compiled layer its activation budget says more."""
+    """Return the line that says how many layers keep their activations and how many recompute them.
+
+    Compiled layers with an activation budget below 1 keep a part; `_compiled_lines` lists their budgets.
+    """
     recomputed = sum(layer.activations is ActivationPolicy.RECOMPUTE for layer in plan.layers)
     partly = sum(layer.compiled and layer.activation_budget < 1 for layer in plan.layers)
     of_partly = f"; part of those of {partly}" if partly else ""
@@ -147,14 +150,14 @@ def _capture_lines(plan: Plan) -> list[str]:
 
 
 def _compiled_lines(plan: Plan) -> list[str]:
-    """Nothing where no layer is compiled."""
+    """Return the line about compiled layers and their activation budgets; none if no layer is compiled."""
     budgets = [layer.activation_budget for layer in plan.layers if layer.compiled]
     counts = ", ".join(f"{budgets.count(budget)} at {budget:g}" for budget in dict.fromkeys(budgets))
     return [f"compile   {len(budgets)} layers; activation budgets: {counts}"] if budgets else []
 
 
 def _frozen_lines(plan: Plan) -> list[str]:
-    """Nothing where everything is trained."""
+    """Return the line about frozen layers; none if every parameter is trained."""
     if plan.num_trained == plan.num_parameters:
         return []
     partly = [layer.name for layer in plan.layers if 0 < layer.num_trained < layer.num_parameters]
@@ -165,7 +168,7 @@ def _frozen_lines(plan: Plan) -> list[str]:
 
 
 def _named(names: Sequence[str]) -> str:
-    """The first and the last of many."""
+    """Return the names, joined by commas; of more than NUM_NAMED only their number, the first and the last."""
     if len(names) > NUM_NAMED:
         return f"{len(names)} layers, {names[0]} to {names[-1]}"
     return ", ".join(names) or "none"
@@ -190,7 +193,7 @@ def _optimizers(plan: Plan) -> str:
 
 
 def _spill_lines(plan: Plan) -> list[str]:
-    """Nothing where nothing spills."""
+    """Return the line about what is on disk; none if nothing spills."""
     counts = {
         "gradients": len(plan.stored_layers),
         "state": len(plan.spilled_layers),
@@ -203,7 +206,7 @@ def _spill_lines(plan: Plan) -> list[str]:
         return []
     what = f"{', '.join(found[:-1])} and {found[-1]}" if found[1:] else found[0]
     read = format_bytes(plan.written_bytes + plan.weight_read_bytes)
-    way = DiskWay(plan.disk_io, plan.disk_packed and plan.uses_disk)  # activations never are
+    way = DiskWay(plan.disk_io, plan.disk_packed and plan.uses_disk)  # activations are never packed
     by = "" if way == PLAIN else f" by {way}"
     if plan.windows is Tier.HBM:
         by += f"; activations by {DIRECT}"
@@ -211,7 +214,7 @@ def _spill_lines(plan: Plan) -> list[str]:
 
 
 def _muon_lines(plan: Plan) -> list[str]:
-    """What its directions move a step; nothing without Muon."""
+    """Return the line about the bytes that move for Muon's directions in a step; none without Muon."""
     if not plan.num_muon:
         return []
     clipped = plan.update_order is UpdateOrder.FORWARD
@@ -250,13 +253,16 @@ def _limit(plan: Plan, tier: Tier) -> str:
 
 
 def _processes(plan: Plan) -> int:
-    """Bytes of host memory."""
+    """Return the bytes of host memory that processes take."""
     return sum(row.num_bytes for row in plan.rows if row.tier is Tier.HOST and row.name == "processes")
 
 
 def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
-    """Which tier overflows in the plan that is nearest to fitting, by how much, and what would help. `remedies`:
-    with each of which something fits."""
+    """Explain which tiers overflow in the plan that is nearest to fitting, by how much, and what would help.
+
+    plan: the plan that is nearest to fitting.
+    remedies: changes with each of which some plan fits within the same limits.
+    """
     problems = []
     if beyond_device(plan):
         limit = plan.hbm_limit_bytes or 0

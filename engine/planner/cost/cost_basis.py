@@ -1,4 +1,4 @@
-"""What predictions for one model on one machine are made of: its layers, their work, the machine's rates. Pure."""
+"""Holds what predictions for one model on one machine are made of: layers, their work, the machine's rates. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatrain_ray.engine.plan.step_residency import residency_of
 
 
 class Schedule(NamedTuple):
-    """The visits of a step, and what is in the slots during them."""
+    """Holds the visits of a step, and what is in the slots during each of them."""
 
     visits: tuple[Visit, ...]
     residency: Residency
@@ -28,21 +28,24 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True)
 class CostBasis:
-    """What plans of one model on one machine have in common. `layout`: of the plans' number of fragments."""
+    """Holds what all plans of one model on one machine have in common.
+
+    layout: with the plans' number of fragments.
+    """
 
     structure: ModelStructure
     layout: ModelLayout
     work: tuple[LayerWork, ...]
     profile: HardwareProfile
-    is_measured: bool  # on this machine
+    is_measured: bool  # false: the rates of the profile are built-in ones
     z_loss: bool
-    disk_bytes_per_s: float = math.inf  # read and written at the same time, both together
-    disk_plain_bytes_per_s: float | None = None  # where that is of what is packed: of activations, which never are
-    disk_direct_bytes_per_s: float | None = None  # of activations whose windows are on the device
-    schedules: dict[object, Schedule] = field(default_factory=dict)  # by what decides about them
+    disk_bytes_per_s: float = math.inf  # reads and writes that run at the same time, both together
+    disk_plain_bytes_per_s: float | None = None  # of activations, if the other rate is of packed data: these never are
+    disk_direct_bytes_per_s: float | None = None  # of activations, if their windows are on the device
+    schedules: dict[object, Schedule] = field(default_factory=dict)  # cached, by the fields that decide
 
     def schedule(self, plan: Plan) -> Schedule:
-        """Of a step of the plan. What is kept for a backward makes no difference to it."""
+        """Return the schedule of a step of the plan; what is kept for a backward makes no difference to it."""
         key = plan.num_micro_batches, plan.order, plan.precision, plan.slots, plan.hbm_layers, plan.replayed_layers
         if key not in self.schedules:
             order = plan.visits(self.layout.lowest_trained)
@@ -51,7 +54,7 @@ class CostBasis:
 
     @cached_property
     def rates(self) -> HardwareProfile:
-        """All that prices are made of."""
+        """Return all rates that prices are made of: the machine's profile, with the disk's rates if there is a disk."""
         if math.isinf(self.disk_bytes_per_s):
             return self.profile
         return replace(
@@ -62,18 +65,24 @@ class CostBasis:
         )
 
     def activations_per_s(self, windows: Tier) -> float:
-        """Bytes of activations, read and written through such windows."""
+        """Return the bytes of activations that are read and written per second, both together.
+
+        windows: tier of the windows (staging buffers) that they pass through.
+        """
         direct = self.disk_direct_bytes_per_s if windows is Tier.HBM else None
         return direct or self.disk_plain_bytes_per_s or self.disk_bytes_per_s
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For each layer the first one that works alike: where a plan treats both alike they take equally long."""
+        """Return for each layer the first layer that does the same work.
+
+        Both take equally long if a plan treats them in the same way.
+        """
         kinds = (layer.kind for layer in self.structure.layers)
         sizes = ((x.trained.size, x.num_trained, *(s.shape for s in x.muon_segments)) for x in self.layout.layers)
         return first_alike(zip(kinds, self.work, sizes, strict=True))
 
     @cached_property
     def one_sweep(self) -> tuple[Visit, ...]:
-        """Of one micro-batch, without replays."""
+        """Return the visits of one micro-batch, without replays."""
         return visits(len(self.layout.layers), 1, LoopOrder.LAYERS_OUTER, self.layout.lowest_trained)

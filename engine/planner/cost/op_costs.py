@@ -1,7 +1,8 @@
-"""Seconds of every operation of a plan, made of a machine's rates. Pure.
+"""Prices every operation of a plan in seconds, from a machine's rates. Pure.
 
 Compute is priced layer by layer for one micro-batch: products by their FLOPs at the rate of products of their size,
-attention at its own, what is bound by memory by bytes; or launches, where these take longer.
+attention at a rate of its own, and operations that are bound by memory by their bytes. If submitting the launches takes
+longer, that counts instead.
 """
 
 from __future__ import annotations
@@ -27,49 +28,58 @@ from megatrain_ray.engine.planner.memory.loss_bytes import logits_bytes
 from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
 from megatrain_ray.virtual_clock import SUM_OVER_GPUS, Op, Stage
 
-# Bytes that the operations between products read and write, as multiples of what autograd keeps of a layer. From one
+# Bytes that operations between products read and write, as multiples of what autograd keeps of a layer. From one
 # eager decoder layer (Qwen2.5-7B's, 16 × 1024 tokens, 595 model TFLOPS on an H200).
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 3, 5
-# Of these a compiled layer's operations, which are fused: from the same layer, 652 model TFLOPS.
+# Share of these bytes in a compiled layer, whose operations are fused. From the same layer, 652 model TFLOPS.
 COMPILED_TRAFFIC = 1 / 3
-# Of the logits of a chunk and their gradients, each written and read once.
+# Traffic as a multiple of a chunk's logits and their gradients: each is written and read once.
 LOSS_TRAFFIC = 2
-# What a visit to a layer costs the host, in launches for each product and one more product: a compiled layer of Qwen2.5
-# with 7 products took it 1.05 ms forward where it lived on the device, 1.8 ms where it streamed, and 1.3 to 3.1 ms
-# backward, on a machine with an H200 and launches of some 6 us (control path in benchmarks/README.md). A backward
+# Host time of a visit to a layer, in launches for each product and for one product more. A compiled layer of Qwen2.5
+# with 7 products took the host 1.05 ms forward if it lived on the device, 1.8 ms if it streamed, and 1.3 to 3.1 ms
+# backward, on a machine with an H200 and launches of about 6 us (control path in benchmarks/README.md). A backward
 # counts as two.
 LAUNCHES = 20
-# What an update of a layer that lives on the device costs the host, in launches: 0.39 ms of Qwen2.5's 12 parameters one
-# by one, in the same runs; 8 parts are left of them since.
+# Host time of an update of a layer that lives on the device, in launches. Qwen2.5's 12 parameters, updated one by one,
+# took 0.39 ms in the same runs; since then they are 8 parts.
 UPDATE_LAUNCHES = 40
-# Between two H100, by NVLink: 260 GB/s of an all-gather of 466 MB, 270 of a reduce-scatter of 932 MB, where copies of
-# 64 MiB had 342 (gpu_links in benchmarks/README.md). A guess for GPUs whose link nobody has measured.
+# A guess for GPUs whose link was not measured. Between two H100, over NVLink, an all-gather of 466 MB ran at 260 GB/s
+# and a reduce-scatter of 932 MB at 270, where copies of 64 MiB had 342 (gpu_links in benchmarks/README.md).
 GPU_LINK_BYTES_PER_S = 265e9
-EXCHANGED = 0.76  # what NCCL has of the rate of copies
+EXCHANGED = 0.76  # NCCL's rate as a share of the rate of copies
 CPU_LINK_BYTES_PER_S = 1e9  # a guess: gloo over the loopback
 HOST_LINK_BYTES_PER_S = 25e9  # a guess: 200 Gb/s between hosts, in each direction
-UPDATE_BYTES = 26  # of a parameter by which an update's rate is measured: bf16 gradient, split master, two moments
-NS_STEPS = 5  # of Muon's directions, as it does by itself
-ACTIVATIONS = frozenset(kind.value for kind in Activations)  # names of operations
+UPDATE_BYTES = 26  # per parameter where update rates are measured: bf16 gradient, split master, two moments
+NS_STEPS = 5  # Newton-Schulz steps that Muon does by default
+ACTIVATIONS = frozenset(kind.value for kind in Activations)  # names of operations that move activations
 
 
 @dataclass(frozen=True)
 class SharedPrices:
-    """What plans of one request have in common: prices by operation, layer (the first ones like it), whether that is
-    compiled, its budget, and the tokens of a chunk of the loss or whether gradients are added in pairs; and seconds of
-    the visits of one micro-batch, by what each layer keeps, loop order and such a chunk."""
+    """Caches what plans of one request have in common.
+
+    prices: seconds of an operation, by its name, the first layers like this one, whether the layer is compiled, its
+        activation budget, and a detail. The detail is the tokens in a chunk of the loss, or whether gradients are added
+        in pairs.
+    sweeps: seconds of each visit of one micro-batch, by what each layer keeps, loop order and tokens in a chunk of the
+        loss.
+    """
 
     prices: dict[tuple[str, int, int, bool, float, int], float] = field(default_factory=dict)
     sweeps: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
 
 class Prices:
-    """Seconds of an operation of one plan: a CostModel of megatrain_ray/virtual_clock.py."""
+    """Prices each operation of one plan in seconds: a CostModel of megatrain_ray/virtual_clock.py."""
 
     def __init__(
         self, plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
     ) -> None:
-        """`shared`: of other plans of the same request."""
+        """Price the operations of `plan`.
+
+        activations: bytes for a micro-batch of the plan.
+        shared: cache that other plans of the same request use, too.
+        """
         self._plan = plan
         self._basis = basis
         self._activations = activations
@@ -82,7 +92,7 @@ class Prices:
         if stage in (Stage.H2D, Stage.D2H):
             if self._stays_on_device(op):
                 return self._profile.copy_s + 2 * op.num_bytes / self._profile.device_bytes_per_s
-            # As if the other direction were always busy too: in a backward it is, and the optimizer is in a forward.
+            # The rate with both directions busy: in a backward the other one is, and in a forward the optimizer is.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
         if stage is Stage.ALL_GATHER or op.name == SUM_OVER_GPUS:
             return self._exchange_s(op)
@@ -93,31 +103,41 @@ class Prices:
         return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
 
     def _disk_s(self, op: Op) -> float:
-        """Of activations every GPU of the host moves as much, at the same time."""
+        """Return the seconds of a disk operation.
+
+        With activations every GPU of the host moves as many bytes at the same time.
+        """
         if op.name in ACTIVATIONS:
             return self._plan.host_gpus * op.num_bytes / self._basis.activations_per_s(self._plan.windows)
         return op.num_bytes / self._basis.disk_bytes_per_s
 
     def _exchange_s(self, op: Op) -> float:
-        """Each GPU sends what it has of the others' parts, or has from them what it lacks; of a sum that all of them
-        get whole both, as they do where parts are not equally large (RankGroup.sum_part)."""
+        """Return the seconds of a sum over GPUs or of an all-gather.
+
+        Each GPU sends what it has of the others' parts, or receives what it lacks. It does both if all GPUs get the
+        whole sum, or if the parts are not equally large (RankGroup.sum_part).
+        """
         is_even = self._basis.layout.layers[op.layer].trained.size % (PART_ELEMENTS * self._plan.num_gpus) == 0
         times = 2 if op.name == SUM_OVER_GPUS and (self._plan.sums_whole(op.layer) or not is_even) else 1
         guess = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
         copied = self._profile.gpu_link_bytes_per_s
         rate = EXCHANGED * copied if copied else guess
-        if self._plan.num_hosts > 1:  # in a ring of all GPUs so much enters each host, and leaves it
+        if self._plan.num_hosts > 1:  # in a ring of all GPUs these bytes enter each host and leave it
             rate = min(rate, self._profile.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S)
         return times * (1 - 1 / self._plan.num_gpus) * op.num_bytes / rate
 
     def _stays_on_device(self, op: Op) -> bool:
-        """Whether a copy is one into a window there, or out of it."""
+        """Return whether a copy goes into a window on the device, or comes out of one."""
         if self._plan.windows is Tier.HOST or op.name not in ACTIVATIONS:
             return False
         return is_on_disk(self._plan.layers[op.layer], Activations(op.name))
 
     def of_layer(self, name: str, layer: int) -> float:
-        """Of an operation that computes; "shards": an update by the CPU."""
+        """Return the seconds of an operation that computes, for one micro-batch.
+
+        name: forward, recompute, replay, backward, loss, update (by the GPU), shards (update by the CPU) or
+            orthogonalize.
+        """
         plan = self._plan.layers[layer]
         detail = self._plan.loss_chunk_tokens if name == "loss" else layer in self._plan.paired_layers
         first, as_kept = self._basis.alike[layer], self._activations.alike[layer]
@@ -133,14 +153,18 @@ class Prices:
 
     @property
     def _update_rate(self) -> float:
-        """Under a backward copies run both ways. Under a forward that waits for it an update has the host nearly to
-        itself: 2.28 s a step were measured where this says 2.27 and the other rate 2.7 (docs/hardware_profile.md)."""
+        """Return the parameters that the shards update per second.
+
+        During a backward copies run in both directions. During a forward that waits for it, an update has the host
+        nearly to itself: 2.28 s per step were measured, 2.27 are predicted with this rate and 2.7 with the other
+        (docs/hardware_profile.md).
+        """
         profile = self._profile
         forward = self._plan.update_order is UpdateOrder.FORWARD
         return profile.adamw_per_s if forward else profile.adamw_busy_per_s
 
     def _update_bytes(self, layer: int) -> int:
-        """Of all hosts."""
+        """Return the bytes that an update of the layer reads and writes, over all hosts."""
         plan = self._plan.layers[layer]
         moments = 2 * self._plan.precision.element_bytes * plan.num_trained
         of_muon = (DIRECTION_BYTES - 2 * SECOND_MOMENT_BYTES) * plan.num_muon
@@ -167,32 +191,37 @@ class Prices:
         return self._layer(layer, 1, FORWARD_TRAFFIC, 0)
 
     def _backward(self, layer: int) -> float:
-        """Adds to the sum what it makes: a gradient is written and read, its sum written, and read from the second
-        micro-batch on, or half as often."""
+        """Return the seconds of a layer's backward, which adds its gradient to a sum.
+
+        The gradient is written and read, and the sum is written. From the second micro-batch on the sum is read, too.
+        With gradients added in pairs the sum is read and written half as often.
+        """
         size = self._basis.layout.layers[layer].trained.size
         item, of_sum = self._plan.precision.working_dtype.itemsize, self._plan.accumulation_dtype.itemsize
         several = self._plan.num_micro_batches > 1
         if self._plan.chunks_add_to_sums and layer == len(self._plan.layers) - 1:
-            size = 0  # the loss has added it
+            size = 0  # the loss has already added the head's gradient
         summed = (1 + several) * of_sum / (2 if layer in self._plan.paired_layers else 1)
         working_s = self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + summed))
         return working_s + self._recomputed(layer) + self._in_chunks(layer)
 
     def _recomputed(self, layer: int) -> float:
-        """What the backward of a compiled layer computes again."""
+        """Return the seconds of what the backward of a compiled layer recomputes."""
         budget, costs = self._plan.layers[layer].activation_budget, self._activations.budgets_of(layer)
         cost = next((cost for cost in costs if cost.activation_budget == budget), None)
         if cost is None or not self._plan.layers[layer].compiled:
             return 0.0
-        # Of short sequences attention is a few percent and counted with the products, as in predictions that were
-        # compared with steps; of long ones it is most of all.
+        # For short sequences attention is a few percent and is priced like the products, as it was when predictions
+        # were compared with real steps. For long ones it is most of the work.
         attending = cost.of_attention if is_long(self._plan.seq_len) else 0.0
         of_products = self._profile.matmul_s(self._plan.precision.compute, cost.recomputed_flops - attending)
         return of_products + self._profile.attention_s(self._plan.seq_len, attending)
 
     def _in_chunks(self, layer: int) -> float:
-        """What the backward of an MLP in chunks takes beyond that of a whole one: its forward again, and each chunk's
-        gradient of weights added to a sum."""
+        """Return the seconds that the backward of an MLP in chunks takes beyond that of a whole one.
+
+        Its forward runs again, and each chunk's gradient of the weights is added to a sum.
+        """
         chunk = self._plan.mlp_chunk_tokens
         if not chunk or self._basis.structure.layers[layer].mlp is None:
             return 0.0
@@ -202,11 +231,16 @@ class Prices:
         return self._plan.num_mlp_chunks * of_chunk
 
     def _layer(self, layer: int, passes: int, traffic: int, more_bytes: float) -> float:
-        """One micro-batch through a layer. `passes`: 2 for a backward, of what is trained and hands gradients on."""
-        # In chunks or not, the same is read and written.
+        """Return the seconds of one micro-batch through one layer.
+
+        passes: 1 for a forward; 2 for a backward, which makes gradients of trained weights and of the input.
+        traffic: bytes that operations between products read and write, as a multiple of what is kept.
+        more_bytes: further bytes that are read and written.
+        """
+        # The same bytes are read and written whether MLPs are in chunks or whole.
         work, kept = self._basis.work[layer], float((self._activations.whole or self._activations).kept[layer])
         if self._basis.structure.layers[layer].kind is LayerKind.HEAD:
-            work = replace(work, products=())  # the loss has them
+            work = replace(work, products=())  # the loss counts the head's products
         if self._plan.layers[layer].compiled:
             kept *= COMPILED_TRAFFIC
         boundary = self._activations.boundary[min(layer + 1, len(self._activations.boundary) - 1)]
@@ -219,16 +253,19 @@ class Prices:
         return max(working_s, self._launches(work.products, passes))
 
     def _launches(self, products: Sequence[Product], passes: int) -> float:
-        """What the host takes to submit a layer's operations."""
+        """Return the seconds that the host takes to submit a layer's operations."""
         if self._plan.captured:
-            return 0.0  # the device launches by itself
+            return 0.0  # the device launches the operations of the graph by itself
         return passes * LAUNCHES * (1 + len(products)) * self._profile.launch_s
 
     def _products(self, products: tuple[Product, ...], passes: int) -> float:
         return self._of_products(products, passes, self.num_tokens)
 
     def _price_products(self, products: tuple[Product, ...], passes: int, num_tokens: int) -> float:
-        """`passes`: 1 for a forward; 2 for a backward, whose gradient of a frozen matrix is not made."""
+        """Return the seconds of these products.
+
+        passes: 1 for a forward; 2 for a backward, which makes no gradient of a frozen matrix.
+        """
         precision, total_s = self._plan.precision.compute, 0.0
         for product in products:
             count = 1 if passes == 1 else 1 + product.trained
@@ -236,8 +273,10 @@ class Prices:
         return total_s
 
     def _loss(self, layer: int) -> float:
-        """Forward and backward of the logits in chunks; the head's gradient is summed over them in FP32, or into the
-        step's sum."""
+        """Return the seconds of the loss: forward and backward of the logits, in chunks.
+
+        The head's gradient is summed over the chunks in FP32, or added to the step's sum.
+        """
         products, chunk = self._basis.work[layer].products, self._plan.loss_chunk_tokens
         num_chunks = math.ceil(self.num_tokens / chunk)
         item = self._plan.precision.working_dtype.itemsize
@@ -255,8 +294,12 @@ class Prices:
         return max(working_s, num_chunks * self._launches(products, 3))
 
     def _orthogonalize(self, layer: FlatLayout) -> float:
-        """Newton and Schulz's iteration in bf16; gradient and momentum in FP32, read and written. Of several GPUs each
-        has as much as the others of all layers together; but sums in a backward keep them together, layer by layer."""
+        """Return the seconds in which one layer's momentum is orthogonalized.
+
+        The Newton-Schulz iteration runs in bf16; gradient and momentum are read and written in FP32. With several GPUs
+        each has an equal share of all layers together. In a backward, however, sums over GPUs keep them in step layer
+        by layer, so the largest part counts.
+        """
         of_parts = [part.flops for part in matrix_parts(layer, self._plan.num_gpus)]
         total = sum(of_parts)
         if not total:

@@ -1,4 +1,4 @@
-"""What a step of a plan costs on a machine: its schedule, simulated with prices (op_costs.py). Pure."""
+"""Predicts what a step of a plan costs on a machine: simulates its schedule with prices (op_costs.py). Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ Number = TypeVar("Number", int, float)
 def predict(
     plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
 ) -> Prediction:
-    """`activations`: of a micro-batch of the plan. `shared`: of other plans of the same request."""
+    """Predict a step of the plan in the steady state.
+
+    activations: bytes for a micro-batch of the plan.
+    shared: cache that other plans of the same request use, too.
+    """
     prices = Prices(plan, basis, activations, shared)
     step = _with_disk(_steady(plan, basis, prices), basis)
     tokens = plan.batch_size * plan.seq_len
@@ -49,7 +53,10 @@ def predict(
 
 
 def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
-    """The second of two steps; of one with many micro-batches in a row, from steps with fewer."""
+    """Return the second of two simulated steps.
+
+    A step with many micro-batches in a row is extrapolated from steps with fewer.
+    """
     count = plan.num_micro_batches
     if plan.order is LoopOrder.LAYERS_OUTER or count <= PERIODS:
         return _second(plan, basis, prices)
@@ -67,8 +74,10 @@ def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
 
 
 def _beside_disk(fewer: SimulatedStep, more: SimulatedStep) -> int:
-    """Micro-batches that take as long as the disk. Where there are fewer a step need not take longer by all that one
-    more computes; 0: it does."""
+    """Return the number of micro-batches at which a step stops being bound by the disk.
+
+    With fewer, one micro-batch more need not lengthen the step by all of its compute time. 0: it always does.
+    """
     disk_s = fewer.busy_s.get(Stage.DISK, 0.0)
     added_s = sum(more.compute_s.values()) - sum(fewer.compute_s.values())
     if not disk_s or more.step_s - fewer.step_s >= added_s * (1 - 1e-9):
@@ -77,13 +86,16 @@ def _beside_disk(fewer: SimulatedStep, more: SimulatedStep) -> int:
 
 
 def _disk_s(step: SimulatedStep, basis: CostBasis) -> float:
-    """Of the disk at work: for updates and gradients, and for working copies."""
+    """Return the seconds that the disk works in a step, including reads of working copies."""
     read_s = step.num_bytes.get(Stage.WEIGHTS, 0) / basis.disk_bytes_per_s
     return step.busy_s.get(Stage.DISK, 0.0) + read_s
 
 
 def _with_disk(step: SimulatedStep, basis: CostBasis) -> SimulatedStep:
-    """A disk may take longer than a step for the first ones, as far as slots let it lag behind: not in the long run."""
+    """Return the step, lengthened if the disk needs more time than the step takes.
+
+    In the first steps the disk may lag behind as far as slots allow, but not in the long run.
+    """
     late_s = _disk_s(step, basis) - step.step_s
     if late_s <= 0:
         return step
@@ -98,7 +110,7 @@ def _second(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
 
 
 def _extended(fewer: SimulatedStep, more: SimulatedStep, count: int) -> SimulatedStep:
-    """The step that has `count` periods more than `more`, which has one more than `fewer`."""
+    """Return the step with `count` periods more than `more`, which has one period more than `fewer`."""
 
     def grown(before: Mapping[Key, Number], after: Mapping[Key, Number]) -> dict[Key, Number]:
         return {key: value + count * (value - before.get(key, 0)) for key, value in after.items()}

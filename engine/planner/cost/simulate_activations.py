@@ -1,5 +1,7 @@
-"""When activations leave for the host, or the disk, and come back, as engine/activations/activation_store.py moves
-them."""
+"""Simulates when activations are offloaded to the host or to disk, and when they are reloaded.
+
+It follows engine/activations/activation_store.py, which moves them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ class _Move(NamedTuple):
 
 
 class _Stop(NamedTuple):
-    """One micro-batch in a visit: what it needs, and whether the next one comes at once. `sweep`: of the first one of a
-    backward sweep, all that comes back from disk in it."""
+    """Describes one micro-batch in a visit of the backward sweep.
+
+    moves: activations that are reloaded for it.
+    is_followed: whether the next stop comes at once, so that its reloads are submitted with these.
+    sweep: for the first stop of a backward sweep, all that is reloaded from disk in the sweep; else empty.
+    """
 
     moves: list[_Move]
     is_followed: bool
@@ -29,22 +35,25 @@ class _Stop(NamedTuple):
 
 
 class SimulatedActivations:
-    """Of one step after the other. One micro-batch at a time."""
+    """Simulates the activations of one step after the other, one micro-batch at a time."""
 
     def __init__(self, plan: Plan, visits: Sequence[Visit], clocks: Clocks) -> None:
-        """`visits`: of a step."""
+        """Find the visits that move activations.
+
+        visits: of a step.
+        """
         self._clocks = clocks
         self._windows = SimulatedFile(plan.num_windows * plan.window_bytes, clocks.run)
         self._leaving = [[_move(plan, i, kind) for kind in away(layer)] for i, layer in enumerate(plan.layers)]
-        self._moving: set[int] = set()  # visits
-        self._stops: list[_Stop] = []  # of these, in their order
+        self._moving: set[int] = set()  # visits for which activations move
+        self._stops: list[_Stop] = []  # of these visits, in their order
         if plan.moves_activations:
             self._note(plan, visits)
         self.begin()
 
     def _note(self, plan: Plan, visits: Sequence[Visit]) -> None:
         of_visits = [[_move(plan, i, kind) for kind, i in needed(plan, v.phase, v.layer)] for v in visits]
-        sweep: list[Op] | None = None  # that is under way
+        sweep: list[Op] | None = None  # reloads from disk in the current backward sweep
         for visit, moves, of_next in zip(visits, of_visits, [*of_visits[1:], []], strict=True):
             is_first = visit.phase in RETURNING and sweep is None
             if visit.phase is Phase.FORWARD:
@@ -62,18 +71,21 @@ class SimulatedActivations:
                 sweep += [move.op for move in moves if move.on_disk] * count
 
     def begin(self) -> None:
-        """A step."""
-        self._out_s = 0.0  # when the last one had left
-        self._back_s: list[float] = []  # of each stop: when what it needs is there
-        self._num_stops = 0  # so far
+        """Begin a step."""
+        self._out_s = 0.0  # when the last offload had ended
+        self._back_s: list[float] = []  # of each stop: when its activations are on the device again
+        self._num_stops = 0  # reached so far
         self._windows.begin()
 
     def moves(self, visit: Visit) -> bool:
-        """Whether anything leaves or comes for it."""
+        """Return whether activations are offloaded or reloaded for this visit."""
         return visit.index in self._moving
 
     def leave(self, layer: int) -> None:
-        """What leaves behind a forward frees its memory behind the next one's."""
+        """Offload activations after a layer's forward.
+
+        Their memory is free only after the next offloading forward, which waits here for the offloads before its own.
+        """
         before_s = self._out_s
         for op, on_disk in self._leaving[layer]:
             after_s = self._clocks.computed_s
@@ -82,7 +94,7 @@ class SimulatedActivations:
         self._clocks.wait(before_s, "d2h")
 
     def bring_back(self) -> None:
-        """What the next stop needs is on its way, too."""
+        """Reload what the next stop needs and wait for it; also submit the reloads of a stop that follows at once."""
         self._clocks.wait(self._out_s, "d2h")
         this = self._num_stops
         stop = self._stops[this]

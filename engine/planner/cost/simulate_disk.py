@@ -1,4 +1,4 @@
-"""What comes from disk and goes back, on the clocks of a simulated step: what SpillRing does."""
+"""Simulates what updates read from disk and write to it in a step, as SpillRing does it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.memory.spill_bytes import room_in_slots
 from megatrain_ray.virtual_clock import Op, Stage
 
-Run = Callable[..., float]  # Clocks.run: when an operation of a stage ends that begins after some times
+Run = Callable[..., float]  # Clocks.run: submits an operation that begins after some times, and returns when it ends
 
 
 class SimulatedSpill:
-    """Slots that parts of spilled layers take in turn: their gradients in the backward, both in the update. The disk
-    does one thing after the other, as fast as all of it."""
+    """Simulates the slots that parts of spilled layers take in turn.
+
+    Gradients take them in the backward, gradients and state in the update. The disk does one operation at a time, at
+    the rate of the whole disk.
+    """
 
     def __init__(self, plan: Plan, layout: ModelLayout, run: Run) -> None:
         self._run = run
@@ -27,11 +30,16 @@ class SimulatedSpill:
         self._order = [layer for layer in plan.layer_order if layer in moved]
         self._read_bytes = {i: self._gradient_bytes.get(i, 0) + self._state_bytes.get(i, 0) for i in self._order}
         self._room = room_in_slots(plan, layout)
-        self._ahead: dict[int, tuple[int, float]] = {}  # bytes of layers that are read ahead, and until when
-        self._stored_s = 0.0  # when the last gradient that was stored is on disk
+        self._ahead: dict[int, tuple[int, float]] = {}  # by layer: bytes read ahead, and when they are there
+        self._stored_s = 0.0  # when the gradient that was stored last is on disk
 
     def store(self, layer: int, landed_s: float) -> float:
-        """When a layer's gradient is out of the slab: what slots have no room for is on disk."""
+        """Store a layer's gradient, and return when it is out of the slab (s).
+
+        Bytes that slots have no room for are on disk by then.
+
+        landed_s: when the gradient is on the host.
+        """
         num_bytes = self._gradient_bytes[layer]
         out_s = max(landed_s, self._stored_s)
         if num_bytes > self._room:
@@ -40,11 +48,15 @@ class SimulatedSpill:
         return out_s
 
     def bring(self, layer: int, wanted_s: float) -> float:
-        """When the last of the layer is in memory; 0 for one that always is. What of its state slots have no room for
-        is written before that. `wanted_s`: when its update may begin."""
+        """Return when all of the layer is in memory (s); 0 for a layer that always is.
+
+        Bytes of its state that slots have no room for are written before that.
+
+        wanted_s: when its update may begin.
+        """
         if layer not in self._read_bytes:
             return 0.0
-        if not self._ahead:  # the first update, or gradients had the slots: nothing was read before
+        if not self._ahead:  # nothing was read ahead: this is the first update, or gradients had the slots
             self._read_ahead(0, wanted_s if self._gradient_bytes else 0.0)
         num_bytes = self._read_bytes[layer]
         ahead, there_s = self._ahead.pop(layer, (0, 0.0))
@@ -55,8 +67,7 @@ class SimulatedSpill:
         return there_s
 
     def leave(self, layer: int, updated_s: float) -> float:
-        """After its update its state is written, and what comes next is read ahead. When its working copy may be
-        read."""
+        """Write the layer's state after its update, read ahead, and return when its working copy may be read (s)."""
         if layer not in self._read_bytes:
             return updated_s
         written_s = updated_s
@@ -66,8 +77,10 @@ class SimulatedSpill:
         return written_s if layer in self._weights_on_disk else updated_s
 
     def _read_ahead(self, at: int, after_s: float) -> None:
-        """What updates visit from a place in their order on, as far as slots have room for it: of the next update
-        nothing where its gradients are to come."""
+        """Read what updates need from position `at` of their order on, as far as slots have room for it.
+
+        Nothing is read for the next step's updates if gradients are stored, because those take the slots first.
+        """
         room = self._room - sum(num_bytes for num_bytes, _ in self._ahead.values())
         for layer in self._order[at:] + (self._order[:at] if not self._gradient_bytes else []):
             ahead, there_s = self._ahead.get(layer, (0, 0.0))

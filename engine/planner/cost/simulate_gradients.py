@@ -1,5 +1,7 @@
-"""Where gradients are during a step and when they reach the host, as engine/gradients/gradient_store.py and
-engine/gradients/gradient_offloader.py have it."""
+"""Simulates where gradients are during a step, and when they reach the host.
+
+It follows engine/gradients/gradient_store.py and engine/gradients/gradient_offloader.py.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,16 @@ from megatrain_ray.virtual_clock import SUM_OVER_GPUS, Op, Stage
 
 
 class SimulatedGradients:
-    """Of one step after the other. A sum is opened, added to and completed; then it leaves, or waits on the device."""
+    """Simulates the gradients of one step after the other.
+
+    A sum is opened, added to and completed; then it leaves the device, or waits there for its update.
+    """
 
     def __init__(self, plan: Plan, layout: ModelLayout, clocks: Clocks, spill: SimulatedSpill) -> None:
-        """`spill`: where gradients go that wait on disk."""
+        """Set up the regions that gradients take.
+
+        spill: receives gradients that wait on disk.
+        """
         self._plan = plan
         self._layout = layout
         self._clocks = clocks
@@ -42,31 +50,34 @@ class SimulatedGradients:
         return Ring(layers, [self._bytes(layer, dtype) for layer in layers], region_bytes)
 
     def begin(self) -> None:
-        """A step."""
+        """Begin a step."""
         for part in (self._sums, self._leaving, self._directions):
             part.begin()
         self._open: set[int] = set()
         self._stored_s: dict[int, float] = {}  # when a layer's gradient was on the host
         self._fetched_s: dict[int, float] = {}
-        self.landed_s: dict[int, float] = {}  # when all that an update needs was there
+        self.landed_s: dict[int, float] = {}  # when all that a layer's update needs was on the host
 
     def has_one(self, visit: Visit) -> bool:
-        """Whether the visit adds to a gradient."""
+        """Return whether the visit adds to a gradient."""
         return visit.phase in WITH_GRADIENT and self._layout.layers[visit.layer].trained.size > 0
 
     def expect(self, visit: Visit) -> None:
-        """Asks for the sum that a coming visit will add to."""
+        """Submit the reload of the sum that a coming visit will add to, if sums wait on the host."""
         if self._plan.sums is Tier.HOST and self.has_one(visit) and visit.micro_batches[0] > 0:
             self._fetched_s[visit.layer] = self._fetch(visit.layer, self._plan.accumulation_dtype)
 
     def expect_momentum(self, visit: Visit, after_s: float) -> None:
-        """Where the visit completes a gradient of which directions are made at once."""
+        """Submit the upload of a momentum if the visit completes a gradient whose directions are made at once."""
         if visit.last and self._is_directed(visit.layer):
             self._directions.fetch_momentum(visit.layer, after_s)
 
     def open(self, layer: int) -> None:
-        """Where the sum is, or begins to be; of a layer whose gradient waits on the device at a place of its own,
-        unless unfinished sums wait on the host."""
+        """Wait until the sum that the layer adds to is on the device, or has an empty region there.
+
+        A gradient that waits on the device needs no region, unless partial sums wait on the host: it has a place of its
+        own.
+        """
         if layer in self._open or self._stays(layer):
             return
         self._open.add(layer)
@@ -76,7 +87,7 @@ class SimulatedGradients:
             self._clocks.wait(self._sums.empty(layer), "d2h")
 
     def complete(self, visit: Visit) -> None:
-        """What happens to the sum after the visit."""
+        """Simulate what happens to the sum after the visit: a sum over GPUs, then it leaves or stays on the device."""
         layer = visit.layer
         if visit.last and self._plan.num_gpus > 1:
             op = Op(SUM_OVER_GPUS, layer, num_bytes=self._bytes(layer, self._plan.accumulation_dtype))
@@ -91,7 +102,10 @@ class SimulatedGradients:
             self._sums.leave(layer, self._depart(layer, self._plan.accumulation_dtype))
 
     def recall(self, layer: int, after_s: float) -> None:
-        """Muon with clipping: the gradient comes back, its directions leave. `after_s`: for its momentum."""
+        """Reload a gradient, make its directions and offload them: Muon with clipping.
+
+        after_s: when the momentum may be uploaded.
+        """
         arrived_s = self._fetch(layer, self._plan.wire_dtype)
         self._directions.fetch_momentum(layer, after_s)
         self._clocks.wait(arrived_s, "h2d")
@@ -100,21 +114,21 @@ class SimulatedGradients:
         self.landed_s[layer] = self._directions.leave(layer)
 
     def leave_late(self, layer: int, after_s: float) -> float:
-        """When a gradient that waited on the device is on the host."""
+        """Offload a gradient that waited on the device, and return when it is on the host (s)."""
         op = Op("offload", layer, num_bytes=self._bytes(layer, self._plan.wire_dtype) // self._plan.num_gpus)
         return self._clocks.run(Stage.D2H, op, after_s, self._slab.take(layer))
 
     def updated(self, layer: int, at_s: float) -> None:
-        """Its update is over: nobody reads its gradient any more."""
+        """Release the layer's gradient from the slab: its update is over, so nobody reads it any more."""
         if layer in self._waiting:
             self._slab.leave(layer, at_s)
 
     def _stays(self, layer: int) -> bool:
-        """Whether the layer's gradient is on the device from its first contribution to its update."""
+        """Return whether the layer's gradient is on the device from its first contribution to its update."""
         return layer in self._waiting and self._plan.sums is Tier.HBM
 
     def _is_directed(self, layer: int) -> bool:
-        """Whether Muon's directions are made as soon as the gradient is complete."""
+        """Return whether Muon's directions are made as soon as the gradient is complete."""
         return layer in self._layout.with_muon and self._plan.update_order is UpdateOrder.BACKWARD
 
     def _finish(self, layer: int) -> None:
@@ -130,7 +144,7 @@ class SimulatedGradients:
         self.landed_s[layer] = self._directions.leave(layer) if directed else stored_s
 
     def _depart(self, layer: int, dtype: torch.dtype) -> float:
-        """The gradient leaves for the host."""
+        """Offload the layer's gradient, and return when it is on the host (s)."""
         self._open.discard(layer)
         op = Op("offload", layer, num_bytes=self._bytes(layer, dtype) // self._plan.num_gpus)
         room_s = self._slab.take(layer) if layer in self._stored else 0.0
@@ -140,7 +154,7 @@ class SimulatedGradients:
         return self._stored_s[layer]
 
     def _fetch(self, layer: int, dtype: torch.dtype) -> float:
-        """It comes back."""
+        """Reload the layer's gradient, and return when it is on the device (s)."""
         op = Op("fetch", layer, num_bytes=self._bytes(layer, dtype) // self._plan.num_gpus)
         return self._clocks.run(Stage.H2D, op, self._stored_s[layer], self._sums.empty(layer))
 

@@ -1,12 +1,15 @@
-"""The schedule of a step on a clock for each stage, as the engine runs it on the virtual clock
-(megatrain_ray/virtual_clock.py), and without running it.
+"""Simulates the schedule of a step on a clock for each stage, without running it.
 
-What the streamer, the gradient slots, the offloader and the shards wait for is said here once more, in a few lines
-each; tests/engine/planner/cost/test_simulation.py holds the two together. Visits, loads and updates are here; gradients
-(simulate_gradients.py), Muon's directions (simulated_directions.py), activations (simulate_activations.py), state
-that spills (simulate_disk.py) and working copies on disk (simulated_windows.py) move on the same clocks. Not
-simulated: the room in the slab. Without clipping it can hold a backward up that the next forward would otherwise wait
-for, and a step takes as long.
+The times are those of the engine on the virtual clock (megatrain_ray/virtual_clock.py). What the streamer, the gradient
+slots, the offloader and the shards wait for is repeated here in a few lines each;
+tests/engine/planner/cost/test_simulation.py compares both.
+
+Visits, loads and updates are in this module. Gradients (simulate_gradients.py), Muon's directions
+(simulated_directions.py), activations (simulate_activations.py), state that spills (simulate_disk.py) and working
+copies on disk (simulated_windows.py) move on the same clocks.
+
+Without clipping the room in the slab is not simulated. A full slab can then hold up a backward, but otherwise the next
+forward would wait as long, so a step takes as long.
 """
 
 from __future__ import annotations
@@ -30,8 +33,14 @@ from megatrain_ray.virtual_clock import CostModel, Op, Stage
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Seconds of a step: of all of it, of the compute stage by operation, of its waits by cause, of each stage at work;
-    and what each stage moved."""
+    """Holds the seconds of a simulated step, and the bytes that it moved.
+
+    step_s: of the whole step.
+    compute_s: of the compute stream at work, by operation.
+    exposed_s: of the compute stream waiting, by cause.
+    busy_s: of each stage at work.
+    num_bytes: bytes that each stage moved.
+    """
 
     step_s: float
     compute_s: Mapping[str, float]
@@ -41,17 +50,22 @@ class SimulatedStep:
 
 
 class _Arrival(NamedTuple):
-    generation_s: float  # when the layer's working copy was there, in memory
+    generation_s: float  # when the layer's working copy was in host memory
     end_s: float
 
 
 class Simulation:
-    """Steps of one plan one after the other: `step()` gives the next one. The second is the steady state."""
+    """Simulates steps of one plan one after the other: `step()` runs the next one. The second is the steady state."""
 
     def __init__(
         self, plan: Plan, layout: ModelLayout, visits: tuple[Visit, ...], residency: Residency, cost: CostModel
     ) -> None:
-        """`cost`: seconds of an operation, the same for every micro-batch."""
+        """Prepare the first step.
+
+        visits: of a step.
+        residency: what is in the slots during each visit.
+        cost: seconds of an operation, the same for every micro-batch.
+        """
         self._plan = plan
         self._layout = layout
         self._visits = visits
@@ -65,7 +79,7 @@ class Simulation:
         self._by_gpu = {i for i, layer in enumerate(plan.layers) if layer.updated_by == "gpu"}
         self._waiting = plan.waiting_layers
         self._generation_s = [0.0] * len(plan.layers)
-        self._moved_s = 0.0  # when the step's own gradients and directions had left
+        self._moved_s = 0.0  # when the step's own gradients and directions had left the device
 
     def step(self) -> SimulatedStep:
         self._begin()
@@ -79,7 +93,7 @@ class Simulation:
         return SimulatedStep(step_s, clocks.compute_s, clocks.exposed_s, clocks.busy_s, clocks.num_bytes)
 
     def _begin(self) -> None:
-        """A step begins when the one before has computed and its gradients have landed."""
+        """Begin a step at the time when the step before has computed and its gradients have landed."""
         for part in (self._clocks, self._activations, self._gradients):
             part.begin()
         self._start_s = self._clocks.computed_s
@@ -88,7 +102,7 @@ class Simulation:
         self._num_loads = 0
 
     def _load(self) -> None:
-        """Submits every load whose slot has been let go of."""
+        """Submit every load whose slot has been released."""
         loads = self._residency.loads
         while self._num_loads < len(loads) and loads[self._num_loads].after_visit < len(self._released_s):
             load = loads[self._num_loads]
@@ -106,7 +120,13 @@ class Simulation:
             self._arrivals[load.fragment] = _Arrival(generation_s, end_s)
 
     def _fill(self, op: Op, *after_s: float) -> float:
-        """A slot: by an upload of all, or of a part, which others complete."""
+        """Fill a slot, and return when it is full (s).
+
+        With several GPUs that gather slots this is an upload of this GPU's part, followed by an all-gather. Else it is
+        a full upload.
+
+        after_s: times before which the upload cannot begin.
+        """
         if not self._plan.gathers_slots:
             return self._clocks.run(Stage.H2D, op, *after_s)
         own = replace(op, num_bytes=op.num_bytes // self._plan.num_gpus)
@@ -126,7 +146,7 @@ class Simulation:
         if self._gradients.has_one(visit):
             if visit.phase is Phase.HEAD and self._plan.chunks_add_to_sums:
                 self._gradients.open(visit.layer)
-            num_added = 2 if visit.layer in self._plan.paired_layers else 1  # at a time
+            num_added = 2 if visit.layer in self._plan.paired_layers else 1  # micro-batches at a time
             self._compute(visit, num_added)
             self._gradients.open(visit.layer)
             self._compute(visit, count - num_added)
@@ -137,7 +157,10 @@ class Simulation:
         self._load()
 
     def _compute(self, visit: Visit, count: int) -> None:
-        """Micro-batches one after the other: but for what comes and goes with each nothing waits between them."""
+        """Compute `count` micro-batches of a visit, one after the other.
+
+        They wait between each other only for activations that are offloaded or reloaded for each of them.
+        """
         moves = self._activations.moves(visit)
         for _ in range(count if moves else min(count, 1)):
             if moves and visit.phase in RETURNING:
@@ -153,11 +176,14 @@ class Simulation:
             self._clocks.run(Stage.COMPUTE, Op("update", visit.layer))
 
     def _momentum_s(self, layer: int) -> float:
-        """From when on its momentum may come to the device."""
+        """Return the time from which on the layer's momentum may be uploaded (s)."""
         return max(self._generation_s[layer], self._start_s)
 
     def _update(self) -> None:
-        """With clipping everything follows the end of the backward, where the scale is known."""
+        """Run the updates: those of the shards, and with clipping those of the GPU.
+
+        With clipping all updates run after the end of the backward, where the scale is known.
+        """
         committed_s = 0.0
         if self._plan.update_order is UpdateOrder.FORWARD:
             committed_s = self._clocks.computed_s
@@ -177,7 +203,7 @@ class Simulation:
 
 
 def operations(phase: Phase, policy: ActivationPolicy) -> tuple[str, ...]:
-    """Of a layer for one micro-batch."""
+    """Return the names of the operations that compute one micro-batch in a visit of a layer."""
     match phase:
         case Phase.FORWARD:
             return ("forward",)

@@ -1,4 +1,7 @@
-"""When Muon's momenta arrive and its directions are made and leave, as engine/gradients/muon_directions.py does it."""
+"""Simulates when Muon's momenta arrive, and when its directions are made and leave the device.
+
+It follows engine/gradients/muon_directions.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from megatrain_ray.virtual_clock import Op, Stage
 
 
 class SimulatedDirections:
-    """Of one step after the other, layer by layer."""
+    """Simulates Muon's directions of one step after the other, layer by layer."""
 
     def __init__(self, plan: Plan, layout: ModelLayout, clocks: Clocks) -> None:
         self._layout = layout
@@ -25,7 +28,7 @@ class SimulatedDirections:
         self.begin()
 
     def begin(self) -> None:
-        """A step."""
+        """Begin a step."""
         self._momenta.begin()
         self._directions.begin()
         self._arrived_s: dict[int, float] = {}
@@ -40,12 +43,12 @@ class SimulatedDirections:
         self._momenta.leave(layer, self._clocks.run(Stage.COMPUTE, Op("orthogonalize", layer)))
 
     def leave(self, layer: int) -> float:
-        """When they are on the host."""
+        """Offload a layer's directions, and return when they are on the host (s)."""
         op = Op("complete", layer, num_bytes=self._bytes(layer, DIRECTION_BYTES))
         end_s = self._clocks.run(Stage.D2H, op, self._clocks.computed_s)
         self._directions.leave(layer, end_s)
         return end_s
 
     def _bytes(self, layer: int, itemsize: int) -> int:
-        """Of one GPU, as many as each has of all layers together."""
+        """Return the bytes that one GPU moves for the layer: an equal share, as each has of all layers together."""
         return self._layout.layers[layer].trained.size * itemsize // self._num_gpus

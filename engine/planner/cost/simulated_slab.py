@@ -1,4 +1,4 @@
-"""When the slab has room for a gradient that passes through it, on the clocks of a simulated step."""
+"""Simulates when the slab has room for a gradient that passes through it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from megatrain_ray.engine.plan.plan import Plan
 
 
 class SimulatedSlab:
-    """Behind gradients that stay there. With clipping; those that pass leave in the order in which they came."""
+    """Simulates the part of the slab that gradients pass through; it lies after the gradients that stay in the slab.
+
+    It is used with clipping. Gradients leave in the order in which they came.
+    """
 
     def __init__(self, plan: Plan, layout: ModelLayout) -> None:
         sizes = layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
@@ -19,7 +22,7 @@ class SimulatedSlab:
         self._left_s: dict[int, float] = {}
 
     def take(self, layer: int) -> float:
-        """From when on there is room for the layer's; 0 for one that stays."""
+        """Return from when on there is room for the layer's gradient (s), and take it; 0 for a gradient that stays."""
         if layer not in self._sizes:
             return 0.0
         room_s = 0.0
@@ -29,5 +32,5 @@ class SimulatedSlab:
         return room_s
 
     def leave(self, layer: int, at_s: float) -> None:
-        """Its room is another one's from now on."""
+        """Release the layer's room at a time (s)."""
         self._left_s[layer] = at_s

@@ -1,4 +1,4 @@
-"""When working copies that are on disk are in a window, on the clocks of a simulated step: what DiskWeights does."""
+"""Simulates when working copies on disk are read into windows of host memory, as DiskWeights does it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from megatrain_ray.virtual_clock import Op, Stage
 
 
 class SimulatedWindows:
-    """Fragments take windows in turn. What updates move meanwhile has a clock of its own: the price of a read counts on
-    it (op_costs.py)."""
+    """Simulates the windows that fragments of working copies take in turn on their way from disk to the device.
+
+    What updates read and write meanwhile has a clock of its own. The price of a read allows for that (op_costs.py).
+    """
 
     def __init__(self, plan: Plan, layout: ModelLayout, run: Run) -> None:
         self._run = run
@@ -23,7 +25,11 @@ class SimulatedWindows:
         self._empty_s = deque([0.0] * plan.weight_windows)
 
     def fill(self, fragment: FragmentId, written_s: float, start_s: float) -> float:
-        """When a fragment is in memory. `written_s`: when its generation is on disk; `start_s`: when the step began."""
+        """Return when a fragment is in host memory (s).
+
+        written_s: when its generation is on disk.
+        start_s: when the step began.
+        """
         if fragment.layer not in self._layers:
             return written_s
         num_bytes = self._fragments[fragment.layer][fragment.index].size * self._itemsize

@@ -1,4 +1,4 @@
-"""What the parts of a simulated step share: a clock for each stage, and regions that are empty at some time."""
+"""Holds what the parts of a simulated step share: a clock for each stage, and regions that are empty at some time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from megatrain_ray.virtual_clock import CostModel, Op, Stage
 
 
 class Clocks:
-    """When each stage is done with what it was given, and what of a step went where."""
+    """Tracks when each stage ends what was submitted to it, and counts the seconds and bytes of the current step."""
 
     def __init__(self, cost: CostModel) -> None:
-        """`cost`: seconds of an operation, the same for every micro-batch."""
+        """Set all clocks to 0.
+
+        cost: seconds of an operation, the same for every micro-batch.
+        """
         self._cost = cost
         self.end_s = dict.fromkeys(Stage, 0.0)
         self.begin()
 
     def begin(self) -> None:
-        """A step. The clocks go on."""
+        """Begin a step: reset its counters. The clocks go on."""
         self.compute_s: dict[str, float] = defaultdict(float)
         self.exposed_s: dict[str, float] = defaultdict(float)
         self.busy_s: dict[Stage, float] = defaultdict(float)
@@ -30,7 +33,12 @@ class Clocks:
         return self.end_s[Stage.COMPUTE]
 
     def run(self, stage: Stage, op: Op, *after_s: float, count: int = 1) -> float:
-        """When the operation, `count` times, ends. It begins after what its stage was given before and `after_s`."""
+        """Submit an operation, and return when it ends (s).
+
+        It begins after everything that was submitted to its stage before, and after all `after_s`.
+
+        count: how many times it runs.
+        """
         seconds = self._cost(stage, op) * count
         self.end_s[stage] = max(self.end_s[stage], *after_s, 0.0) + seconds
         self.busy_s[stage] += seconds
@@ -40,7 +48,7 @@ class Clocks:
         return self.end_s[stage]
 
     def wait(self, until_s: float, cause: str) -> None:
-        """The compute stage stands still."""
+        """Make the compute stage wait until a time (s), and count the wait under `cause`."""
         late_s = until_s - self.end_s[Stage.COMPUTE]
         if late_s > 0:
             self.exposed_s[cause] += late_s
@@ -48,15 +56,15 @@ class Clocks:
 
 
 class Ring:
-    """Regions that layers take in turn, and when each of them is empty."""
+    """Tracks when each of the regions that layers take in turn is empty."""
 
     def __init__(self, layers: Sequence[int], needed_bytes: Sequence[int], region_bytes: Sequence[int]) -> None:
-        """As engine/plan/gradient_slots.py has them; without regions nobody takes one."""
+        """Assign regions to layers as engine/plan/gradient_slots.py does; without regions no layer takes one."""
         self._index = regions_of(layers, needed_bytes, region_bytes) if region_bytes else {}
         self._empty_s: dict[int, float] = {}
 
     def begin(self) -> None:
-        """A step: all are empty."""
+        """Begin a step: all regions are empty."""
         self._empty_s.clear()
 
     def empty(self, layer: int) -> float:

@@ -1,4 +1,4 @@
-"""The arithmetic of a plan's device memory, row by row: of what streams or lives there, and of activations."""
+"""Counts a plan's device memory row by row: layers that stream or live there, gradients, and activations."""
 
 from __future__ import annotations
 
@@ -22,31 +22,34 @@ from megatrain_ray.engine.planner.memory.loss_bytes import loss_bytes
 from megatrain_ray.units import format_bytes
 
 EXCHANGE_BYTES = 1 << 30  # a guess: NCCL's buffers for one communicator
-# What a compiled layer's backward holds at most, what was kept and its own boundary included, as a multiple of what the
-# layer keeps with an activation budget of 1: up to 1.64 in a layer alone, 1.51 in a step (benchmarks/README.md).
+# Peak memory of a compiled layer's backward, as a multiple of what the layer keeps with an activation budget of 1. It
+# includes what was kept and the layer's own boundary. Measured: up to 1.64 in a layer by itself, 1.51 in a step
+# (benchmarks/README.md).
 COMPILED_BACKWARD = 1.6
-# The same where the MLP is computed in chunks. Then attention's backward holds most: its inputs and output, the
-# gradients of these, what flash attention sums them in, in FP32, and keys and values for every head: 2.46 and 2.28 for
-# a layer of Qwen2.5-7B with 131,072 tokens on an H200, attention computed again and kept, chunks of 8192 to 32768.
+# The same if the MLP is computed in chunks. Then attention's backward holds the most: its inputs and output, their
+# gradients, the FP32 sums that flash attention makes of these, and keys and values for every head. Measured for a layer
+# of Qwen2.5-7B with 131,072 tokens on an H200: 2.46 and 2.28 (attention recomputed and kept), chunks of 8192 to 32768.
 CHUNKED_BACKWARD = 2.5
-# With this budget or less a backward computes nearly everything again. Then it holds all that the layer would have kept
-# and the gradients of all that at once, but for four tensors of the boundary's size: 2 % more than was measured for
-# layers of Qwen2.5-7B and 14B on an H200.
+# With this activation budget or less a backward recomputes nearly everything. It then holds all that the layer would
+# have kept and the gradients of all that at once, except four tensors of the boundary's size. This is 2 % more than was
+# measured for layers of Qwen2.5-7B and 14B on an H200.
 SMALL_BUDGET = 0.2
-# The share of a backward's most that may still be there when the gradients of all weights are: with 4 to 64 sequences
-# of 1024 tokens these gradients did not raise the peak. A guess.
+# Share of a backward's peak that may still be allocated when the gradients of all weights are. A guess: with 4 to 64
+# sequences of 1024 tokens these gradients did not raise the peak.
 BESIDE_GRADIENTS = 0.6
-# What an uncompiled norm's backward holds at most, as a multiple of what its forward keeps: of RMSNorm, whose products
-# are in FP32 (counted operation by operation).
+# Peak memory of an uncompiled norm's backward, as a multiple of what its forward keeps. This is RMSNorm's, whose
+# products are in FP32 (counted operation by operation).
 NORM_BACKWARD = 4
 
 
-Row = tuple[int, str]  # bytes, and what they are made of
+Row = tuple[int, str]  # bytes, and the formula that they come from
 
 
 class ActivationRows(NamedTuple):
-    """Rows of what is computed: where weights, state and gradients are makes no difference to them. `held`: bytes of
-    each layer's activations before its backward."""
+    """Holds the rows of activations and of computing, which do not depend on where weights, state and gradients are.
+
+    held: bytes of each layer's activations on the device before its backward, of all live micro-batches.
+    """
 
     rows: dict[str, Row]
     held: tuple[int, ...]
@@ -59,7 +62,10 @@ class ActivationRows(NamedTuple):
 def hbm_rows(
     plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
 ) -> Iterator[ByteCount]:
-    """`plan`: all of it but its rows."""
+    """Return all rows of a plan's device memory.
+
+    plan: complete but for its rows.
+    """
     of_activations = activation_rows(plan, structure, layout, activations, z_loss=z_loss)
     rows = slot_rows(plan)
     rows |= _resident_rows(plan, layout)
@@ -73,7 +79,10 @@ def hbm_rows(
 
 
 def slot_rows(plan: Plan) -> dict[str, Row]:
-    """Of what streams. `plan`: without its layers."""
+    """Return the rows of the slots that weights stream through, and of the regions for gradients.
+
+    plan: may lack its layers.
+    """
     num_bytes = sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes)
     formula = f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving"
     of_slots = sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"
@@ -83,9 +92,12 @@ def slot_rows(plan: Plan) -> dict[str, Row]:
 def activation_rows(
     plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
 ) -> ActivationRows:
-    """`plan`: all of it but its rows."""
+    """Return the rows of activations and of the memory that computing takes.
+
+    plan: complete but for its rows.
+    """
     live = plan.num_live_micro_batches
-    # Not of the head, whose forward and backward are in one visit.
+    # Without the head: its forward and backward are in one visit, so nothing has to wait.
     of_blocks = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
     staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*of_blocks, 0], plan.layers, strict=True)]
@@ -116,23 +128,34 @@ def activation_rows(
 
 
 def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
-    """What enters the head, its gradient, and what the head's own forward keeps until the loss has gone through it."""
+    """Return the bytes that stay on the device while the loss is computed.
+
+    These are the head's input, its gradient, and what the head's own forward keeps until the loss has used it.
+    """
     return 2 * max(activations.boundary) + kept_bytes(activations, len(plan.layers) - 1, plan.layers[-1])
 
 
 def norm_bytes(plan: Plan, activations: ActivationBytes) -> int:
-    """What the backward of the head's norm holds beside its input, its output and a gradient: what it kept and, on the
-    way, up to three times that (Qwen2's RMSNorm in bf16: 15.0 times the boundary's bytes in all). In chunks that is of
-    one of them."""
+    """Return the bytes that the backward of the head's norm holds.
+
+    These are the norm's input, its output and a gradient, what the norm kept and, on the way, up to three times that
+    (Qwen2's RMSNorm in bf16: 15.0 times the boundary's bytes in all). If MLPs are computed in chunks, what it kept is
+    that of one chunk.
+    """
     kept = activations.kept[-1]
     in_chunks = activations.whole.kept[-1] - kept if activations.whole else 0
     return 3 * activations.boundary[-1] + NORM_BACKWARD * (kept + in_chunks // plan.num_mlp_chunks)
 
 
 def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
-    """Of blocks whose inputs wait elsewhere there are those of one block and what its forward or backward makes of
-    them, and one that comes or goes; the work of a backward counts the two of one micro-batch. Of those that are
-    computed again there are those of one segment, and one that is copied there."""
+    """Return the row of boundary activations, which are the inputs of layers.
+
+    staying: bytes of one micro-batch that stay on the device, of all layers.
+
+    Inputs that wait elsewhere are on the device for one block at a time: its inputs, what its forward or backward makes
+    of them, and one that is copied. The work of a backward already counts two, of one micro-batch. Inputs that are
+    recomputed are there for one segment at a time, and one that is copied.
+    """
     live = plan.num_live_micro_batches
     of_layers = [layer.boundary_bytes if layer.boundary in ELSEWHERE else 0 for layer in plan.layers]
     passing = max(sum(of_layers[i] for i in block) for block in structure.blocks)
@@ -142,7 +165,7 @@ def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
         if replayed
     ]
     if passing:
-        staying -= plan.layers[-1].boundary_bytes  # the head's follow the last layer's
+        staying -= plan.layers[-1].boundary_bytes  # the head's input, output of the last block, is one that passes
     num_bytes, formula = live * staying, f"{live} micro-batches × {format_bytes(staying)}"
     if passing:
         num_bytes += (2 * live + 1) * passing
@@ -155,9 +178,14 @@ def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
 
 
 def _kept(plan: Plan, staying: Sequence[int]) -> Row:
-    """Of layers whose own wait elsewhere there are those of one micro-batch in one layer, and others that come or go.
-    `staying`: of one micro-batch, by layer. What stays of layers behind all of these is there while none go, and what
-    has gone of them makes room for the first that come."""
+    """Return the row of activations that layers keep for their backward.
+
+    staying: bytes of one micro-batch that stay on the device, by layer.
+
+    Layers that offload what they keep need device memory for one micro-batch in one layer, and for another one that is
+    being offloaded or reloaded. Layers after the last of these keep nothing on the device while offloads run, and have
+    released it before the first reload. If what they keep is large enough, its memory serves for the other one.
+    """
     live, num_passing = plan.num_live_micro_batches, 0
     num_bytes, formula = live * sum(staying), f"{live} micro-batches × {format_bytes(sum(staying))}"
     of_stops = (sum(plan.layers[i].kept_bytes for i in together) for together in plan.kept_until)
@@ -170,15 +198,18 @@ def _kept(plan: Plan, staying: Sequence[int]) -> Row:
 
 
 def kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> int:
-    """Of one micro-batch in one layer."""
+    """Return the bytes that a layer keeps for its backward, of one micro-batch."""
     if layer.activations is ActivationPolicy.RECOMPUTE:
         return activations.kept_when_recomputed(index)
     return activations.kept_within(index, layer.activation_budget) if layer.compiled else activations.kept[index]
 
 
 def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> int:
-    """What the largest backward of a layer holds beyond what was kept: what it computes again, gradients of what is
-    kept and of the weights, these of another micro-batch too where they are added in pairs, both boundaries."""
+    """Return the bytes that the largest backward of a layer holds beyond what was kept.
+
+    These are what it recomputes, the gradients of kept tensors and of weights, and both boundaries. If gradients are
+    added in pairs, the gradient of the weights from another micro-batch counts, too.
+    """
     item, boundaries = plan.precision.working_dtype.itemsize, 2 * max(activations.boundary)
     paired = plan.paired_layers
 
@@ -206,8 +237,11 @@ def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes
 
 
 def _chunk_bytes(plan: Plan, activations: ActivationBytes, index: int, layer: LayerPlan, num_trained: int) -> int:
-    """What a chunk of the MLP's backward holds: what it computes again with its gradients, and sums of the weights'
-    gradients beside those of the chunk. 0 where there are no chunks."""
+    """Return the bytes that one chunk of an MLP's backward holds; 0 if the MLP is not computed in chunks.
+
+    These are what the chunk recomputes with its gradients, and the sums of the weights' gradients beside the gradients
+    of the chunk.
+    """
     if not (whole := activations.mlp_bytes(index, compiled=layer.compiled)):
         return 0
     of_chunk = whole // plan.num_mlp_chunks
@@ -216,13 +250,17 @@ def _chunk_bytes(plan: Plan, activations: ActivationBytes, index: int, layer: La
 
 
 def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> int:
-    """`whole`: what the layer keeps with a budget of 1."""
+    """Return the bytes that the backward of a compiled layer holds at most.
+
+    whole: bytes that the layer keeps with a budget of 1.
+    boundaries: bytes of two boundaries.
+    """
     typical = int(COMPILED_BACKWARD * whole)
     return typical if activation_budget > SMALL_BUDGET else max(typical, 2 * (whole - boundaries))
 
 
 def muon_row(plan: Plan, layout: ModelLayout) -> Row:
-    """What one matrix takes while it is orthogonalised, beside where momenta arrive and directions leave from."""
+    """Return the row of Muon: slots for momenta and for directions, and the work on the largest matrix."""
     matrices = [s.shape for i in layout.with_muon for s in layout.layers[i].muon_segments]
     work = max(map(work_bytes, matrices))
     slots = sum(plan.momentum_slot_bytes) + sum(plan.direction_slot_bytes)
@@ -231,7 +269,7 @@ def muon_row(plan: Plan, layout: ModelLayout) -> Row:
 
 
 def _resident_rows(plan: Plan, layout: ModelLayout) -> dict[str, Row]:
-    """Of the layers that live on the device, where there are any."""
+    """Return the row of the layers that live on the device; none if there are none."""
     layers = [layout.layers[i] for i in sorted(plan.hbm_layers)]
     if not layers:
         return {}
@@ -245,19 +283,28 @@ def _resident_rows(plan: Plan, layout: ModelLayout) -> dict[str, Row]:
 
 
 def resident_bytes(precision: Precision, layer: FlatLayout) -> int:
-    """Working copy and state of a layer that lives on the device."""
+    """Return the bytes of the working copy and the state of a layer that lives on the device."""
     return layer.size * precision.working_dtype.itemsize + layer.trained.size * precision.state_bytes
 
 
 def waiting_row(plan: Plan, layout: ModelLayout, held: Sequence[int], waiting: Set[int], departing: Set[int]) -> Row:
-    """Of gradients that wait on the device. `plan`: without its layers; `held`: bytes of each layer's activations
-    before its backward; `waiting`: layers whose gradients do, `departing`: those of them that the shards update."""
+    """Return the row of complete gradients that wait on the device for their update.
+
+    If gradients are allocated on demand (`Plan.gradients_are_brief`), only their bytes beyond the activations that are
+    released by then count.
+
+    plan: may lack its layers.
+    held: bytes of each layer's activations before its backward.
+    waiting: layers whose gradients wait on the device.
+    departing: those of them that the shards update.
+    """
     item = plan.accumulation_dtype.itemsize
     sizes = [size * item if i in waiting else 0 for i, size in enumerate(layout.trained_sizes)]
     formula = f"{item} bytes × {sum(sizes) // item}"
     if not plan.gradients_are_brief:
         return sum(sizes), formula
-    # A backward's gradients come as activations go, and leave in the next forward as activations come.
+    # In the backward gradients take memory that activations release. In the next forward the gradients of host layers
+    # leave while activations are allocated again.
     late = [size if i in departing else 0 for i, size in enumerate(sizes)]
     held_up_to = list(accumulate(held))
     backward = map(add, held_up_to, _remaining(sizes))
@@ -267,5 +314,5 @@ def waiting_row(plan: Plan, layout: ModelLayout, held: Sequence[int], waiting: S
 
 
 def _remaining(sizes: Sequence[int]) -> list[int]:
-    """Of each and those behind it."""
+    """Return suffix sums: result[i] = sum(sizes[i:])."""
     return list(accumulate(reversed(sizes)))[::-1]

@@ -1,4 +1,4 @@
-"""Plans of many candidates of one request, in as much detail as is asked for. Pure."""
+"""Makes the plans of many candidates of one request, in as much detail as is asked for. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, OnDisk, Spillable
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillFirst
 
-# Fields of a candidate with values that stand for all, where they make no difference.
+# Values of a candidate's fields that stand for all values, in keys of cached results that the fields do not change.
 BLOCKS_ALIKE: dict[str, Any] = {"num_late": 0, "late_budget": 1.0, "kept": Tier.HBM, "num_staying": 0}
 ALL_KEPT: dict[str, Any] = BLOCKS_ALIKE | {"activations": ActivationPolicy.KEEP, "activation_budget": 1.0}
 ANY_SLOTS: dict[str, Any] = {"num_block_slots": 0, "num_edge_slots": 0}
@@ -42,14 +42,17 @@ NO_DISK: dict[str, Any] = {"spills_activations": False, "spill_first": SpillFirs
 ANYWHERE: dict[str, Any] = ANY_SLOTS | NO_DISK | {
     "hbm_layers": frozenset(), "gradients": Tier.HOST, "num_waiting": 0, "sums": Tier.HBM
 }  # fmt: skip
-# Of bytes on disk, what they may come to where each kind of each layer is filled up to whole pages.
+# Factor by which bytes on disk may grow, because each kind of each layer is filled up to whole pages.
 PAGES = 2
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Plans that fit or do not, with all but their uploads: to simulate the slots takes most of the time. What many
-    candidates share is made once, and kept by a candidate that stands for what decides about it."""
+    """Makes plans of candidates, whether they fit or not, and caches what candidates share.
+
+    The plans are complete but for their uploads, because simulating the slots takes most of the time. Each cached
+    result is stored under a candidate that stands for all candidates with the same result.
+    """
 
     structure: ModelStructure
     layout: ModelLayout
@@ -67,7 +70,7 @@ class Drafts:
     windows_bytes: dict[Candidate, int] = field(default_factory=dict)
 
     def plan(self, candidate: Candidate) -> Plan:
-        """With its arithmetic."""
+        """Return the candidate's plan with the rows of its memory."""
         plan, layout = self.in_memory(candidate), self.layout
         of_device = hbm_rows(plan, self.structure, layout, self.activations, z_loss=self.request.z_loss)
         on_disk = self.spilled(candidate)
@@ -81,17 +84,17 @@ class Drafts:
         return _with_copies(plan) if self.request.saves else plan
 
     def without_rows(self, candidate: Candidate) -> Plan:
-        """The same without its arithmetic."""
+        """Return the candidate's plan without the rows of its memory."""
         plan, on_disk = self.in_memory(candidate), self.spilled(candidate)
         return self._with_spilled(plan, candidate, on_disk) if any(on_disk) else plan
 
     def in_memory(self, candidate: Candidate) -> Plan:
-        """Without its arithmetic, and as if nothing spilled."""
+        """Return the candidate's plan without rows, as if nothing spilled."""
         frame = self._frame(candidate)
         return replace(frame, layers=self._layers.of(candidate), loss_chunk_tokens=self._chunk_tokens(frame, candidate))
 
     def device_bytes(self, candidate: Candidate) -> int:
-        """All that the plan has in device memory."""
+        """Return all bytes of device memory that the candidate's plan takes."""
         rows, placement = self._activation_rows(candidate), self._placement(candidate)
         num_bytes = rows.num_bytes + placement.num_bytes + self._most_windows_bytes(candidate)
         if waiting := candidate.hbm_layers | placement.late:
@@ -99,7 +102,10 @@ class Drafts:
         return num_bytes
 
     def _most_windows_bytes(self, candidate: Candidate) -> int:
-        """What activations may pass through on the device: they are on disk, or not, by what the host lacks then."""
+        """Return an upper bound of the device bytes for windows (staging buffers) of activations.
+
+        Whether activations are on disk is decided later, by how much host memory is missing.
+        """
         if not candidate.spills_activations or self._windows is Tier.HOST:
             return 0
         key = replace(candidate, **ANY_SLOTS)
@@ -112,22 +118,25 @@ class Drafts:
         return self.machine.spill.windows if self.machine.spill else Tier.HOST
 
     def placed_bytes(self, candidate: Candidate) -> int:
-        """What of it is neither activations nor gradients that wait."""
+        """Return the device bytes that are neither activations nor gradients that wait for their update."""
         return self._placement(candidate).num_bytes
 
     def waiting_bytes(self, candidate: Candidate) -> int:
-        """Of gradients that wait there, all at once."""
+        """Return the device bytes of the gradients that wait there for their update, all at once."""
         placement, sizes = self._placement(candidate), self.layout.trained_sizes
         waiting = candidate.hbm_layers | placement.late
         return placement.frame.accumulation_dtype.itemsize * sum([sizes[i] for i in waiting])
 
     def least_device_bytes(self, candidate: Candidate) -> int:
-        """What of it no layers on the device, and no slots, make less."""
+        """Return the device bytes that remain with no layers on the device and no slots."""
         return self._activation_rows(candidate).num_bytes
 
     def host_room(self, candidate: Candidate) -> int:
-        """Bytes beyond what may be on disk, as a negative number; if there are none, those that the host has left, and
-        one more."""
+        """Return a number that is above 0 if the candidate has room on the host and on disk.
+
+        If the disk overflows, it is minus the bytes beyond the limit of the disk. Else it is the spare bytes of host
+        memory, plus one.
+        """
         key = self._of_all(candidate)
         if key not in self.host_rooms:
             plan = self.without_rows(candidate)
@@ -139,7 +148,7 @@ class Drafts:
         return self.host_rooms[key]
 
     def likely_room(self, candidate: Candidate) -> int:
-        """As `host_room`, and cheaper: where the disk is large, with as much there as may be."""
+        """Return a cheaper estimate of `host_room`: on a large disk as if everything was spilled that may be."""
         spill, missing = self.machine.spill, self.missing_ram(candidate)
         if missing > 0 and spill is not None:
             most = self._spillable(candidate).most
@@ -148,7 +157,7 @@ class Drafts:
         return self.host_room(candidate)
 
     def spilled(self, candidate: Candidate) -> OnDisk:
-        """What of the plan is on disk: as much as the host has too little memory for."""
+        """Return what of the candidate's plan is on disk: as much as host memory is too small for."""
         if self.machine.spill is None:
             return NOTHING
         key = self._of_all(candidate)
@@ -158,7 +167,7 @@ class Drafts:
         return self.on_disk[key]
 
     def missing_ram(self, candidate: Candidate) -> int:
-        """Bytes of the host that the plan takes too many where nothing of it is on disk; negative where it has room."""
+        """Return the bytes of host memory that are missing with nothing on disk; negative if there is room."""
         key = replace(self._of_all(candidate), **NO_DISK)
         if key not in self.missing:
             plan = self.in_memory(candidate)
@@ -166,8 +175,11 @@ class Drafts:
         return self.missing[key]
 
     def least_missing_ram(self, candidate: Candidate) -> int:
-        """At least as much is missing with any gradients on the device, in whatever room is left there. What passes
-        through the host on its way does not count: it may be more where fewer layers are there."""
+        """Return a lower bound of the missing host memory, whichever gradients wait on the device.
+
+        Gradients may take all device memory that is left. Bytes of data that only passes through the host do not count,
+        because they may be more with fewer layers on the device.
+        """
         frame = self._frame(candidate)
         follows, passes = frame.update_order is UpdateOrder.FORWARD, candidate.gradients is Tier.HBM
         if candidate.sums is Tier.HOST or (follows and frame.wire_dtype is not frame.accumulation_dtype):
@@ -179,7 +191,7 @@ class Drafts:
         return self.missing_ram(candidate) - room
 
     def _room_on_device(self, candidate: Candidate) -> int:
-        """For gradients of other layers than those that live there: these may have the place of all activations."""
+        """Return the device bytes for gradients of host layers, which may take the place of all activations."""
         limit, num_bytes = self.machine.hbm_bytes, self.placed_bytes(candidate) + self.waiting_bytes(candidate)
         return 0 if limit is None else max(0, limit - CONTEXT_BYTES - num_bytes)
 
@@ -192,7 +204,10 @@ class Drafts:
         return self.spillable[key]
 
     def _spare(self, candidate: Candidate, plan: Plan) -> int:
-        """`plan`: with rows of host memory alone."""
+        """Return the spare bytes of host memory.
+
+        plan: one whose rows are those of host memory only.
+        """
         return spare_ram(plan) - (self.device_bytes(candidate) if self.machine.device == "cpu" else 0)
 
     def _with_spilled(self, plan: Plan, candidate: Candidate, on_disk: OnDisk) -> Plan:
@@ -201,23 +216,29 @@ class Drafts:
         return with_windows(plan, self._windows)
 
     def _host_rows(self, candidate: Candidate, plan: Plan) -> tuple[ByteCount, ...]:
-        """Where nothing spills."""
+        """Return the rows of host memory with nothing spilled."""
         key = self._of_host(candidate)
         if key not in self.host_rows:
             self.host_rows[key] = tuple(host_rows(plan, self.layout))
         return self.host_rows[key]
 
     def _of_host(self, candidate: Candidate) -> Candidate:
-        """Slots make no difference to the host, nor what is kept for a backward, unless it waits there."""
+        """Return the candidate that stands for all that take the same host memory.
+
+        Slots make no difference to the host, and neither does what is kept for a backward, unless it waits there.
+        """
         offloads = candidate.kept is Tier.HOST and candidate.num_late
         return replace(candidate, **ANY_SLOTS) if offloads else replace(candidate, **ANY_SLOTS, **ALL_KEPT)
 
     def _of_all(self, candidate: Candidate) -> Candidate:
-        """The same where what the device has takes host memory, too."""
+        """Return the candidate that stands for all that lack the same host memory.
+
+        On the CPU device this is the candidate itself, because what the device has takes host memory there.
+        """
         return candidate if self.machine.device == "cpu" else self._of_host(candidate)
 
     def _placed(self, candidate: Candidate) -> Candidate:
-        """Without what activations decide about."""
+        """Return the candidate that stands for all that differ only in what decides about activations."""
         return replace(candidate, **ALL_KEPT, boundaries=Tier.HBM, segment=1, **NO_DISK)
 
     def _frame(self, candidate: Candidate) -> Plan:
@@ -235,7 +256,7 @@ class Drafts:
         return self.placements[key]
 
     def _activation_rows(self, candidate: Candidate) -> ActivationRows:
-        """But for where gradients are, and which layers live on the device."""
+        """Return the rows of activations, the same wherever gradients are and whichever layers live on the device."""
         key = replace(candidate, **ANYWHERE)
         if key not in self.activation_rows:
             plan, z_loss = self.in_memory(key), self.request.z_loss
@@ -245,16 +266,19 @@ class Drafts:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks, or parts of them, that are layers."""
+        """Return the number of layers that are blocks or parts of blocks."""
         return sum(layer.kind is LayerKind.BLOCK for layer in self.structure.layers)
 
     @cached_property
     def resident_bytes(self) -> tuple[int, ...]:
-        """Of each layer where it lives on the device."""
+        """Return the device bytes of each layer if it lives there."""
         return tuple(resident_bytes(self.request.precision, layer) for layer in self.layout.layers)
 
     def _chunk_tokens(self, frame: Plan, candidate: Candidate) -> int:
-        """However many layers keep more: that never makes the loss slower."""
+        """Return the tokens in a chunk of the loss.
+
+        They do not depend on how many layers keep more, so keeping more never makes the loss slower.
+        """
         alike = replace(candidate, **ANYWHERE, **BLOCKS_ALIKE)
         if alike not in self.chunks:
             plan = replace(frame, layers=self._layers.of(alike))
@@ -271,8 +295,12 @@ class Drafts:
 
 
 class _Placement(NamedTuple):
-    """Without what activations decide about. `num_bytes`: of the device, for slots, layers that live there, and what
-    Muon works with; `late`: layers on the host whose gradients wait on the device."""
+    """Holds what of a candidate's plan does not depend on activations.
+
+    frame: the plan without its layers.
+    num_bytes: device bytes of slots, of layers that live on the device, and of Muon's work.
+    late: host layers whose gradients wait on the device.
+    """
 
     frame: Plan
     num_bytes: int
@@ -280,7 +308,7 @@ class _Placement(NamedTuple):
 
 
 def _with_copies(plan: Plan) -> Plan:
-    """Half of the RAM that the plan leaves may hold copies for saves."""
+    """Return the plan with memory for copies that saves make: up to half of the RAM that the plan leaves."""
     num_bytes = max(0, min(plan.updated_bytes // plan.num_hosts, spare_ram(plan) // 2))
     row = ByteCount(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
     on_device = sum(layer.num_trained for layer in plan.layers if layer.updated_by == "gpu")

@@ -1,4 +1,4 @@
-"""Where a plan lets gradients be: as sums, as what leaves, and while they wait for their update."""
+"""Decides where gradients are: while they are summed, while they leave the device, and until their update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain_ray.engine.planner.request import Candidate, Request
 
 @dataclass(frozen=True)
 class GradientPlaces:
-    """Of one candidate. Sizes in bytes."""
+    """Computes where the gradients of one candidate are, and how large the regions for them are, in bytes."""
 
     structure: ModelStructure
     layout: ModelLayout
@@ -27,22 +27,28 @@ class GradientPlaces:
 
     @cached_property
     def sums(self) -> torch.dtype:
-        """Of sums over micro-batches; with one micro-batch of what autograd makes."""
+        """Return the dtype of sums over micro-batches.
+
+        It is FP32; with only one micro-batch over all GPUs it is the dtype of the gradient that autograd makes.
+        """
         return torch.float32 if self.request.sums_several else self.request.precision.working_dtype
 
     @cached_property
     def wire(self) -> torch.dtype:
-        """Of what leaves the device."""
+        """Return the dtype in which gradients leave the device."""
         return torch.bfloat16 if self.request.round_gradients else self.sums
 
     def wait_on_device(self, index: int) -> bool:
-        """Whether the layer's complete gradient does."""
+        """Return whether the layer's complete gradient waits on the device for its update."""
         return index in self.candidate.hbm_layers or index in self.late
 
     @cached_property
     def late(self) -> frozenset[int]:
-        """Layers on the host whose gradients leave when all are complete. What leaves rounded, and what Muon trains,
-        leaves as soon as it is complete."""
+        """Return the host layers whose gradients leave the device only when all gradients are complete.
+
+        There are none without clipping, with gradients that leave rounded, or if Muon trains anything: those leave as
+        soon as they are complete.
+        """
         if not self.request.clip or self.wire is not self.sums or self.layout.with_muon:
             return frozenset()
         on_host = [i for i in self.layout.updated if i not in self.candidate.hbm_layers]
@@ -50,33 +56,41 @@ class GradientPlaces:
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
-        """Regions of sums."""
+        """Return the bytes of each region on the device that gradients are summed in."""
         if self.candidate.sums is Tier.HOST:
-            return self._ring(self.layout.updated, self.sums, 3)  # one arrives, one is added to, one leaves
+            return self._ring(self.layout.updated, self.sums, 3)  # one is reloaded, one is added to, one leaves
         sizes = self._sizes(self._leaving, self.sums)
         if self.request.num_micro_batches > 1 and self.candidate.order is LoopOrder.MICRO_BATCHES_OUTER:
             return tuple(reversed(sizes))
-        if self.wire is not self.sums:  # what leaves is the copy: a sum's region is free as soon as that is made
+        if self.wire is not self.sums:  # a rounded copy leaves: the region of the sum is free once it is made
             return (max(sizes),) if sizes else ()
         return self._ring(self._leaving, self.sums, 2)
 
     @property
     def leaving_slot_bytes(self) -> tuple[int, ...]:
-        """Regions of rounded sums. With layers outermost one has left long before all micro-batches of the next layer
-        are done."""
+        """Return the bytes of each region that rounded sums leave from; empty if nothing is rounded.
+
+        With layers outermost one region is enough: it is empty again long before all micro-batches of the next layer
+        are done.
+        """
         count = 1 if self.candidate.order is LoopOrder.LAYERS_OUTER else 2
         return () if self.wire is self.sums else self._ring(self._leaving, self.wire, count)
 
     def muon_slot_bytes(self, itemsize: int) -> tuple[int, ...]:
-        """Two, so that what is made of a layer overlaps with what moves for its neighbours; each for the largest part
-        that a GPU has of a layer."""
+        """Return the bytes of each region for Muon's momenta, or for its directions; empty if Muon trains nothing.
+
+        There are two regions, so that the work on one layer overlaps with the transfers of its neighbours. Each is as
+        large as the largest part of a layer that a GPU has.
+
+        itemsize: bytes of an element.
+        """
         num_gpus = self.request.num_gpus
         sizes = [largest_part(self.layout.layers[i], num_gpus) * itemsize for i in self.layout.with_muon]
         return (max(sizes),) * min(2, len(sizes)) if sizes else ()
 
     @property
     def slab_bytes(self) -> int:
-        """On the host."""
+        """Return the bytes of the slab: host memory for gradients."""
         if self.candidate.sums is Tier.HOST:
             return sum(self._shares(self.layout.updated, self.sums))
         on_host = (i for i in self.layout.updated if i not in self.candidate.hbm_layers)
@@ -86,19 +100,22 @@ class GradientPlaces:
 
     @cached_property
     def _leaving(self) -> list[int]:
-        """Layers whose gradients leave the device when they are complete, in the order of a forward."""
+        """Return the layers whose gradients leave the device as soon as they are complete, in forward order."""
         return [i for i in self.layout.updated if not self.wait_on_device(i)]
 
     def _sizes(self, layers: Sequence[int], dtype: torch.dtype) -> list[int]:
         return [self.layout.layers[i].trained.size * dtype.itemsize for i in layers]
 
     def _shares(self, layers: Sequence[int], dtype: torch.dtype) -> list[int]:
-        """Of these sizes what a host has."""
+        """Return the bytes of each layer's gradient that one host has."""
         return [self.layout.shares[i].trained.size * dtype.itemsize for i in layers]
 
     def _ring(self, layers: Sequence[int], dtype: torch.dtype, count: int) -> tuple[int, ...]:
-        """`count` regions that blocks take in turn, and one for embedding and head, between whose gradients there is
-        a forward or a backward; they have no region to themselves where a block's would do."""
+        """Return the bytes of `count` regions that blocks take in turn, and of one region for embedding and head.
+
+        One is enough for embedding and head, because there is a forward or a backward between their gradients. They
+        have no region of their own if that of a block is large enough.
+        """
         blocks, edges = (
             [i for i in layers if (self.structure.layers[i].kind is LayerKind.BLOCK) is of_blocks]
             for of_blocks in (True, False)
@@ -109,5 +126,8 @@ class GradientPlaces:
 
 
 def in_flight(sizes: Sequence[int]) -> int:
-    """Room for the largest, and for four like most of them; or for all where that is less."""
+    """Return the slab bytes for gradients of these sizes that pass through the slab.
+
+    There is room for the largest one and at least for four of the median size, but never for more than all together.
+    """
     return min(sum(sizes), max(*sizes, 4 * sorted(sizes)[len(sizes) // 2])) if sizes else 0

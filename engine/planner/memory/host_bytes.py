@@ -1,4 +1,4 @@
-"""The arithmetic of a plan: what every tier must hold, row by row."""
+"""Counts what a plan takes in host memory and on disk, row by row."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ from megatrain_ray.io.storage.kvikio_store import NUM_THREADS, THREAD_BYTES
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 from megatrain_ray.units import format_bytes
 
-# Held by a process for each of them: the interpreter, torch and Ray; 0.45 to 0.62 GiB seen with torch 2.13 on Linux.
+# Host memory of each process for interpreter, torch and Ray; 0.45 to 0.62 GiB seen with torch 2.13 on Linux.
 PROCESS_BYTES = 640 << 20
-# What a run on a GPU takes of host memory besides: CUDA and its libraries in the GPU worker, which then has 1.6 GB, and
-# the compiler. With Ray's own 1.1 GB 4.6 to 5.2 GB in all were seen of runs with one shard on an H200 (results of
-# 2026-11-22 in benchmarks/).
+# Further host memory of a run for each GPU: CUDA and its libraries in the GPU worker, which then has 1.6 GB, and the
+# compiler. With Ray's own 1.1 GB, runs with one shard on an H200 took 4.6 to 5.2 GB in all (results of 2026-11-22 in
+# benchmarks/).
 BESIDE_GPU_BYTES = 1280 << 20
-# Beside the shards: driver, GPU worker (one of them), data, arena owner.
+# Processes besides the shards: driver, one GPU worker, data, arena owner.
 OTHER_PROCESSES = 4
 ON_THEIR_WAY = " on their way between device and disk"
-# What kvikio's threads move memory of a device through where its driver does not reach the disk
+# Buffers of kvikio's threads, which device memory passes through if the driver cannot move it to the disk directly
 # (storage/kvikio_store.py).
 BOUNCE_BYTES = NUM_THREADS * THREAD_BYTES
 
 
 def device_windows_row(plan: Plan) -> ByteCount:
-    """Of a plan with windows on the device."""
+    """Return the row of the windows (staging buffers) that activations on disk pass through in device memory.
+
+    plan: one whose windows are on the device.
+    """
     formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)}{ON_THEIR_WAY}"
     return ByteCount(Tier.HBM, "activation windows", windows_of(plan).device_bytes, formula)
 
 
 def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
-    """`plan`: all of it but its rows."""
+    """Return all rows of a plan's host memory.
+
+    plan: complete but for its rows.
+    """
     size = layout.size_among(plan.weights_on_host)
     working = size * plan.precision.working_dtype.itemsize
     threads = plan.num_shards * plan.num_shard_threads
@@ -93,7 +99,10 @@ def _of_processes(plan: Plan) -> tuple[int, str]:
 
 
 def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
-    """`plan`: all of it but its rows."""
+    """Yield all rows of a plan's disk space.
+
+    plan: complete but for its rows.
+    """
     of_gradients, of_state, of_weights = spilled_bytes(plan, layout)
     if stored := plan.stored_layers:
         formula = f"{plan.wire_dtype.itemsize} bytes an element of {len(stored)} layers, written and read once a step"
@@ -115,6 +124,6 @@ def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
     in_memory = plan.host_layers - plan.spilled_layers
     on_host = [layout.layers[i] for i in in_memory]
     per_element, size = plan.precision.state_bytes, sum(layout.shares[i].trained.size for i in in_memory)
-    without_v = sum(layer.trained.size - layer.adamw.size for layer in on_host)  # one host alone trains by Muon
+    without_v = sum(layer.trained.size - layer.adamw.size for layer in on_host)  # only runs with one host use Muon
     less = f" - {SECOND_MOMENT_BYTES} × {without_v}" if without_v else ""
     return size * per_element - without_v * SECOND_MOMENT_BYTES, f"{per_element} bytes × {size}{less}"

@@ -1,4 +1,4 @@
-"""The layers of a candidate's plan: where each one's tensors are, and what of its forward waits for its backward."""
+"""Makes the layers of a candidate's plan: where each one's tensors are, and what it keeps for its backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Layers = tuple[LayerPlan, ...]
 
 @dataclass(frozen=True)
 class LayerDrafts:
-    """Of candidates of one request. What many of them share is made once."""
+    """Makes the layers of all candidates of one request; results that many candidates share are made once."""
 
     structure: ModelStructure
     layout: ModelLayout
@@ -29,7 +29,7 @@ class LayerDrafts:
     request: Request
     whole: dict[tuple[Candidate, OnDisk], Layers] = field(default_factory=dict)
     single: dict[Candidate, dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
-    different: dict[tuple[object, ...], LayerPlan] = field(default_factory=dict)  # by all that may differ
+    different: dict[tuple[object, ...], LayerPlan] = field(default_factory=dict)  # by layer and its _Choices
 
     def of(self, candidate: Candidate, on_disk: OnDisk = NOTHING) -> Layers:
         order = LoopOrder.MICRO_BATCHES_OUTER
@@ -48,7 +48,7 @@ class LayerDrafts:
 
     def _all(self, candidate: Candidate, on_disk: OnDisk) -> Layers:
         ways = _Ways(self, candidate)
-        # What these decide is told layer by layer.
+        # The key of each layer below holds what these fields decide.
         alike = replace(
             candidate, gradients=Tier.HOST, num_waiting=0, hbm_layers=frozenset(), num_late=0, num_staying=0
         )
@@ -92,7 +92,7 @@ class LayerDrafts:
 
 
 class _Choices(NamedTuple):
-    """What a plan decides about a layer."""
+    """Holds everything that a plan decides about a layer."""
 
     weights: Tier
     state: Tier
@@ -105,7 +105,7 @@ class _Choices(NamedTuple):
 
 
 class _Ways:
-    """How one candidate treats each layer."""
+    """Decides how one candidate treats each layer."""
 
     def __init__(self, drafts: LayerDrafts, candidate: Candidate) -> None:
         self._layout = drafts.layout
@@ -118,14 +118,18 @@ class _Ways:
         self._offloaded = self._which_are_offloaded()
 
     def _which_are_offloaded(self) -> range:
-        """Layers whose kept activations wait elsewhere, those with a backward."""
+        """Return the layers with a backward whose kept activations wait on the host or on disk."""
         if self._candidate.kept is Tier.HBM:
             return range(0)
         first = max(self._first_late, self._layout.lowest_trained)
         return range(first, len(self._layout.layers) - 1 - self._candidate.num_staying)
 
     def of(self, index: int) -> tuple[int | bool, ...]:
-        """What layers on the device, those that keep more, and where gradients wait come to."""
+        """Return a key of everything about the layer that decides its plan, apart from what is on disk.
+
+        The key is the layer's index and four flags: it lives on the device; its gradient waits there though the layer
+        is on the host; it is one of the last blocks, which keep more; its kept activations are offloaded.
+        """
         on_device, is_late = index in self._candidate.hbm_layers, index >= self._first_late
         return index, on_device, index in self._late, is_late, index in self._offloaded
 
@@ -147,21 +151,30 @@ class _Ways:
         )
 
     def _boundary(self, index: int) -> Tier | None:
-        """Where what enters the layer waits. Where nothing is trained before it no gradient goes back, and what enters
-        stays what it is."""
+        """Return where the layer's input waits for its backward; None if it is recomputed.
+
+        If nothing is trained before the layer, no gradient flows back to its input, which is then neither offloaded nor
+        recomputed.
+        """
         a, lowest = self._activations, self._layout.lowest_trained
-        in_segment = (index - max(1, lowest)) % self._candidate.segment  # behind the embedding
+        in_segment = (index - max(1, lowest)) % self._candidate.segment  # segments begin after the embedding
         if index > lowest and in_segment and a.replayable and a.replayable[index]:
             return None
         leaves = self._candidate.boundaries is Tier.HOST and index > lowest and a.private and a.private[index]
         return Tier.HOST if leaves and a.boundary[index] else Tier.HBM
 
     def _policy(self, layer: int) -> ActivationPolicy:
-        """Of a layer that is not compiled, which has its budget. The embedding keeps only indices, the head's loss runs
-        at once: for these there is nothing to recompute."""
+        """Return the activation policy of a layer that is not compiled; a compiled layer has its budget.
+
+        Embedding and head have nothing to recompute: the embedding keeps only indices, and the head's loss runs at
+        once.
+        """
         keeps_all = layer >= self._first_late and self._candidate.late_budget == 1.0
         return self._candidate.activations if layer in self._blocks and not keeps_all else ActivationPolicy.KEEP
 
     def _budget(self, layer: int) -> float:
-        """Blocks of the forward's end have the larger one: what they keep goes first, and gradients take its place."""
+        """Return the activation budget of a layer.
+
+        The last blocks have the larger one: what they keep is released first, and gradients take its place.
+        """
         return self._candidate.late_budget if layer >= self._first_late else self._candidate.activation_budget

@@ -1,4 +1,7 @@
-"""What of a candidate's plan follows from neither what layers keep nor what is on disk: slots, slab, and settings."""
+"""Makes the part of a candidate's plan that depends neither on activations nor on what is on disk.
+
+This part is slots, slab and settings.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from megatrain_ray.io.storage.disk_io import DiskIo
 def frame_of(
     structure: ModelStructure, layout: ModelLayout, machine: Machine, request: Request, candidate: Candidate
 ) -> Plan:
-    """All but layers, rows, tokens of a chunk of the loss, and what follows from what is on disk."""
+    """Return a candidate's plan without what depends on activations or on the disk.
+
+    It lacks layers, rows, the tokens of a chunk of the loss, and everything that follows from what is on disk.
+    """
     r, c, m = request, candidate, machine
     num_shards = m.shards(r.num_shards)
     homes = shard_homes(m.nodes, num_shards)
@@ -88,7 +94,7 @@ def _slots(
     for layer in streamed:
         for f, span in enumerate(layer.fragments):
             largest[f] = max(largest.get(f, 0), span.size * item)
-    # Blocks that must be in slots at once for a visit to a layer: itself and those it shares weights with.
+    # A visit to a layer needs several blocks in slots at once: the layer itself and those it shares weights with.
     shared = [sources for sources in layout.sources if len(sources) > 1]
     at_once = (sum(is_block[i] for i in sources if i not in resident) for sources in shared)
     together = max([min(1, len(streamed)), *at_once])

@@ -1,5 +1,7 @@
-"""What gradients, optimizer state and working copies on disk take there, and in host memory, which they pass through.
-Pure."""
+"""Counts what spilled gradients, optimizer state and working copies take on disk and in host memory. Pure.
+
+In host memory they take the slots and windows that they pass through, and a table of checksums.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,20 @@ from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, aligned
 from megatrain_ray.io.storage.packed_store import Packer
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 
-# Of a layer's state on disk; 80 MiB with bf16.
+# Elements of a layer's state in one extent (contiguous part of the file); 80 MiB with bf16.
 EXTENT_ELEMENTS = 1 << 23
-# Of extents on their way between disk and updates: some are read, one is updated, some are written. What slots take
-# must spill, so there are few.
+# Slots of a shard for extents in transit between disk and updates: some are read, one is updated, some are written.
+# There are few, because the memory that slots take must be gained by spilling more.
 STATE_SLOTS = 8
-LAYERS_AT_ONCE = 3  # at most, where layers are small: one is read, one updated, one written
-WEIGHT_WINDOWS = 2  # one is read, one uploaded
+LAYERS_AT_ONCE = 3  # slots if layers are small: one layer is read, one updated, one written
+WEIGHT_WINDOWS = 2  # one is read while one is uploaded
 
 
 def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout) -> Plan:
-    """The plan with something of some layers on disk. `layers`: its layers then."""
+    """Return the plan with data of some layers on disk.
+
+    layers: the layers of the plan that results.
+    """
     plan = replace(plan, layers=layers, extent_elements=EXTENT_ELEMENTS)
     sizes, item = Sizes.of(plan, layout), plan.wire_dtype.itemsize
     slab_bytes = plan.slab_bytes
@@ -49,39 +54,42 @@ def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout)
 
 
 def late_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """Of the slab, for gradients that wait on the device until all are complete: those on disk have passed by then."""
+    """Return the slab bytes for gradients that wait on the device until all are complete.
+
+    Gradients on disk can use the same bytes: they have passed through the slab by then.
+    """
     return in_flight([layout.host_trained_sizes[i] * plan.wire_dtype.itemsize for i in plan.departing_layers])
 
 
 def slots_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """Host memory that what spills passes through, of all shards together and at most."""
+    """Return the host bytes that spilled data passes through, of all shards together and at most."""
     spilling, sizes = Spilling(plan), Sizes.of(plan, layout)
     return spilling.slots_bytes(sizes.largest, plan.state_slots) + spilling.sums_bytes(sizes)
 
 
 def room_in_slots(plan: Plan, layout: ModelLayout) -> int:
-    """Bytes of state, or of gradients, that all slots together have room for."""
+    """Return the bytes of state, or of gradients, that all slots together have room for."""
     return plan.state_slots * Spilling(plan).slot_room(Sizes.of(plan, layout).largest)
 
 
 def most_room_in_slots(plan: Plan, layout: ModelLayout) -> int:
-    """The same at most, whatever of a plan with nothing on disk goes there."""
+    """Return an upper bound of `room_in_slots` for a plan with nothing on disk, whatever of it will be spilled."""
     spilling, largest = Spilling.of(plan), Largest(*[max(layout.host_trained_sizes)] * 3)
     return spilling.num_slots(largest) * spilling.slot_room(largest)
 
 
 class Kind(Enum):
-    """Of what optimizer shards have on disk; the order is that of sizes here."""
+    """Names what optimizer shards have on disk; values are positions in the tuples of sizes in this module."""
 
     GRADIENT = 0
     STATE = 1
     WEIGHTS = 2
 
-    __hash__ = object.__hash__  # Enum's own is Python, and the search asks for it all the time
+    __hash__ = object.__hash__  # Enum's own is written in Python, and the search calls it all the time
 
 
 class SpilledBytes(NamedTuple):
-    """On disk, of all shards together and at most."""
+    """Holds bytes for each kind of spilled data, of all shards together and at most."""
 
     gradients: int
     state: int
@@ -98,13 +106,17 @@ def spilled_bytes(plan: Plan, layout: ModelLayout) -> SpilledBytes:
 
 
 def windows_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """Host memory that working copies on disk pass through on their way to the device, at most."""
+    """Return the host bytes that working copies on disk pass through on their way to the device, at most."""
     return Spilling(plan).windows_bytes(Sizes.of(plan, layout).largest)
 
 
 class Largest(NamedTuple):
-    """Elements of the largest layer whose gradient, whose state, and whose working copy with it spills; 0 where there
-    is none."""
+    """Holds the elements of the largest layer of each kind of spilled data; 0 if there is none.
+
+    gradient: of layers whose gradient spills.
+    state: of layers whose state spills.
+    whole: of layers whose working copy spills with the state.
+    """
 
     gradient: int = 0
     state: int = 0
@@ -115,7 +127,7 @@ class Largest(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Elements of what is trained of every layer whose gradient, whose state, and whose working copy spills."""
+    """Holds the trained elements of each layer whose gradient, whose state, and whose working copy spills."""
 
     gradients: Sequence[int]
     state: Sequence[int]
@@ -133,18 +145,24 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Spilling:
-    """Bytes of what passes between disk and memory, of all shards together and at most. `plan`: with its extents."""
+    """Counts the bytes of data that passes between disk and memory, of all shards together and at most.
+
+    plan: one whose `extent_elements` are set.
+    """
 
     plan: Plan
 
     @staticmethod
     def of(plan: Plan) -> Spilling:
-        """Of a plan in which nothing is on disk yet."""
+        """Return the counter for a plan in which nothing is on disk yet."""
         return Spilling(replace(plan, extent_elements=EXTENT_ELEMENTS))
 
     def gained(self, items: Iterable[tuple[Kind, int]], late_bytes: int) -> Iterator[int]:
-        """By how much host memory is less with none, one, two, … of these on disk: elements of each. `late_bytes`: of
-        the slab, that gradients may pass through."""
+        """Yield by how many bytes host memory shrinks with none, one, two, … of these items on disk.
+
+        items: kind and trained elements of each, in the order of spilling.
+        late_bytes: bytes of the slab that spilled gradients may pass through, too.
+        """
         freed, of_gradients, passing, waiting, largest = 0, 0, 0, list[int](), Largest()
         sums_of = cache(self._sums_of_layer)
         precision, item = self.plan.precision, self.plan.wire_dtype.itemsize
@@ -161,7 +179,7 @@ class Spilling:
             yield freed + of_gradients - passing
 
     def gain(self, sizes: Sizes, late_bytes: int) -> int:
-        """The same with all of these on disk."""
+        """Return by how many bytes host memory shrinks with all of these on disk; `late_bytes` as for `gained`."""
         precision, waiting = self.plan.precision, [size * self.plan.wire_dtype.itemsize for size in sizes.gradients]
         freed = sum(waiting) - max(0, in_flight(waiting) - late_bytes) + precision.state_bytes * sum(sizes.state)
         freed += precision.working_dtype.itemsize * sum(sizes.weights)
@@ -171,7 +189,7 @@ class Spilling:
         return self.slots_bytes(largest, self.num_slots(largest)) + self.windows_bytes(largest)
 
     def _sums_of_layer(self, size: int) -> SpilledBytes:
-        """Of the words of all blocks of a layer's gradient, state, and working copy."""
+        """Return the bytes of the table's words for all blocks of a layer's gradient, state, and working copy."""
         return SpilledBytes(
             self._sums(self.gradient_bytes(size), self._gradients_of_shard(size)),
             self._sums(self.state_bytes(size), self._kinds_of_shard(size)),
@@ -179,12 +197,12 @@ class Spilling:
         )
 
     def num_slots(self, largest: Largest) -> int:
-        """Of each shard."""
+        """Return the number of slots of each shard."""
         of_layer = max(self._of_shard(largest.state), self._of_shard(largest.gradient) // self._together)
         return min(STATE_SLOTS, max(LAYERS_AT_ONCE, LAYERS_AT_ONCE * of_layer // self.plan.extent_elements))
 
     def slot_room(self, largest: Largest) -> int:
-        """Of a slot of each shard, bytes of what is there."""
+        """Return the bytes of data that fit in one slot of each shard, all shards together."""
         plan = self.plan
         of_state = min(plan.extent_elements * plan.num_shards, largest.state) * plan.precision.state_bytes
         of_whole = min(plan.extent_elements * plan.num_shards, largest.whole) * plan.precision.element_bytes
@@ -193,7 +211,7 @@ class Spilling:
         return max(of_state, of_whole, of_gradient)
 
     def slots_bytes(self, largest: Largest, num_slots: int) -> int:
-        """With what packs blocks, without the blocks' words."""
+        """Return the bytes of all slots with the buffers that pack blocks, without the table's words for blocks."""
         plan = self.plan
         size = min(self._of_shard(largest.state), plan.extent_elements)
         of_state = sum(aligned(size * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
@@ -207,57 +225,63 @@ class Spilling:
         return slots + self._packers_bytes(slot_bytes)
 
     def sums_bytes(self, sizes: Sizes) -> int:
-        """Of the words of all blocks."""
+        """Return the bytes of the table's words for all blocks: the checksum and the stored length of each."""
         of_layer = self._sums_of_layer
         of_gradients = sum(count * of_layer(size).gradients for size, count in Counter(sizes.gradients).items())
         of_state = sum(count * of_layer(size).state for size, count in Counter(sizes.state).items())
         return of_gradients + of_state + sum(n * of_layer(size).weights for size, n in Counter(sizes.weights).items())
 
     def windows_bytes(self, largest: Largest) -> int:
-        """With what unpacks blocks."""
+        """Return the bytes of the windows for working copies with the buffers that unpack blocks."""
         if not largest.whole:
             return 0
         return WEIGHT_WINDOWS * self.weight_bytes(largest.whole) + self._packers_bytes(self.weight_bytes(largest.whole))
 
     def _packers_bytes(self, most: int) -> int:
-        """Of a process that moves blocks of every shard's file; `most`: bytes of what they are parts of."""
+        """Return the bytes of packing buffers in a process that moves blocks of every shard's file.
+
+        most: bytes of the largest piece of data that blocks are parts of.
+        """
         if not self.plan.disk_packed:
             return 0
         return self.plan.num_shards * TRANSFERS * Packer.num_bytes(min(BLOCK_BYTES, most))
 
     def gradient_bytes(self, size: int) -> int:
-        """On disk, of the gradient of so many elements: what fills every extent up to whole pages included."""
+        """Return the bytes on disk of a gradient of `size` elements, with every extent filled up to whole pages."""
         return size * self.plan.wire_dtype.itemsize + self._filled_up(self._gradients_of_shard(size))
 
     def state_bytes(self, size: int) -> int:
-        """The same of the state, of which every kind is filled up."""
+        """Return the bytes on disk of the state of `size` elements, with every kind filled up to whole pages."""
         precision = self.plan.precision
         return size * precision.state_bytes + self._filled_up(self._kinds_of_shard(size))
 
     def weight_bytes(self, size: int) -> int:
-        """The same of the working copy, which is one more kind."""
+        """Return the bytes on disk of a working copy of `size` elements, which is one more kind in each extent."""
         return size * self.plan.precision.working_dtype.itemsize + self._filled_up(self._extents_of_shard(size))
 
     def _filled_up(self, num_of_shard: int) -> int:
         return self.plan.num_shards * num_of_shard * ALIGN_BYTES
 
     def _sums(self, num_bytes: int, kinds_of_shard: int) -> int:
-        """Of the words of all blocks of so many bytes on disk: the last one of a kind in an extent is smaller."""
+        """Return the bytes of the table's words for all blocks of `num_bytes` on disk.
+
+        kinds_of_shard: kinds in all extents of a shard, whose last blocks are smaller than the others.
+        """
         return BLOCK_WORDS * WORD_BYTES * (num_bytes // BLOCK_BYTES + self.plan.num_shards * kinds_of_shard)
 
     def _extents_of_shard(self, size: int) -> int:
-        """With the state of a layer of so many elements, at most."""
+        """Return the most extents that a shard has for the state of a layer of `size` elements."""
         of_shard = self._of_shard(size)
         if of_shard <= self.plan.extent_elements:
             return 1
         return 1 + of_shard // (self.plan.extent_elements - SLACK_ELEMENTS)
 
     def _kinds_of_shard(self, size: int) -> int:
-        """Of state, in all of these extents."""
+        """Return the number of kinds of state in all of these extents."""
         return self._extents_of_shard(size) * len(self.plan.precision.state_kinds)
 
     def _gradients_of_shard(self, size: int) -> int:
-        """The same with its gradient."""
+        """Return the most extents that a shard has for the gradient of a layer of `size` elements."""
         return -(-self._extents_of_shard(size) // self._together)
 
     @property
@@ -265,5 +289,5 @@ class Spilling:
         return parts_per_gradient(self.plan.precision, self.plan.wire_dtype)
 
     def _of_shard(self, size: int) -> int:
-        """Elements of a shard's part of a layer of so many, at most."""
+        """Return the most elements that a shard has of a layer of `size` elements."""
         return min(size, -(-size // self.plan.num_shards) + self.plan.shard_cut_elements)

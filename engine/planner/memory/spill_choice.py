@@ -1,4 +1,4 @@
-"""What of layers goes to the disk where the host has too little memory for all of it. Pure."""
+"""Chooses what data of layers is spilled to disk if host memory is too small for all of it. Pure."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from megatrain_ray.io.words.atomic_words import WORD_BYTES
 
 
 class OnDisk(NamedTuple):
-    """Layers of which something is on disk."""
+    """Lists the layers of which something is on disk, by kind of data."""
 
     gradients: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
     weights: frozenset[int] = frozenset()
-    boundaries: frozenset[int] = frozenset()  # what enters them
-    kept: frozenset[int] = frozenset()  # what their forward keeps
+    boundaries: frozenset[int] = frozenset()  # layers whose input is there
+    kept: frozenset[int] = frozenset()  # layers whose kept activations are there
 
     @property
     def of_shards(self) -> bool:
-        """Whether something is what optimizer shards have there."""
+        """Return whether optimizer shards have something on disk."""
         return bool(self.gradients or self.state)
 
 
@@ -40,28 +40,35 @@ NOTHING = OnDisk()
 
 
 class Most(NamedTuple):
-    """With everything on disk that may be there: bytes there, and by how many host memory has more room."""
+    """Says what spilling can do at most.
+
+    num_bytes: bytes on disk with everything there that may be.
+    gain: the most bytes of host memory that spilling can free.
+    """
 
     num_bytes: int
     gain: int
 
 
-Item = tuple[Kind | Activations, int]  # of a layer
+Item = tuple[Kind | Activations, int]  # what is spilled, and of which layer
 FIELDS: dict[Kind | Activations, str] = {
     Kind.GRADIENT: "gradients", Kind.STATE: "state", Kind.WEIGHTS: "weights",
     Activations.BOUNDARY: "boundaries", Activations.KEPT: "kept",
 }  # fmt: skip
 ORDERS = SpillFirst.GRADIENTS, SpillFirst.STATE, SpillFirst.ENDS, SpillFirst.FRONT
-FEWER = 0.98  # bytes on disk, of those of the first of these orders, for which another one takes its place
+FEWER = 0.98  # another order replaces the first of these if it needs less than this share of its bytes on disk
 
 
 @dataclass(frozen=True)
 class Spillable:
-    """What of a plan can go to the disk, and what its host memory gains by that. `plan`: in which nothing is there.
+    """Finds what of a plan can be spilled to disk, and how much host memory that frees.
 
-    Not what Muon trains something of: the GPU worker reads its momenta. Working copies of blocks of which nothing is
-    frozen alone, and of one GPU: several would each read all of them. `activations`: whether these may. `windows`:
-    where these pass through.
+    Layers of which Muon trains something are not spilled, because the GPU worker reads their momenta. Working copies
+    are spilled only of blocks with nothing frozen, and only with one GPU: several would each read all of them.
+
+    plan: one in which nothing is on disk.
+    activations: whether activations may be spilled.
+    windows: tier of the windows (staging buffers) that activations pass through.
     """
 
     plan: Plan
@@ -71,13 +78,16 @@ class Spillable:
     windows: Tier = Tier.HOST
 
     def choice(self, missing: int, first: SpillFirst) -> OnDisk:
-        """As little as makes up for so many bytes; what frees the most, which may be nothing, where it is not
-        enough."""
+        """Return the smallest choice that frees `missing` bytes of host memory.
+
+        If nothing frees that much, return what frees the most, which may be nothing.
+        """
         if first is not SpillFirst.LEAST:
             return self._choice(missing, first)
         usual = self._choice(missing, ORDERS[0])
         beyond = self.gain(usual) - missing
-        # Activations come first in every order. What is there takes as much less of host memory, or a little less.
+        # Activations come first in every order, so all orders agree if these are enough. A byte on disk frees a byte of
+        # host memory or a little less, so another order can save about `beyond` bytes on disk at most.
         if beyond >= 0 and (not any(usual[:3]) or beyond < (1 - FEWER) * self.num_bytes(usual)):
             return usual
         others = [self._choice(missing, order) for order in ORDERS[1:]]
@@ -87,25 +97,28 @@ class Spillable:
     @cached_property
     def most(self) -> Most:
         everything = _on_disk(self.order(ORDERS[0]))
-        # What passes through host memory may take more than the last of it leaves.
+        # Slots and windows may take more host memory than spilling the last kinds frees.
         without_weights = everything._replace(weights=frozenset())
         activations = without_weights._replace(gradients=frozenset(), state=frozenset())
         gain = max(map(self.gain, (everything, without_weights, activations)))
         return Most(self.num_bytes(everything), gain)
 
     def order(self, first: SpillFirst) -> list[Item]:
-        """All of it: activations before what shards have there."""
+        """Return everything that can be spilled, in the order of spilling: activations before data of the shards."""
         return [*self._moving, *self._of_shards(first)]
 
     def _of_shards(self, first: SpillFirst) -> list[tuple[Kind, int]]:
-        """A byte of a gradient or of state costs two that move a step, of activations in every sweep. These have the
-        time of all that is computed between a layer's forward and its backward, the first layers the most. A gradient's
-        are written in the backward, when else nothing wants the disk; state comes and goes with the updates alone,
-        which the next forward waits for. A byte of a working copy comes and goes with the state, and comes again for
-        every upload.
+        """Return the data of optimizer shards that can be spilled, in the order of spilling.
 
-        Blocks from the last on: the next forward comes to them last, so there is most time until their update must
-        be done. Then the ends, which may be many times as large, and slots with them."""
+        Costs decide the order. A byte of a gradient or of state moves twice per step, a byte of activations twice per
+        sweep. Activations can move during all that is computed between a layer's forward and its backward, which is the
+        most for the first layers. Gradients are written in the backward, when nothing else needs the disk. State is
+        read and written only with the updates, which the next forward waits for. A byte of a working copy moves with
+        the state, and is read once more for every upload.
+
+        Blocks are taken from the last to the first: the next forward reaches the last ones last, so there is the most
+        time for their updates. Then follow embedding and head, which may be many times as large, and slots with them.
+        """
         is_block, layers = [layer.kind is LayerKind.BLOCK for layer in self.structure.layers], self.layout.layers
         able = [i for i in self.plan.host_layers if self.layout.host_trained_sizes[i] and not layers[i].num_muon]
         ranks: dict[SpillFirst, Callable[[int], tuple[bool, int]]] = {
@@ -127,7 +140,7 @@ class Spillable:
         return list(moving) if self.activations else []
 
     def gained(self, first: SpillFirst) -> Iterator[int]:
-        """By how many bytes of host memory the plan takes less with none, one, two, … of this order on disk."""
+        """Yield by how many bytes host memory shrinks with none, one, two, … items of this order on disk."""
         *by_some, by_all = self._by_moving
         yield from by_some
         of_shards = ((kind, self._size(kind, i)) for kind, i in self._of_shards(first))
@@ -143,7 +156,7 @@ class Spillable:
 
     @cached_property
     def _by_moving(self) -> list[int]:
-        """The same with activations alone."""
+        """Return by how many bytes host memory shrinks with none, one, two, … activations on disk."""
         windows, live, on_disk = Windows(0, 0), self.plan.num_live_micro_batches, Counter[int]()
         gained, freed, num_blocks = [0], 0, 0
         for size in (self._size(*item) for item in self._moving):
@@ -157,7 +170,7 @@ class Spillable:
         return gained
 
     def _of_windows(self, windows: Windows) -> int:
-        """Host memory, of each GPU."""
+        """Return the host bytes that windows of activations take, for each GPU."""
         return BOUNCE_BYTES if self.windows is Tier.HBM else windows.number * windows.num_bytes
 
     def _choice(self, missing: int, first: SpillFirst) -> OnDisk:
@@ -170,8 +183,11 @@ class Spillable:
         return _on_disk(items[:count_of_most])
 
     def _without_needless(self, items: list[Item], missing: int) -> OnDisk:
-        """What shards have there before something large may not be needed beside it: of that the last in order stays in
-        memory."""
+        """Return the choice without data of shards that is not needed beside something larger.
+
+        Such data comes earlier in the order than what is larger. Items that stay in memory are taken from the end of
+        the order.
+        """
         on_disk, needed = _on_disk(items), set[tuple[Kind | Activations, int]]()
         for kind, layer in reversed(items[:-1]):
             size = self._size(kind, layer)
@@ -187,7 +203,7 @@ class Spillable:
         return on_disk
 
     def gain(self, on_disk: OnDisk) -> int:
-        """By how many bytes of host memory the plan takes less with this on disk."""
+        """Return by how many bytes host memory shrinks with this on disk."""
         moving = Counter(self._size(kind, i) for kind in Activations for i in getattr(on_disk, FIELDS[kind]))
         of_moving, live = 0, self.plan.num_live_micro_batches
         if moving:
@@ -199,14 +215,14 @@ class Spillable:
         return of_moving + self._spilling.gain(sizes, self._late_bytes)
 
     def num_bytes(self, on_disk: OnDisk) -> int:
-        """On disk."""
+        """Return the bytes that this takes on disk, not filled up to whole pages."""
         plan, live = self.plan, self.plan.host_gpus * self.plan.num_live_micro_batches
         items = plan.wire_dtype.itemsize, plan.precision.state_bytes, plan.precision.working_dtype.itemsize, live, live
         sizes = [sum([self._size(kind, i) for i in getattr(on_disk, field)]) for kind, field in FIELDS.items()]
         return sum(map(mul, items, sizes))
 
     def _size(self, kind: Kind | Activations, layer: int) -> int:
-        """Elements, or bytes of one micro-batch's activations."""
+        """Return the trained elements of a layer, or the bytes of its activations of one micro-batch."""
         if isinstance(kind, Activations):
             return num_bytes(self.plan.layers[layer], kind)
         return self.layout.host_trained_sizes[layer]

@@ -1,4 +1,4 @@
-"""What is searched for a plan: every split into micro-batches, of large ones with MLPs in chunks, too. Pure."""
+"""Lists the searches for a plan: one for each split into micro-batches, for large ones also with chunked MLPs. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain_ray.engine.planner.search.split_search import Found, SplitSearch
 
 
 def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
-    """What predictions of all plans for it share."""
+    """Return what predictions of all plans for a request share."""
     layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
     work = work_of(structure, request.active_experts, request.windows)
     spill = machine.spill
@@ -29,8 +29,10 @@ def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> C
 def searches(
     basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: Found
 ) -> Iterator[SplitSearch]:
-    """One for each split; two where micro-batches are large, the second with MLPs in chunks. `found`: gets what
-    fits."""
+    """Yield a search for each split, and a second one with MLPs in chunks if its micro-batches are large.
+
+    found: collects the plans that fit.
+    """
     floors = Floors()
     for split in splits(request):
         of_split = activations.times(split.micro_batch_size // request.micro_batch_size)

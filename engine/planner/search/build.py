@@ -1,4 +1,4 @@
-"""The plan of one given candidate, and the uploads that every plan is completed with. Pure."""
+"""Builds the plan of one given candidate, and counts the uploads that complete every plan. Pure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def build_plan(
     request: Request,
     candidate: Candidate,
 ) -> Plan:
-    """The plan of one candidate, whether it fits or not."""
+    """Return the plan of one candidate, whether it fits or not."""
     layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
     draft = Drafts(structure, layout, activations, machine, request).plan(candidate)
     return with_uploads(draft, structure, layout)
 
 
 def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
-    """The plan with its uploads counted, and what of them comes from the disk."""
+    """Return the plan with its uploads per step, and with the bytes of working copies read from disk for them."""
     of_step = plan.visits(layout.lowest_trained)
     loads = residency_of(of_step, structure, layout, plan).loads
     of_disk = read_bytes(plan, layout, (load.fragment for load in loads))

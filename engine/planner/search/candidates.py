@@ -1,4 +1,4 @@
-"""The ways to run a step that are tried, and the splits into micro-batches."""
+"""Lists the ways to run a step that are tried, and the splits into micro-batches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
 from megatrain_ray.engine.planner.request import Candidate, Request
 
 VERY_FEW_BLOCKS = 4
-FEWEST_SLOTS = (1, 1)  # of blocks, and of the ends
-SEGMENTS = (2, 4, 8)  # layers of which what enters the first waits; more save little more
+FEWEST_SLOTS = (1, 1)  # for blocks, and for embedding and head
+SEGMENTS = (2, 4, 8)  # layers of which only the first one's input is kept; more save little more
 
 
 def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidate]:
-    """The simpler before what is to be tried only where it helps: activations are kept before they are recomputed,
-    weights streamed once a step before once for each micro-batch, and sums wait on the device before they wait on the
-    host, which costs 8 bytes per parameter over PCIe for every micro-batch. Complete gradients wait on the host where
-    it has room for them. What enters blocks leaves the device where it would fill it, with many tokens at a time, or is
-    computed again, which costs up to a forward more."""
+    """Yield the ways to run a step, the simpler ones first.
+
+    The others are to be tried only if they help:
+    - Activations are kept before they are recomputed.
+    - Weights stream once per step before they stream once for each micro-batch.
+    - Sums wait on the device before they wait on the host, which costs 8 bytes per parameter over PCIe for every
+      micro-batch.
+    - Complete gradients wait on the host if it has room for them.
+    - Inputs of blocks are offloaded if they would fill the device, with many tokens at a time; or they are recomputed,
+      which costs up to one forward more.
+    """
     num_blocks = sum(layer.kind is LayerKind.BLOCK for layer in structure.layers)
     several = request.num_micro_batches > 1
     orders = [LoopOrder.MICRO_BATCHES_OUTER]
@@ -34,13 +40,13 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     slots = _slots(num_blocks)
     policies = [(ActivationPolicy.KEEP, 1.0), (ActivationPolicy.RECOMPUTE, 0.0)]
     if request.compiled and not structure.is_divided:
-        # Layers that are not compiled are recomputed as soon as those that are keep less.
+        # As soon as compiled layers keep less than all, layers that are not compiled are recomputed.
         policies[1:] = [(ActivationPolicy.RECOMPUTE, budget) for budget in ACTIVATION_BUDGETS[1:]]
     for (policy, budget), wait, num_slots, order in itertools.product(policies, waits, slots, orders):
         yield Candidate(order, policy, *num_slots, gradients=wait, activation_budget=budget)
-    if request.captured:  # sums and boundaries on the host would come and go within it
+    if request.captured:  # a captured step cannot offload sums or inputs and reload them
         return
-    on_host = several and request.num_gpus == 1  # the slab is one for all GPUs, and has no room for a sum of each
+    on_host = several and request.num_gpus == 1  # GPUs share one slab, without room for a sum of each
     for (policy, budget), num_slots in itertools.product(policies, slots if on_host else ()):
         yield Candidate(orders[-1], policy, *num_slots, sums=Tier.HOST, activation_budget=budget)
     for (policy, budget), num_slots in itertools.product(policies[1:], (slots[0], slots[-1])):
@@ -56,26 +62,36 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
 
 
 def _slots(num_blocks: int) -> tuple[tuple[int, int], ...]:
-    """Of blocks, and of the ends. Three: one in use, one arriving, one to let a late load catch up; two still overlap;
-    with one for each block nothing is uploaded twice in a step."""
+    """Return the numbers of slots that are tried: for blocks, and for embedding and head.
+
+    With three for blocks one is in use, one is being filled, and one lets a late load catch up. Two still overlap. With
+    one for each block nothing is uploaded twice in a step.
+    """
     counts = dict.fromkeys((min(3, num_blocks), num_blocks))
     slots = (*((count, 2) for count in counts), (min(2, num_blocks), 1))
-    if num_blocks <= VERY_FEW_BLOCKS:  # of which one more slot is a large share
+    if num_blocks <= VERY_FEW_BLOCKS:  # one slot more is a large share of so few blocks
         slots = (*slots, FEWEST_SLOTS)
     return slots
 
 
 def _offloading_parts(request: Request, alike: Candidate) -> Iterator[Candidate]:
-    """Of divided blocks, which are not compiled and have what they save among them waiting, too."""
+    """Yield the candidates that offload kept activations of divided blocks.
+
+    Divided blocks are not compiled, and what they save between parts is offloaded, too.
+    """
     on_host = request.num_micro_batches > 1 and request.num_gpus == 1  # as in candidates
     for sums in (Tier.HBM, Tier.HOST)[: 1 + on_host]:
         yield from _offloading(replace(request, compiled=False), replace(alike, sums=sums))
 
 
 def _offloading(request: Request, alike: Candidate) -> Iterator[Candidate]:
-    """Blocks whose kept activations wait on the host: of long sequences, which take long to compute for what they keep,
-    and of divided blocks, parts of whose activations nobody computes again. The others keep nothing, or what the next
-    smaller budget lets them. `alike`: but for that."""
+    """Yield the candidates whose last blocks offload their kept activations.
+
+    They are for long sequences, which take long to compute for what they keep, and for divided blocks, which keep some
+    activations that are never recomputed. The other blocks keep nothing, or what the next smaller budget lets them.
+
+    alike: what all of these candidates have in common.
+    """
     pairs = [(late, less) for late, less in itertools.pairwise(ACTIVATION_BUDGETS)]
     pairs += [(late, ACTIVATION_BUDGETS[-1]) for late, less in pairs[:-1]]
     if not request.compiled:
@@ -85,7 +101,7 @@ def _offloading(request: Request, alike: Candidate) -> Iterator[Candidate]:
 
 
 def splits(request: Request) -> Iterator[Request]:
-    """Fewer and larger micro-batches first; the request itself where it is not free."""
+    """Yield the splits into micro-batches, fewer and larger ones first; only the request itself if it is not free."""
     sequences = request.micro_batch_size * request.num_micro_batches
     for size in range(sequences, 0, -1) if request.free_split else (request.micro_batch_size,):
         if sequences % size == 0:

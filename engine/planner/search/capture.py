@@ -1,4 +1,4 @@
-"""When a step is captured: one graph of the device in place of a launch for each of its operations. Pure."""
+"""Decides when a step is captured: one CUDA graph instead of a launch for each of its operations. Pure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.errors import ConfigError
 
-GAIN = 0.01  # of a step's time; a guess: a capture that saves less is not worth its memory
+GAIN = 0.01  # share of a step's time; a guess: a capture that saves less is not worth its memory
 
 
 def is_slowed_by_launches(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> bool:
-    """Whether a step of the plan would be faster if the host launched nothing, wherever its layers live. `activations`:
-    of one of its micro-batches."""
+    """Return whether a step of the plan would be faster if the host launched nothing, wherever its layers live.
+
+    activations: bytes for a micro-batch of the plan.
+    """
     assert plan.prediction is not None
     without = predict(replace(plan, captured=True), basis, activations)
     return without.step_s * (1 + GAIN) < plan.prediction.step_s
 
 
 def captured(request: Request, machine: Machine, layout: ModelLayout) -> Request:
-    """The same for captured steps, of which nothing may wait for the host. Raises ConfigError where that cannot be."""
+    """Return the request for captured steps, in which nothing may wait for the host.
+
+    Raises ConfigError if a step cannot be captured.
+    """
     problem = _problem(request, machine, layout)
     if problem:
         raise ConfigError(f"hardware.cuda_graphs: a step cannot be captured: {problem}; set it to auto")

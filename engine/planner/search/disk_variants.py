@@ -1,4 +1,4 @@
-"""Other plans beside a good one that takes something to the disk: with something else there, or with more slots."""
+"""Varies a good plan that spills something: with other data on disk, or with more slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from megatrain_ray.engine.planner.search.fill_device import FILLED_SHARE, first_
 
 
 def variants(drafts: Drafts, candidate: Candidate) -> Iterator[Candidate]:
-    """Those that fit. What is uploaded less often comes less often from the disk, so slots take what room is left."""
+    """Yield the variants of a candidate that fit.
+
+    If working copies are on disk, slots take the device memory that is left: what is uploaded less often is read less
+    often.
+    """
     of_disk = [candidate, *_with_other_on_disk(drafts, candidate)]
     yield from of_disk[1:]
     for other in of_disk:
@@ -33,7 +37,7 @@ def _with_other_on_disk(drafts: Drafts, candidate: Candidate) -> Iterator[Candid
 
 
 def _most_slots(drafts: Drafts, candidate: Candidate) -> int:
-    """For blocks, at most one for each."""
+    """Return the most slots for blocks that the device has room for, at most one for each block."""
     limit = drafts.machine.hbm_bytes
     if limit is None:
         return candidate.num_block_slots

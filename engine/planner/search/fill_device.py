@@ -1,4 +1,4 @@
-"""What a plan does with device memory that it need not use: layers that live there, and activations that are kept."""
+"""Fills device memory that a plan need not use: with layers that live there, and with activations that are kept."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from megatrain_ray.engine.planner.limits import missing_bytes
 from megatrain_ray.engine.planner.memory.draft_plans import Drafts
 from megatrain_ray.engine.planner.request import Candidate
 
-# Of the device's memory, for what need not be there: what a plan counts is an estimate. Three plans of 140 to 143 GB on
-# an H200 took 134 to 142 GB by NVML.
+# Share of device memory that may be filled with what need not be there, because the bytes of a plan are an estimate.
+# Three plans of 140 to 143 GB on an H200 took 134 to 142 GB by NVML.
 FILLED_SHARE = 0.97
-SHARES_ON_DISK = (1.0, 0.75, 0.5, 0.25)  # of blocks that could keep more there, those that are tried
-NUM_BETWEEN = 2  # counts of layers on the device that are tried between the fewest and the most
+SHARES_ON_DISK = (1.0, 0.75, 0.5, 0.25)  # shares that are tried, of the blocks that could keep more on disk
+NUM_BETWEEN = 2  # numbers of layers on the device that are tried between the fewest and the most
 
 
 @dataclass(frozen=True)
 class Filling:
-    """One way to run a step, with more and more on the device.
+    """Fills the device for one way to run a step, with more and more layers and activations.
 
-    Layers live there from the first of the forward on: the CPU updates the others under their forward. Memory that they
-    leave goes to the last blocks, which keep more for their backward: it comes first, and gradients take the place of
-    what they kept. Where something is on disk gradients of other layers take it too, until their update.
-    Where the candidate has what they keep wait on the host, as many keep more as that has room for, and only the last
-    ones of them use the device's memory: what they keep would come straight back.
-    `able`: layers that may live there, in the order in which they do; `count_fewest`: how many of them must
-    (`fewest_layers`), `fixed`: and no more.
+    Layers live on the device from the first of the forward on, because the CPU updates the others during their forward.
+    Memory that they leave goes to the last blocks, which keep more for their backward. What these keep is released
+    first, and gradients take its place. If something is on disk, gradients of other layers also take that place, until
+    their update.
+
+    If the candidate offloads kept activations to the host, as many blocks keep more as the host has room for. Only the
+    last of them keep it on the device, because it would be reloaded at once.
+
+    able: layers that may live on the device, in the order in which they do.
+    count_fewest: computes how many of them must (`fewest_layers`).
+    fixed: whether no more than these may.
     """
 
     drafts: Drafts
@@ -41,18 +45,23 @@ class Filling:
 
     @property
     def most_kept(self) -> Candidate:
-        """Nothing that the filling makes computes less, or copies less: no layer's state on the device, and every block
-        keeps more there."""
+        """Return a candidate that computes and copies no more than any that the filling makes.
+
+        No layer's state is on the device, and every block keeps more there.
+        """
         return self._candidate(0, self._most_late, num_staying=self._most_late)
 
     @property
     def fullest(self) -> Candidate:
-        """With as many layers on the device as any plan that fits, and all kept."""
+        """Return a candidate with as many layers on the device as any plan that fits, in which everything is kept."""
         return self._most_kept_with(self._at_most)
 
     def smallest(self) -> Plan:
-        """With as little on the device as the host allows, or with as much as it has room for, all of it used, where
-        the host has too little in any case."""
+        """Return the plan that takes the least memory.
+
+        It has as little on the device as the host allows. If the host has too little memory in any case, it has as many
+        layers on the device as there is room for, using all of the limit.
+        """
         fewest = self._fewest
         count = fewest if self.fixed else min(fewest, max(0, self._most_within(1.0)))
         plans = [self.drafts.plan(self._candidate(count, num_late)) for num_late in self._least_late]
@@ -61,9 +70,12 @@ class Filling:
     def candidates(
         self, may_win: Callable[[Plan], bool], may_win_spilling: Callable[[Candidate], bool]
     ) -> Iterator[Candidate]:
-        """Those that fit and may win, the one with the most layers on the device first. `may_win`: of a plan without
-        its arithmetic; `may_win_spilling`: of a candidate, whatever it has on disk."""
-        # With more on the device, and with more kept, nothing takes longer: what cannot win then need not be filled.
+        """Yield the candidates that fit and may win, the one with the most layers on the device first.
+
+        may_win: says whether a plan without rows may win.
+        may_win_spilling: says whether a candidate may win, whatever it has on disk.
+        """
+        # A step never takes longer with more on the device and more kept: if the fullest cannot win, no filling can.
         if not may_win_spilling(self.fullest):
             return
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
@@ -81,7 +93,7 @@ class Filling:
 
     @property
     def _least_late(self) -> tuple[int, ...]:
-        """Numbers of blocks that keep more with which a plan may take least, of the host or of the device."""
+        """Return the numbers of last blocks that keep more with which a plan may take the least memory."""
         return (0, self._most_late) if self._offloads else (0,)
 
     @cached_property
@@ -92,7 +104,7 @@ class Filling:
         return self._beyond(1.0, candidate) <= 0 and self.drafts.host_room(candidate) > 0
 
     def _most_kept_with(self, count: int) -> Candidate:
-        """All blocks keep more, and all of it stays."""
+        """Return a candidate with `count` layers on the device in which all blocks keep more, and all of it there."""
         return self._candidate(count, self._most_late, num_staying=self._most_late if self._offloads else 0)
 
     def _candidate(self, count: int, num_late: int = 0, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
@@ -107,7 +119,10 @@ class Filling:
 
     @cached_property
     def _larger_budget(self) -> float:
-        """Of blocks that keep more. Those that are not compiled keep all or nothing; parts of them are alike."""
+        """Return the activation budget of blocks that keep more.
+
+        Blocks that are not compiled keep all or nothing. The parts of divided blocks are all treated alike.
+        """
         if not self.drafts.request.compiled and not self.drafts.structure.is_divided:
             return 1.0
         return min((b for b in ACTIVATION_BUDGETS if b > self.candidate.activation_budget), default=1.0)
@@ -126,14 +141,16 @@ class Filling:
 
     @property
     def _at_most(self) -> int:
-        """No plan that fits has more layers on the device."""
+        """Return a number of layers on the device that no plan that fits exceeds."""
         if self.fixed or self._offloads:
             return max(self._fewest, self._most_within(FILLED_SHARE))
         return max(0, self._most_within(1.0))
 
     def _most_within(self, share: float) -> int:
-        """The most layers on the device with which a plan takes no more than this share of its memory; -1: even with
-        none it takes more."""
+        """Return the most layers on the device with which a plan takes no more than this share of its memory.
+
+        -1: it takes more even with none.
+        """
         late = self._most_late if self._offloads else 0
         return first_above(lambda count: self._beyond(share, self._candidate(count, late)), len(self.able) + 1) - 1
 
@@ -148,7 +165,10 @@ class Filling:
         return self._with_waiting(count, max(0, most - 1))
 
     def _with_waiting(self, count: int, num_late: int) -> Candidate:
-        """Gradients that wait on the device are on no disk."""
+        """Return the candidate with as many gradients waiting on the device as it has room for, if shards spill.
+
+        Gradients that wait on the device are not on disk.
+        """
         without = self._candidate(count, num_late)
         if not self.drafts.spilled(without).of_shards:
             return without
@@ -160,8 +180,11 @@ class Filling:
         return self._candidate(count, num_late, max(0, first_above(beyond, num_others + 1) - 1))
 
     def _offloading(self, count: int) -> Iterator[Candidate]:
-        """With as much kept elsewhere as has room there, and where that is on disk, whose time it takes, with less.
-        None where nothing can be, or all on the device."""
+        """Yield candidates that offload as many kept activations as there is room for.
+
+        With these on disk, whose time they take, candidates that offload fewer follow. There are none if nothing can be
+        offloaded, or if everything stays on the device.
+        """
         blocks = self.drafts.num_blocks
 
         def beyond_device(staying: int) -> int:
@@ -179,14 +202,16 @@ class Filling:
                 yield candidate
 
     def _beyond(self, share: float, candidate: Candidate) -> int:
-        """Bytes beyond this share of the device's memory."""
+        """Return the bytes beyond this share of the device's memory; negative or 0 if it fits."""
         limit = self.drafts.machine.hbm_bytes
         return 0 if limit is None else self.drafts.device_bytes(candidate) - int(share * limit)
 
 
 def fewest_layers(drafts: Drafts, candidate: Candidate, able: tuple[int, ...]) -> int:
-    """How many layers must live on the device for the host, and the disk, to have room for the others; all if they
-    never have. What is kept for a backward makes no difference."""
+    """Return how many layers must live on the device so that host and disk have room for the others.
+
+    It is the number of all layers if they never have room. What is kept for a backward makes no difference.
+    """
 
     def room(count: int) -> int:
         return drafts.likely_room(replace(candidate, hbm_layers=frozenset(able[:count])))
@@ -195,10 +220,10 @@ def fewest_layers(drafts: Drafts, candidate: Candidate, able: tuple[int, ...]) -
 
 
 def first_above(rising: Callable[[int], int], end: int) -> int:
-    """The first number from 0 on of which a function that never falls is above 0, `end` if it is of none before.
+    """Return the first number from 0 on at which a function that never falls is above 0; `end` if there is none before.
 
-    Bytes of plans rise nearly in a straight line, so where the line through the two ends of what is left crosses zero
-    comes before the middle.
+    Bytes of plans rise nearly in a straight line. So the point where the line through both ends crosses zero is tried
+    before the middle.
     """
     if end == 0 or (at_low := rising(0)) > 0:
         return 0
@@ -206,7 +231,7 @@ def first_above(rising: Callable[[int], int], end: int) -> int:
     if high == 0 or (at_high := rising(high)) <= 0:
         return end
     halves = False
-    while high - low > 1:  # not above 0 at `low`, above at `high`
+    while high - low > 1:  # invariant: rising(low) <= 0 < rising(high)
         middle = (low + high) // 2 if halves else low + (high - low) * -at_low // (at_high - at_low)
         middle, halves = min(max(middle, low + 1), high - 1), not halves
         if (at_middle := rising(middle)) > 0:

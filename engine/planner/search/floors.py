@@ -1,5 +1,7 @@
-"""How many layers can live on the device at most, and what the host lacks then: the same for all splits into
-micro-batches, so it is told once. Pure."""
+"""Finds how many layers can live on the device at most, and what the host lacks then. Pure.
+
+Both are the same for all splits into micro-batches, so they are computed once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from megatrain_ray.engine.planner.search.fill_device import FILLED_SHARE, first_
 
 
 class Floor(NamedTuple):
-    """Of candidates of one kind. `missing`: bytes of host memory (`Drafts.least_missing_ram`)."""
+    """Says how many layers can live on the device at most, for candidates of one kind.
+
+    missing: bytes of host memory that are missing then (`Drafts.least_missing_ram`).
+    """
 
     num_layers: int
     missing: int
@@ -25,15 +30,22 @@ class Floor(NamedTuple):
 
 @dataclass(frozen=True)
 class Floors:
-    """Of one model, machine and request. Candidates of a kind differ in slots and in what is kept for a backward."""
+    """Caches the Floor of each kind of candidates, for one model, machine and request.
+
+    Candidates of a kind differ only in slots and in what is kept for a backward.
+    """
 
     known: dict[Hashable, Floor] = field(default_factory=dict)
 
     def of(self, drafts: Drafts, kind: Candidate, able: tuple[int, ...], entering_bytes: int) -> Floor:
-        """`entering_bytes`: of what enters layers, which waits on the device."""
+        """Return the Floor of a kind of candidates.
+
+        able: layers that may live on the device, in the order in which they do.
+        entering_bytes: bytes of layer inputs that wait on the device.
+        """
         request = drafts.request
         kind = replace(kind, **ALL_KEPT, **NO_DISK, num_block_slots=FEWEST_SLOTS[0], num_edge_slots=FEWEST_SLOTS[1])
-        # With micro-batches outermost it is of one, and the smallest ones leave the most.
+        # With micro-batches outermost only one micro-batch has inputs there, and the smallest ones leave the most room.
         of_all = kind.order is LoopOrder.LAYERS_OUTER or request.num_micro_batches == 1
         besides = CONTEXT_BYTES + (entering_bytes if of_all else 0)
         on_host = request.micro_batch_size if kind.boundaries is Tier.HOST else 0
@@ -45,7 +57,10 @@ class Floors:
 
 
 def _most_layers(drafts: Drafts, kind: Candidate, able: tuple[int, ...], besides: int) -> int:
-    """Beside so many bytes of activations, in whose place gradients may come."""
+    """Return the most layers that can live on the device beside `besides` bytes of context and layer inputs.
+
+    Gradients may take the place of these bytes.
+    """
     limit = drafts.machine.hbm_bytes
     if limit is None:
         return len(able)

@@ -1,4 +1,4 @@
-"""Why nothing fits, and what would. Pure."""
+"""Explains why nothing fits, and what would. Pure."""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ from megatrain_ray.engine.planner.search.split_search import Found
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.units import format_bytes
 
-SAVED_BYTES = 4  # of an element, by rounded gradients or by moments, at most
+SAVED_BYTES = 4  # per element: the most that rounded gradients or bf16 moments save
 
 
 def lacks_device_memory(
     structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
 ) -> bool:
-    """Whether the plan that is nearest to fitting is too large for the device. Arguments as of `make_plan`."""
+    """Return whether the plan that is nearest to fitting is too large for the device.
+
+    The arguments are those of `make_plan`.
+    """
     basis = basis_of(structure, machine, request)
     return beyond_device(_smallest(basis, machine, request, activations, missing_bytes)) > 0
 
 
 def misfit(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> CapacityError:
-    """The arithmetic of the plan that is the nearest to fitting, and with what something would. Arguments as of
-    `searches`."""
+    """Return the error for a request that no plan fits.
+
+    Its message is the arithmetic of the plan that is nearest to fitting, and the changes with which some plan would
+    fit. The arguments are those of `searches`.
+    """
     plan = _smallest(basis, machine, request, activations, shortfall)
     error = CapacityError(explain_misfit(plan, list(_remedies(basis.structure, machine, request, activations, plan))))
     error.shortfall = shortfall(plan)
@@ -44,7 +50,10 @@ def misfit(basis: CostBasis, machine: Machine, request: Request, activations: Ac
 def _smallest(
     basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, missing: Callable[[Plan], int]
 ) -> Plan:
-    """Of all that can be tried the plan of which the least is missing; the first where several are."""
+    """Return the plan that misses the least of all that can be tried; the first one if there are several.
+
+    missing: computes how much a plan misses.
+    """
     found = searches(basis, machine, request, activations, Found())
     return min((plan for search in found for plan in search.smallest()), key=missing)
 
@@ -52,8 +61,10 @@ def _smallest(
 def _remedies(
     structure: ModelStructure, machine: Machine, request: Request, activations: ActivationBytes, plan: Plan
 ) -> Iterator[str]:
-    """What something fits with within the same limits: a disk, and the settings that change least. `plan`: that misses
-    the least."""
+    """Yield what some plan fits with, within the same limits: a disk, or the settings that change least.
+
+    plan: the one that misses the least.
+    """
 
     def smallest(on: Machine, other: Request) -> Plan:
         return _smallest(basis_of(structure, on, other), on, other, activations, missing_bytes)
@@ -62,14 +73,14 @@ def _remedies(
         on_disk = smallest(replace(machine, spill=SpillSpace(ANY_ROOM, TYPICAL_DISK_BYTES_PER_S)), request)
         if fits(on_disk):
             yield f"a folder on NVMe with {format_bytes(on_disk.total_bytes(Tier.NVME))} of room as spill.path"
-    # What these save are gradients that wait and moments: where more is missing there is nothing to try.
+    # These settings shrink only gradients that wait and moments: if more is missing there is nothing to try.
     if missing_bytes(plan) <= SAVED_BYTES * plan.num_trained:
         tried = _smaller_requests(request, has_muon=bool(plan.num_muon))
         yield from islice((settings for settings, other in tried if fits(smallest(machine, other))), 1)
 
 
 def _smaller_requests(request: Request, *, has_muon: bool) -> Iterator[tuple[str, Request]]:
-    """With the settings that make them."""
+    """Yield requests that take less memory, each with the settings that make it."""
     rounded, unclipped = replace(request, round_gradients=True), replace(request, clip=False)
     narrow = replace(request, precision=Precision.of(request.precision.compute, "bf16"))
     tried = {

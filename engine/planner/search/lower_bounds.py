@@ -1,6 +1,6 @@
-"""What a step of a plan takes at least: cheap to tell, so that few plans have to be simulated. Pure.
+"""Computes lower bounds for the seconds of a step. They are cheap, so that few plans have to be simulated. Pure.
 
-Of the schedule that cost/simulate_step.py runs: what it changes there these bounds must follow
+They bound the schedule that cost/simulate_step.py runs, and must follow what changes there
 (tests/engine/planner/search/test_plan_bounds.py).
 """
 
@@ -22,23 +22,31 @@ from megatrain_ray.engine.planner.cost.op_costs import Prices, SharedPrices
 from megatrain_ray.engine.planner.cost.simulate_step import operations
 from megatrain_ray.engine.planner.memory.spill_bytes import most_room_in_slots, room_in_slots
 
-WINDOWS_BYTES = NUM_WINDOWS * BLOCK_BYTES  # of activations of a GPU on their way, at most
+WINDOWS_BYTES = NUM_WINDOWS * BLOCK_BYTES  # the most bytes of a GPU's activations that are in windows
 
 
 class Least(NamedTuple):
-    """Seconds of a step at least: by what is computed and updated, and with what moves."""
+    """Holds lower bounds for the seconds of a step.
+
+    worked_s: from what is computed and what is updated.
+    moved_s: from what moves, and from updates that the next forward waits for.
+    """
 
     worked_s: float
     moved_s: float
 
 
 class Bounds:
-    """Of one plan, in seconds."""
+    """Computes lower bounds for a step of one plan, in seconds."""
 
     def __init__(
         self, plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
     ) -> None:
-        """`activations`: of a micro-batch of the plan. `shared`: of other plans of the same request."""
+        """Price the visits of one micro-batch.
+
+        activations: bytes for a micro-batch of the plan.
+        shared: cache that other plans of the same request use, too.
+        """
         self._plan = plan
         self._basis = basis
         shared = shared or SharedPrices()
@@ -47,43 +55,49 @@ class Bounds:
         key = keeps, plan.order, plan.loss_chunk_tokens
         if key not in shared.sweeps:
             shared.sweeps[key] = tuple(map(self._visit_s, basis.one_sweep))
-        self._sweep_s = shared.sweeps[key]  # of each visit of one micro-batch
+        self._sweep_s = shared.sweeps[key]  # seconds of each visit of one micro-batch
         self._num_sweeps = 1 if plan.order is LoopOrder.LAYERS_OUTER else plan.num_micro_batches
         self._at_once = plan.num_micro_batches // self._num_sweeps
 
     def least(self, missing: int = 0, moving: int = 0) -> Least:
-        """Arguments as of `spilling_s`."""
+        """Return all lower bounds; the arguments are those of `spilling_s`."""
         of_disk = self.spilling_s(missing, moving) if missing > 0 else self.disk_s
         return Least(max(self.compute_s, self.update_s), max(self.chained_s, self.h2d_s, of_disk))
 
     @cached_property
     def compute_s(self) -> float:
-        """All that is computed but updates on the device."""
+        """Return the seconds of all that is computed, except updates on the device."""
         replays_s = sum(self._prices.of_layer("replay", layer) for layer in self._plan.replayed_layers)
         return self._plan.num_micro_batches * (sum(self._sweep_s) + replays_s)
 
     @property
     def update_s(self) -> float:
-        """The updates of the shards."""
+        """Return the seconds of the updates of the shards."""
         return sum(map(self._update_s, self._prices.updated_by_cpu))
 
     @property
     def disk_s(self) -> float:
-        """State that spills, with working copies, comes and goes once, and so do gradients that wait there; activations
-        in every sweep. That working copies come for uploads, too, is left out."""
+        """Return the seconds of what is read and written on disk, without reads of working copies for uploads.
+
+        State that spills is read and written once, with working copies, and so are gradients that wait there.
+        Activations are written and read in every sweep.
+        """
         spilled, stored = self._plan.spilled_layers, self._plan.stored_layers
         activations_s = self._num_sweeps * self._activations_s
         return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)) + activations_s)
 
     @property
     def _activations_s(self) -> float:
-        """Of writing or reading what all GPUs of a host have on disk."""
+        """Return the seconds of writing, or reading, the activations that all GPUs of a host have on disk."""
         per_s = self._basis.activations_per_s(self._plan.windows)
         return self._plan.host_gpus * sum(self._plan.disk_activations) / per_s
 
     def spilling_s(self, missing: int, moving: int) -> float:
-        """Of a plan of which nothing is on disk yet, with so many bytes of its host memory there, whichever these are.
-        `moving`: of these at most so many of each GPU's activations."""
+        """Return a lower bound for a plan with nothing on disk yet, of which `missing` bytes will be spilled.
+
+        missing: bytes of host memory that go to the disk, whichever these are.
+        moving: the most of them that are activations, for each GPU.
+        """
         basis, rate = self._basis, self._basis.disk_bytes_per_s
         of_activations = min(missing, self._plan.host_gpus * moving)
         shards_s = (missing - of_activations) / rate
@@ -95,8 +109,13 @@ class Bounds:
         return max(2 * (shards_s + activations_s), behind_s + self._swept_s(activations_s))
 
     def _swept_s(self, activations_s: float) -> float:
-        """What is left of a step when all that shards have on disk has come and gone, which the disk does first: the
-        rest from the head on, or before the first backward activations are written, and read in it."""
+        """Return the seconds that are left of a step when all disk transfers for the shards are done.
+
+        The disk does those first. The rest is either all that is computed from the head on; or activations are written
+        before the first backward, and read during the backward.
+
+        activations_s: seconds of writing, or reading, the activations of a sweep.
+        """
         seconds = dict.fromkeys(Phase, 0.0)
         for visit, of_visit in zip(self._basis.one_sweep, self._sweep_s, strict=True):
             seconds[visit.phase] += self._at_once * of_visit
@@ -107,32 +126,35 @@ class Bounds:
 
     @property
     def _fastest_per_s(self) -> float:
-        """Bytes of activations, wherever their windows will be."""
+        """Return the bytes of activations per second with windows in the faster place."""
         return max(map(self._basis.activations_per_s, (Tier.HOST, Tier.HBM)))
 
     @property
     def _waiting_bytes(self) -> int:
-        """Of gradients that wait in the slab."""
+        """Return the bytes of gradients that wait in the slab."""
         plan, sizes = self._plan, self._basis.layout.host_trained_sizes
         on_host = plan.host_layers - plan.waiting_layers if plan.sums is Tier.HBM else ()
         return plan.wire_dtype.itemsize * sum([sizes[i] for i in on_host])
 
     def _state_s(self, layer: int) -> float:
-        """Of reading or writing a layer's state, and its working copy where that is on disk."""
+        """Return the seconds of reading, or writing, a layer's state, and its working copy if that is on disk."""
         precision = self._plan.precision
         item_bytes = precision.element_bytes if layer in self._plan.weights_on_disk else precision.state_bytes
         return self._disk_s(layer, item_bytes)
 
     def _gradient_s(self, layer: int) -> float:
-        """Of reading or writing its gradient."""
+        """Return the seconds of reading, or writing, the layer's gradient."""
         return self._disk_s(layer, self._plan.wire_dtype.itemsize)
 
     def _disk_s(self, layer: int, item_bytes: int) -> float:
         return self._basis.layout.host_trained_sizes[layer] * item_bytes / self._basis.disk_bytes_per_s
 
     def _brought_s(self) -> dict[int, float]:
-        """How long after the end of the backward all that a layer has on disk can have been there: it and what comes
-        before it is read then, and state written, but for what slots held at first and hold at last."""
+        """Return, for each layer with data on disk, how long after the backward all of it can be in memory.
+
+        By then all that it and the layers before it have on disk is read, and the state of all of them is written,
+        except for what slots held at first and hold at last.
+        """
         spilled, stored, brought_s = self._plan.spilled_layers, frozenset(self._plan.stored_layers), {}
         moved_s = -2 * room_in_slots(self._plan, self._basis.layout) / self._basis.disk_bytes_per_s
         for layer in self._plan.layer_order if self._plan.uses_disk else ():
@@ -151,9 +173,13 @@ class Bounds:
 
     @property
     def chained_s(self) -> float:
-        """Where updates follow the backward: those up to a layer, or what the disk does before it, then all that is
-        computed from its forward on; or all that the disk does for them, then activations. What happens between a
-        backward and its step's end happens in every step."""
+        """Return the seconds of the longest chain of updates, or disk transfers, and compute that waits for them.
+
+        It is 0 if updates run during the backward. Else a chain is the updates up to a layer, or the disk's work before
+        its update, and then all that is computed from the layer's forward on. Another chain is all the disk's work for
+        updates and then for activations. The time between the end of a backward and the end of its step passes in every
+        step.
+        """
         if self._plan.update_order is UpdateOrder.BACKWARD:
             return 0.0
         left_s, updated_s, longest_s = self.compute_s, 0.0, 0.0
@@ -173,8 +199,12 @@ class Bounds:
 
     @property
     def h2d_s(self) -> float:
-        """Blocks come for each forward and each backward, but for what the slots hold from one to the next; unfinished
-        sums for every micro-batch after the first; activations that wait elsewhere."""
+        """Return the seconds of uploads.
+
+        Blocks are uploaded for each forward and each backward, except for what slots hold from one to the next. Partial
+        sums on the host are reloaded for every micro-batch after the first. Activations that wait elsewhere are
+        reloaded.
+        """
         plan, layers = self._plan, self._basis.layout.layers
         item, lowest = plan.precision.working_dtype.itemsize, self._basis.layout.lowest_trained
         streamed = [i for i in plan.host_layers if self._basis.structure.layers[i].kind is LayerKind.BLOCK]

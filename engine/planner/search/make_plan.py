@@ -1,4 +1,4 @@
-"""make_plan: of the ways to run a step that fit a machine, the one that is predicted to be the fastest. Pure."""
+"""Makes the plan for a request: of the ways to run a step that fit the machine, the fastest by prediction. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from megatrain_ray.engine.planner.search.infeasible import misfit
 from megatrain_ray.engine.planner.search.split_search import Found
 from megatrain_ray.errors import CapacityError, ConfigError
 
-LINK_ABOVE_PCIE = 2.0  # times as fast copies between GPUs are where they have a link of their own; a guess
+LINK_ABOVE_PCIE = 2.0  # GPUs have a link of their own if copies between them are so many times as fast; a guess
 
 
 def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request) -> Plan:
-    """The fastest that fits every limit. `activations`: of a micro-batch as requested.
+    """Return the plan that is predicted to be the fastest of those that fit every limit.
 
-    Raises CapacityError with the arithmetic of the plan that is nearest to fitting, and ConfigError where what is
-    asked for cannot be.
+    activations: bytes for a micro-batch as requested.
+
+    Raises CapacityError if nothing fits, with the arithmetic of the plan that is nearest to fitting. Raises ConfigError
+    if what is asked for is impossible.
     """
     basis = basis_of(structure, machine, request)
     if request.captured:
@@ -45,18 +47,27 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
 def predict_plan(
     plan: Plan, structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
 ) -> Prediction:
-    """Of a plan that was made for this request before, by the machine's rates now. `activations` as of `make_plan`."""
+    """Predict a step of a plan that was made for this request before, with the machine's rates of now.
+
+    activations: as for `make_plan`.
+    """
     return predict(plan, basis_of(structure, machine, request), activations_of(plan, activations, request))
 
 
 def activations_of(plan: Plan, activations: ActivationBytes, request: Request) -> ActivationBytes:
-    """Of the plan's micro-batches. `activations`: of one as requested."""
+    """Return the activation bytes of one of the plan's micro-batches.
+
+    activations: bytes for a micro-batch as requested.
+    """
     of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
     return (of_plan.in_chunks() or of_plan) if plan.mlp_chunk_tokens else of_plan
 
 
 def _fastest_captured(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
-    """Of those with a captured step."""
+    """Return the fastest plan with a captured step.
+
+    Raises CapacityError if none fits, and ConfigError if a step cannot be captured.
+    """
     request = captured(request, machine, basis.layout)
     try:
         return _fastest(basis, machine, request, activations)
@@ -65,8 +76,11 @@ def _fastest_captured(basis: CostBasis, machine: Machine, request: Request, acti
 
 
 def _uploads(basis: CostBasis, request: Request) -> list[Request]:
-    """The request with whole uploads, and with parts where nobody has chosen and these may be faster: over a link that
-    is no part of PCIe, or both would take each other's room."""
+    """Return the ways to upload that are tried: whole layers, and parts if that may be faster.
+
+    Parts are tried if the user has not chosen and the link between GPUs is no part of PCIe. Over PCIe, uploads and the
+    exchange between GPUs would compete for it.
+    """
     link, pcie = basis.profile.gpu_link_bytes_per_s, max(basis.profile.h2d_bytes_per_s, basis.profile.d2h_bytes_per_s)
     if request.num_gpus == 1 or request.gathers_slots is not None or link is None or link < LINK_ABOVE_PCIE * pcie:
         return [request]
@@ -74,8 +88,12 @@ def _uploads(basis: CostBasis, request: Request) -> list[Request]:
 
 
 def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
-    """Of all splits, and ways of uploading. `activations`, here and below: of a micro-batch as requested. Raises as
-    `make_plan`."""
+    """Return the fastest plan over all splits and all ways to upload.
+
+    activations: bytes for a micro-batch as requested.
+
+    Raises as `make_plan` does.
+    """
     found = Found()
     for way in _uploads(basis, request):
         for search in searches(basis, machine, way, activations, found):

@@ -1,4 +1,4 @@
-"""make_plan where what is on disk may be packed: without that where it is what there is too little memory for. Pure."""
+"""Runs make_plan where data on disk may be packed, and without packing if memory is too small for that. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from megatrain_ray.units import format_bytes
 def plan_packed_or_not(
     structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
 ) -> Plan:
-    """As `make_plan`. Packing that was chosen for its rate alone is given up where nothing fits with it; where it was
-    asked for the error says that it is the reason."""
+    """Return the plan of `make_plan`, without packing if nothing fits with it and it was chosen only for its rate.
+
+    If the user asked for packing, the CapacityError says that packing is the reason, provided that a plan fits without
+    it.
+    """
     plan_on = partial(make_plan, structure, activations, request=request)
     try:
         return plan_on(machine)

@@ -1,4 +1,4 @@
-"""The search for the fastest plan of one split into micro-batches. Pure."""
+"""Searches for the fastest plan of one split into micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from megatrain_ray.engine.planner.search.floors import Floors
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds, Least
 from megatrain_ray.errors import ConfigError
 
-FEW_BLOCKS = 32  # with more of them one more on the device, or less, makes a step less than 3 % longer
-TIE = 0.002  # what is faster by less than this is not: the simpler of two plans is taken
-# Of the plans of a split that take something to the disk those of which others are tried: so many, of those that take
-# less than so many times as long as the best.
+FEW_BLOCKS = 32  # with more blocks, one more or less of them on the device changes a step by less than 3 %
+TIE = 0.002  # of two plans whose times differ by a smaller share the simpler one is chosen
+# Variants are tried of at most NUM_VARIED plans of a split that spill data of shards, and only of plans that take less
+# than NEAR times as long as the best.
 NUM_VARIED = 3
 NEAR = 1.3
 
 
 class Found:
-    """Plans with a prediction, in the order in which they were tried: the simpler first."""
+    """Collects plans with a prediction, in the order in which they were tried: the simpler ones first."""
 
     def __init__(self) -> None:
-        self.plans: list[tuple[float, Plan]] = []  # with seconds of a step
+        self.plans: list[tuple[float, Plan]] = []  # with the predicted seconds of a step
         self.best_s = math.inf
 
     def add(self, plan: Plan) -> None:
@@ -45,15 +45,21 @@ class Found:
         self.best_s = min(self.best_s, plan.prediction.step_s)
 
     def may_be_beaten_in(self, least_s: float) -> bool:
-        """By what takes at least this long: what is only a little faster than a simpler one is not taken."""
+        """Return whether a plan that takes at least `least_s` may be chosen instead of the best one so far.
+
+        A plan that is only a little faster than a simpler one is not chosen.
+        """
         return least_s * (1 + TIE) < self.best_s
 
     def may_be_won(self, least: Least) -> bool:
-        """What takes as long as a simpler one changes nothing."""
+        """Return whether a plan with these lower bounds may be chosen.
+
+        A plan that takes as long as a simpler one changes nothing.
+        """
         return self.may_be_beaten_in(least.worked_s) and least.moved_s < self.best_s
 
     def chosen(self) -> Plan:
-        """The simplest of those that nothing beats by more than TIE."""
+        """Return the simplest plan that no other plan beats by more than TIE."""
         return next(plan for step_s, plan in self.plans if step_s <= self.best_s * (1 + TIE))
 
 
@@ -69,15 +75,22 @@ class SplitSearch:
         found: Found,
         floors: Floors,
     ) -> None:
-        """`request`: with the split. `activations`: of one of its micro-batches. `found`: gets what fits. `floors`: of
-        all splits."""
+        """List the candidates of the split.
+
+        request: with the split.
+        activations: bytes for one of its micro-batches.
+        found: collects the plans that fit.
+        floors: shared by all splits.
+
+        Raises ConfigError if as many layers as requested cannot live on the device.
+        """
         self._basis = basis
         self._machine = machine
         self._request = request
         self._activations = activations
         self._found = found
         self._floors = floors
-        # Not those that Muon trains, whose momenta are the shards'.
+        # Layers that Muon trains stay on the host, because the shards own their momenta.
         self._able = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
         self._fixed = self._fixed_count()
         self._candidates = list(candidates(basis.structure, request))
@@ -118,23 +131,26 @@ class SplitSearch:
         self._tried[candidate] = prediction.step_s
 
     def _best_with_disk(self) -> list[Candidate]:
-        """Those of which something else may be on disk."""
+        """Return the best candidates that spill data of shards, whose variants are tried."""
         near = [c for c, step_s in self._tried.items() if step_s < NEAR * self._found.best_s]
         near = [c for c in near if self._drafts.spilled(c).of_shards]
         return sorted(near, key=lambda c: self._tried[c])[:NUM_VARIED]
 
     def _has_room(self, candidate: Candidate) -> bool:
-        """Whether the device may have any for what is computed."""
+        """Return whether the device may have room for what the candidate computes."""
         limit = self._machine.hbm_bytes
         if limit is None:
             return True
-        # What is kept elsewhere may be more, or less, than what is kept here where nothing is.
+        # Not for candidates that offload kept activations: these may keep more, or less, than with nothing offloaded.
         if candidate.kept is Tier.HBM and self._drafts.least_device_bytes(candidate) > limit:
             return False
         return self._entering_bytes(candidate) <= limit
 
     def _entering_bytes(self, candidate: Candidate) -> int:
-        """At least so much of what enters layers waits on the device: of the first layers of all segments."""
+        """Return a lower bound of the bytes of layer inputs that wait on the device.
+
+        Only the inputs of the first layers of all segments count.
+        """
         if candidate.boundaries is not Tier.HBM:
             return 0
         num_live = self._request.num_micro_batches if candidate.order is LoopOrder.LAYERS_OUTER else 1
@@ -142,15 +158,21 @@ class SplitSearch:
         return num_live * sum(self._activations.boundary[first :: candidate.segment])
 
     def smallest(self) -> Iterator[Plan]:
-        """Of every candidate the plan that takes least."""
+        """Return for every candidate the plan that takes the least memory."""
         return (self._filling(candidate, self._able).smallest() for candidate in self._candidates)
 
     @cached_property
     def _orders(self) -> Iterable[tuple[int, ...]]:
-        """In which layers come to live on the device: that of a forward, whose first updates are waited for first; with
-        the ends last, in whose place there may be room for a block, which would be uploaded twice; the smallest first,
-        where there is none; and of few layers the last ones, too. Of many the ends first, where there is a disk: slots
-        for blocks alone, which may be much smaller, leave the more."""
+        """Return the orders in which layers come to live on the device.
+
+        - The order of a forward, because the first layers' updates are waited for first.
+        - Embedding and head last: in their place there may be room for a block, which would be uploaded twice.
+        - The smallest layers first, if there is no such room.
+        - With very few blocks, also the last layers first.
+
+        With many blocks only the first order is used. If there is a disk, embedding and head first is tried, too: slots
+        for blocks only may be much smaller, and leave more room.
+        """
         layer_bytes = self._drafts.resident_bytes
         ends = 0, len(layer_bytes) - 1
         if self._fixed is not None:
@@ -172,7 +194,10 @@ class SplitSearch:
         return Filling(self._drafts, candidate, able, self._fewest, fixed=is_fixed)
 
     def _fixed_count(self) -> int | None:
-        """How many layers must live on the device. Raises ConfigError where that many cannot."""
+        """Return how many layers must live on the device; None if any number may.
+
+        Raises ConfigError if that many cannot.
+        """
         count = self._request.hbm_layers
         if count is None:
             return None if self._machine.device == "cuda" else 0
@@ -185,22 +210,29 @@ class SplitSearch:
         return count
 
     def _waits_needlessly(self, candidate: Candidate) -> bool:
-        """Whether gradients wait on the device, from where they would leave late, and the host has room for them. Where
-        blocks are few it may be faster all the same: the regions that gradients leave from, sums of whole blocks, are
-        not needed then."""
+        """Return whether gradients wait on the device, which they would leave late, though the host has room for them.
+
+        With few blocks this may be faster all the same: the regions that gradients leave from, sums of whole blocks,
+        are not needed then.
+        """
         if candidate.gradients is not Tier.HBM or not self._found.plans or not self._has_many_blocks:
             return False
         on_host = replace(candidate, gradients=Tier.HOST)
         return not self._fewest(on_host, self._able) and not self._drafts.spilled(on_host).of_shards
 
     def _spills_needlessly(self, candidate: Candidate) -> bool:
-        """Whether activations may go to the disk where something fits without, and sequences are too short for what a
-        layer moves to take less time than what it computes."""
+        """Return whether activations may be spilled although a plan fits without that and sequences are short.
+
+        With short sequences a layer's activations take longer to move than the layer takes to compute.
+        """
         return candidate.spills_activations and bool(self._found.plans) and not is_long(self._request.seq_len)
 
     def _fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
-        """Layers that must live on the device. Slots and what is kept there make no difference to the host, so one
-        candidate stands for all that differ in nothing else."""
+        """Return how many layers must live on the device.
+
+        Slots and what is kept on the device make no difference to the host. So one candidate stands for all that differ
+        only in these.
+        """
         names = "order", "sums", "gradients", "boundaries", "spills_activations"
         alike = replace(self._candidates[0], **{name: getattr(candidate, name) for name in names})
         return self._fewest_of(alike, able)
@@ -209,7 +241,7 @@ class SplitSearch:
         return fewest_layers(self._drafts, candidate, able) if self._fixed is None else self._fixed
 
     def _least_compute_s(self, filling: Filling) -> float:
-        """With as much kept as can be. Slots and tiers make no difference to it."""
+        """Return the seconds of computing with as much kept as possible; slots and tiers make no difference to it."""
         candidate = filling.candidate
         budgets = candidate.activation_budget, candidate.late_budget
         key = candidate.order, candidate.activations, budgets, candidate.segment
@@ -221,20 +253,25 @@ class SplitSearch:
         return self._found.may_be_won(self._bounds(plan).least())
 
     def _may_win_spilling(self, candidate: Candidate) -> bool:
-        """Whatever of it is on disk."""
+        """Return whether the candidate may win, whatever of it is on disk."""
         return self._found.may_be_won(self._least(candidate, self._drafts.least_missing_ram(candidate)))
 
     def _least(self, candidate: Candidate, missing: int) -> Least:
-        """`missing`: bytes of host memory."""
+        """Return the lower bounds of a candidate.
+
+        missing: bytes of host memory that are missing with nothing on disk.
+        """
         plan = self._drafts.in_memory(candidate)
-        # Where not all layers may live on the device its memory takes gradients from the disk.
+        # If not all layers may live on the device, its memory holds gradients that would else be on disk.
         if self._machine.spill is None or self._fixed is not None or len(self._able) < len(plan.layers):
             missing = 0
         return self._bounds(plan).least(missing, plan.host_activation_bytes if candidate.spills_activations else 0)
 
     def _least_of_kind(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
-        """Of all candidates that are on the host like this one: with as many layers on the device as has any of them,
-        a slot for every block, and all kept."""
+        """Return lower bounds of all candidates that have the same on the host as this one.
+
+        The bounds assume as many layers on the device as any of these has, a slot for every block, and everything kept.
+        """
         if math.isinf(self._found.best_s):
             return Least(0.0, 0.0)
         segment = 1 if candidate.segment == 1 else max(SEGMENTS)
@@ -247,7 +284,7 @@ class SplitSearch:
         return self._kinds[kind, able]
 
     def _least_with_any_slots(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
-        """Of all candidates that differ from this one in slots alone."""
+        """Return lower bounds of all candidates that differ from this one only in slots."""
         if math.isinf(self._found.best_s):
             return Least(0.0, 0.0)
         fewest = replace(candidate, num_block_slots=FEWEST_SLOTS[0], num_edge_slots=FEWEST_SLOTS[1])
